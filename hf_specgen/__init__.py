@@ -1,0 +1,29 @@
+"""Exactly lossless speculative decoding inside `model.generate()`.
+
+Example:
+    >>> from hf_specgen import NgramCandidates
+    >>> # model.generate(**inputs, candidate_generator=NgramCandidates(k=5))
+"""
+
+from hf_specgen.candidates import Candidates, NgramCandidates, NgramHistory
+from hf_specgen.decoding import SpeculativeOutput
+from hf_specgen.integration import install, speculate, uninstall
+from hf_specgen.statistics import Statistics
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification import Verifier
+
+__version__ = "0.1.0"
+__all__ = [
+    "Candidates",
+    "DraftTree",
+    "NgramCandidates",
+    "NgramHistory",
+    "SpeculativeOutput",
+    "Statistics",
+    "Verifier",
+    "install",
+    "speculate",
+    "uninstall",
+]
+
+install()

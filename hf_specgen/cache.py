@@ -1,0 +1,210 @@
+"""A key/value cache whose rows have lengths of their own.
+
+Transformers' `DynamicCache` keeps all rows equally long and copies everything at each step. Here each layer is a buffer
+that grows by doubling, and each row knows how many of its slots hold something. A step writes the tokens of its draft
+behind that; what is rejected is simply overwritten by the next step, so rows of a batch accept different numbers of
+tokens without any re-alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+SMALLEST_BUFFER = 256
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer: buffers `[batch, heads, capacity, head_dim]` and a length per row."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: tuple[int, ...] = ()
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.lengths)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, heads, _, head_dim = key_states.shape
+        self.keys = key_states.new_empty(batch, heads, 0, head_dim)
+        self.values = value_states.new_empty(batch, value_states.shape[1], 0, value_states.shape[3])
+        self.lengths = (0,) * batch
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write `[batch, heads, new, head_dim]` states behind each row and return everything up to the longest row."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        starts, new = self.lengths, key_states.shape[2]
+        width = max(starts) + new
+        self.reserve(width)
+        assert self.keys is not None and self.values is not None
+        if len(set(starts)) == 1:
+            self.keys[:, :, starts[0] : width] = key_states
+            self.values[:, :, starts[0] : width] = value_states
+        else:
+            rows, slots = _slots(starts, new, self.device)
+            self.keys[rows, :, slots] = key_states.transpose(1, 2)
+            self.values[rows, :, slots] = value_states.transpose(1, 2)
+        self.lengths = tuple(start + new for start in starts)
+        return self.keys[:, :, :width], self.values[:, :, :width]
+
+    def reserve(self, width: int) -> None:
+        """Make room for `width` slots; the buffer at least doubles when it grows."""
+        assert self.keys is not None and self.values is not None
+        capacity = self.keys.shape[2]
+        if width <= capacity:
+            return
+        self.keys = _grown(self.keys, max(2 * capacity, width, SMALLEST_BUFFER))
+        self.values = _grown(self.values, max(2 * capacity, width, SMALLEST_BUFFER))
+
+    def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy slots within rows; `rows` `[moved, 1]`, `source` and `destination` `[moved, slots]`."""
+        assert self.keys is not None and self.values is not None
+        rows, source, destination = (index.to(self.device) for index in (rows, source, destination))
+        self.keys[rows, :, destination] = self.keys[rows, :, source]
+        self.values[rows, :, destination] = self.values[rows, :, source]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return max(self.lengths, default=0)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.lengths = (0,) * len(self.lengths)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` slots of every row."""
+        self.lengths = tuple(max(length - abs(tokens_to_remove), 0) for length in self.lengths)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = self.keys[indices], self.values[indices]
+        self.lengths = tuple(self.lengths[row] for row in indices.tolist())
+
+
+class SlotCache(Cache):
+    """The cache that speculative decoding works on; also an ordinary `Cache` for any forward pass of the model.
+
+    Example:
+        >>> cache = SlotCache()
+        >>> keys, values = cache.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), layer_idx=0)
+        >>> cache.lengths
+        (3, 3)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=SlotLayer)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of filled slots of each row."""
+        return next((layer.lengths for layer in self.layers if layer.is_initialized), ())
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.lengths = tuple(lengths)
+
+    def compact(self, starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
+        """Keep of the step that began at slots `starts` the pending token and the accepted path of each row.
+
+        Draft node ``i`` of row b lies in slot ``starts[b] + 1 + i``. The accepted nodes are moved to directly follow
+        the pending token, unless they lie there already (as in every chain). A row whose path is None keeps nothing.
+        """
+        scattered = [row for row, path in enumerate(paths) if path and path[-1] != len(path) - 1]
+        if scattered:
+            moves = _moves(scattered, starts, [paths[row] or () for row in scattered])
+            for layer in self.layers:
+                if layer.is_initialized:
+                    layer.move(*moves)
+        kept = [0 if path is None else 1 + len(path) for path in paths]
+        self.set_lengths([start + count for start, count in zip(starts, kept, strict=True)])
+
+    @classmethod
+    def from_dynamic(cls, cache: DynamicCache) -> SlotCache:
+        """Copy a `DynamicCache` that holds a common length for all rows; the original is left alone.
+
+        A sliding-window layer holds its window only: its older slots stay empty, and are never looked at.
+        """
+        result = cls()
+        for index, layer in enumerate(cache.layers):
+            new = SlotLayer()
+            result.layers.append(new)
+            if not layer.is_initialized or layer.keys is None or layer.get_seq_length() == 0:
+                continue
+            new.lazy_initialization(layer.keys, layer.values)
+            length, held = cache.get_seq_length(index), layer.keys.shape[2]
+            new.reserve(length)
+            assert new.keys is not None and new.values is not None
+            for buffer, states in ((new.keys, layer.keys), (new.values, layer.values)):
+                buffer[:, :, : length - held] = 0
+                buffer[:, :, length - held : length] = states
+            new.lengths = (length,) * layer.keys.shape[0]
+        return result
+
+    def to_dynamic(self, cache: DynamicCache) -> None:
+        """Write everything back into the `DynamicCache` that this one was copied from."""
+        while len(cache.layers) < len(self.layers):
+            cache.layers.append(DynamicLayer())
+        for layer, mine in zip(cache.layers, self.layers, strict=True):
+            if not mine.is_initialized:
+                continue
+            if not layer.is_initialized:
+                layer.lazy_initialization(mine.keys, mine.values)
+            first = 0
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = mine.get_seq_length()
+                first = max(0, layer.cumulative_length - layer.sliding_window + 1)
+            held = slice(first, mine.get_seq_length())
+            layer.keys, layer.values = mine.keys[:, :, held].clone(), mine.values[:, :, held].clone()
+
+
+def _grown(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
+    batch, heads, filled, head_dim = buffer.shape
+    larger = buffer.new_empty(batch, heads, capacity, head_dim)
+    larger[:, :, :filled] = buffer
+    # Slots that nothing was written to are masked, but 0 * nan is nan.
+    larger[:, :, filled:] = 0
+    return larger
+
+
+def _moves(
+    rows: list[int], starts: Sequence[int], paths: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows `[moved, 1]`, source and destination slots `[moved, longest path]`; shorter paths end in idle moves."""
+    longest = max(map(len, paths))
+    sources, destinations = [], []
+    for row, path in zip(rows, paths, strict=True):
+        first = starts[row] + 1
+        sources.append([first + node for node in (*path, *range(len(path), longest))])
+        destinations.append([first + place for place in range(longest)])
+    return torch.tensor(rows)[:, None], torch.tensor(sources), torch.tensor(destinations)
+
+
+@lru_cache(maxsize=8)
+def _slots(starts: tuple[int, ...], new: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index tensors `[batch, 1]` and `[batch, new]` of the slots behind each row; shared by all layers of a step."""
+    slots = torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)
+    return torch.arange(len(starts), device=device)[:, None], slots

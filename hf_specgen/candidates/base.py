@@ -1,0 +1,106 @@
+"""What a candidate strategy is.
+
+The user builds a `Candidates` object before any model is known. At the start of each `generate` call it is bound to
+that call and gives a `Drafter`, which holds all the state of the call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from hf_specgen.tree import DraftTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_specgen.statistics import Statistics
+    from hf_specgen.verification import Verdict
+
+
+@dataclass
+class DraftContext:
+    """What is known of the text when a draft is asked for.
+
+    Args:
+        prompts: the prompt of each row, without padding.
+        generated: the tokens generated so far, per row; these lists grow from step to step.
+        budget: how many draft tokens each row can still use; 0 for a row that takes no part in this step.
+    """
+
+    prompts: list[list[int]]
+    generated: list[list[int]]
+    budget: list[int] = field(default_factory=list)
+
+
+class Drafter(ABC):
+    """The state of one strategy in one `generate` call."""
+
+    @abstractmethod
+    def draft(self, context: DraftContext) -> DraftTree:
+        """Guess what comes next in each row; a row with budget 0 gets no nodes."""
+
+    def observe(self, verdict: Verdict) -> None:
+        """Learn what the target made of the last draft."""
+
+    def end(self) -> None:
+        """The call is over; `DraftContext.generated` holds the final text."""
+
+
+class Candidates(CandidateGenerator, ABC):
+    """A strategy, as the user builds it and passes it to `generate(candidate_generator=…)`.
+
+    Subclass it and write `bind`; everything else follows. It also works in Transformers' own assisted decoding, for
+    one row, through `get_candidates`.
+    """
+
+    speculation: Statistics | None = None
+    """The statistics of the last call that used this object."""
+
+    @abstractmethod
+    def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
+        """Start a call.
+
+        Args:
+            context: the prompts; the same object is given to every `draft`.
+            model: the target; None inside Transformers' own loop.
+        """
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Transformers' interface: the text `[1, length]` followed by a chain of guesses, and no draft logits.
+
+        Raises:
+            ValueError: for more than one row.
+        """
+        if input_ids.shape[0] != 1:
+            raise ValueError(f"get_candidates works on one row, got {input_ids.shape[0]}; use candidate_generator=")
+        context, drafter = self._resume(input_ids[0].tolist())
+        tree = drafter.draft(context)
+        guesses = torch.tensor([_first_path(tree)], dtype=input_ids.dtype, device=input_ids.device)
+        return torch.cat([input_ids, guesses.view(1, -1)], dim=1), None
+
+    def _resume(self, text: list[int]) -> tuple[DraftContext, Drafter]:
+        """The drafter of the previous `get_candidates` call if `text` goes on from there, or else a new one."""
+        context, drafter = getattr(self, "_foreign_call", (None, None))
+        if context is not None:
+            known = len(context.prompts[0])
+            if text[:known] == context.prompts[0] and text[known:][: len(context.generated[0])] == context.generated[0]:
+                context.generated[0].extend(text[known + len(context.generated[0]) :])
+                return context, drafter
+        context = DraftContext([text], [[]], [2**31])
+        self._foreign_call = context, self.bind(context, None)
+        return self._foreign_call
+
+
+def _first_path(tree: DraftTree) -> Sequence[int]:
+    path, node, tokens = [], -1, tree.tokens[0].tolist()
+    for child, parent in enumerate(tree.parents[0]):
+        if parent == node:
+            node = child
+            path.append(tokens[child])
+    return path

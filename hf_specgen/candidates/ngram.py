@@ -1,0 +1,151 @@
+"""Prompt lookup: guess that the text goes on as it did after an earlier occurrence of its last few tokens.
+
+Source: Saxena, "Prompt Lookup Decoding" (2023); the history is the idea of Oliaro et al., "SuffixDecoding" (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
+from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
+from hf_specgen.tree import DraftTree, Parents, merge_paths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class NgramHistory:
+    """Texts of earlier calls, and any corpus of yours, for `NgramCandidates` to look into.
+
+    Args:
+        max_tokens: how much is remembered; the oldest texts are forgotten first.
+
+    Raises:
+        ValueError: if `max_tokens` is not positive.
+
+    Example:
+        >>> history = NgramHistory(max_tokens=100_000)
+        >>> candidates = NgramCandidates(k=5, history=history)  # every call that uses it adds its texts
+    """
+
+    def __init__(self, max_tokens: int = 1_000_000, *, max_ngram: int = 8):
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        self.max_tokens = max_tokens
+        self.index = NgramIndex(max_ngram)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Remember a text, given as token ids."""
+        self.index.extend([*tokens[-self.max_tokens :], SEPARATOR])
+        if len(self.index.tokens) > 2 * self.max_tokens:
+            kept = self.index.tokens[-self.max_tokens :]
+            self.index = NgramIndex(self.index.max_ngram)
+            self.index.extend(kept)
+
+    def add_texts(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Remember texts, e.g. `dataset["text"]`."""
+        for text in texts:
+            self.add(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def __len__(self) -> int:
+        return len(self.index.tokens)
+
+
+class NgramCandidates(Candidates):
+    """Guesses what followed earlier occurrences of the last tokens, in the row's own text and in a history.
+
+    Costs no model and no training. Pays where output repeats input: editing, summaries, retrieval, code, JSON.
+
+    Args:
+        k: greatest length of a draft, in tokens.
+        min_ngram: length of the shortest match that is trusted.
+        max_ngram: length of the longest match that is looked for; longer means no difference any more.
+        branches: how many different continuations are verified at once, as a tree.
+        history: earlier texts to look into besides the row's own.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> NgramCandidates(k=10, branches=4)
+        NgramCandidates(k=10, min_ngram=1, max_ngram=8, branches=4, history=None)
+    """
+
+    def __init__(
+        self,
+        k: int = 5,
+        *,
+        min_ngram: int = 1,
+        max_ngram: int = 8,
+        branches: int = 1,
+        history: NgramHistory | None = None,
+    ):
+        for name, value in (("k", k), ("min_ngram", min_ngram), ("branches", branches)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if max_ngram < min_ngram:
+            raise ValueError(f"max_ngram must be at least min_ngram={min_ngram}, got {max_ngram}")
+        self.k, self.min_ngram, self.max_ngram = k, min_ngram, max_ngram
+        self.branches, self.history = branches, history
+
+    def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
+        return _NgramDrafter(self, context)
+
+    def __repr__(self) -> str:
+        names = ("k", "min_ngram", "max_ngram", "branches", "history")
+        return f"NgramCandidates({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+class _NgramDrafter(Drafter):
+    def __init__(self, settings: NgramCandidates, context: DraftContext):
+        self._settings, self._context = settings, context
+        self._indices = [NgramIndex(settings.max_ngram) for _ in context.prompts]
+        for index, prompt in zip(self._indices, context.prompts, strict=True):
+            index.extend(prompt)
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        return DraftTree.from_nodes([self._draft_row(row, budget) for row, budget in enumerate(context.budget)])
+
+    def end(self) -> None:
+        if self._settings.history is not None:
+            for prompt, generated in zip(self._context.prompts, self._context.generated, strict=True):
+                self._settings.history.add(prompt + generated)
+
+    def _draft_row(self, row: int, budget: int) -> tuple[list[int], Parents]:
+        if budget == 0:
+            return [], ()
+        index = self._indices[row]
+        index.extend(self._context.generated[row][len(index.tokens) - len(self._context.prompts[row]) :])
+        paths: list[list[int]] = []
+        for source, position in self._matches(index):
+            path = continuation(source.tokens, position, min(self._settings.k, budget))
+            if path and not any(known[: len(path)] == path for known in paths):
+                paths.append(path)
+                if len(paths) == self._settings.branches:
+                    break
+        return merge_paths(paths)
+
+    def _matches(self, index: NgramIndex) -> Iterator[tuple[NgramIndex, int]]:
+        """Places to copy from: longer matches first, of equal length the row's own before the history's."""
+        settings = self._settings
+        found = [(n, index, position) for n, position in index.matches(index.tokens, settings.min_ngram)]
+        if settings.history is not None:
+            past = settings.history.index
+            found += [(n, past, position) for n, position in past.matches(index.tokens, settings.min_ngram)]
+            found.sort(key=lambda match: -match[0])
+        return ((source, position) for _, source, position in found)
+
+
+def continuation(tokens: Sequence[int], position: int, k: int) -> list[int]:
+    """The `k` tokens from `position` on; at the end of the text it goes on in itself, at a separator it stops.
+
+    Example:
+        >>> continuation([7, 1, 2, 1, 2], 3, 5)
+        [1, 2, 1, 2, 1]
+    """
+    path = list(tokens[position : position + k])
+    while len(path) < k:
+        path.append(path[len(path) - (len(tokens) - position)])
+    return path[: path.index(SEPARATOR)] if SEPARATOR in path else path

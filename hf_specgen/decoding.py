@@ -1,0 +1,223 @@
+"""The decoding loop: draft, score, verify, keep. One step yields one to `1 + depth of the draft` tokens per row.
+
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), algorithm 1; Miao et al.,
+"SpecInfer" (2023), section 4, for trees.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
+from hf_specgen.emission import Emission
+from hf_specgen.scoring import Scorer
+from hf_specgen.sequences import Sequences
+from hf_specgen.statistics import Statistics
+from hf_specgen.target import Target
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification import Verdict, Verifier
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What plain `generate` returns, and `speculation`: the statistics of the call."""
+
+    speculation: Statistics | None = None
+
+
+def speculative_decode(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    candidates: Candidates,
+    verifier: Verifier,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> SpeculativeOutput | torch.Tensor:
+    """Generate as plain `generate` does, several tokens at a time.
+
+    Args:
+        model: the target.
+        input_ids: `[batch, prompt]`, left-padded.
+        candidates: guesses the next tokens.
+        verifier: decides which guesses stand.
+        logits_processor, stopping_criteria, generation_config, streamer: as prepared by `generate`.
+        model_kwargs: attention mask, positions, cache.
+
+    Returns:
+        `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
+    """
+    call = _Call(model, input_ids, verifier, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    call.emission = Emission(call.sequences, stopping_criteria, streamer, call.keep_scores, call.output_scores)
+    decode_mode = getattr(model, "_optimize_model_for_decode", nullcontext)
+    try:
+        logits = call.prefill(input_ids)
+        drafter = candidates.bind(call.context, model)
+        with decode_mode():
+            call.decode(drafter, logits)
+            call.fill_in_padding()
+    except BaseException:
+        call.target.abandon()
+        raise
+    drafter.end()
+    if streamer is not None:
+        streamer.end()
+    candidates.speculation = call.statistics
+    return call.output(input_ids)
+
+
+class _Call:
+    """One `generate` call: its text, its target, its statistics."""
+
+    emission: Emission
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        verifier: Verifier,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ):
+        self._started = perf_counter()
+        self.returns_dict = bool(config.return_dict_in_generate)
+        self.output_scores = self.returns_dict and bool(config.output_scores)
+        self.output_logits = self.returns_dict and bool(config.output_logits)
+        self.keep_scores = self.output_scores or self.output_logits
+        self.target = Target(model, config, model_kwargs)
+        self.sequences = _sequences(input_ids, model_kwargs.get("attention_mask"), criteria, config)
+        self.verifier = verifier
+        self.scorer = Scorer(processors, self.sequences)
+        verifier.begin(self.scorer, self.sequences, bool(config.do_sample), self.keep_scores)
+        self.context = DraftContext(self.sequences.prompts, self.sequences.generated)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or float("inf")
+        self._room = min(self.sequences.max_length, positions)
+        batch = self.sequences.batch
+        self.statistics = Statistics([[] for _ in range(batch)])
+        self._seconds = dict.fromkeys(("prefill", "draft", "forward", "verify"), 0.0)
+
+    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
+        with _Timer(self._seconds, "prefill"):
+            return self.target.prefill(input_ids)
+
+    def decode(self, drafter: Drafter, logits: torch.Tensor) -> None:
+        """The loop. The prompt's own logits give the first token; every later step begins with a draft."""
+        tree = DraftTree.empty(self.sequences.batch)
+        self.emission.add(self.verifier.verify(tree, logits, [True] * tree.batch))
+        while not self.emission.done:
+            active = self._active_rows()
+            with _Timer(self._seconds, "draft"):
+                self.context.budget = [self._budget(row) if active[row] else 0 for row in range(tree.batch)]
+                tree = drafter.draft(self.context)
+            with _Timer(self._seconds, "forward"):
+                logits = self.target.forward(tree, self.sequences.pending())
+            with _Timer(self._seconds, "verify"):
+                verdict = self.verifier.verify(tree, logits, active)
+                self.target.commit(verdict.paths)
+                self.statistics.record(tree, verdict)
+                drafter.observe(verdict)
+                self.emission.add(verdict)
+                self.verifier.confirmed(self.emission.columns)
+        self.verifier.end(self.emission.columns)
+        self.statistics.finish([len(tokens) for tokens in self.sequences.generated])
+        self._seconds["total"] = perf_counter() - self._started
+        self.statistics.seconds = self._seconds
+
+    def fill_in_padding(self) -> None:
+        """Read the padding of rows that ended early, if its scores or the cache are visible to the caller.
+
+        Plain `generate` feeds padding to ended rows until the last one ends.
+        """
+        texts, columns = self.sequences.generated, self.emission.columns
+        self.target.rewind([len(text) - 1 for text in texts])
+        missing = [columns - len(text) for text in texts]
+        if not any(missing) or not (self.keep_scores or self.returns_dict or self.target.returns_cache):
+            return
+        pad_id = self.sequences.pad_id
+        assert pad_id is not None
+        tree = DraftTree.chains([[pad_id] * max(0, n - 1) for n in missing])
+        logits = self.target.forward(tree, self.sequences.pending()).float()
+        self.target.commit([list(range(n - 1)) if n else None for n in missing])
+        if self.keep_scores:
+            self._fill_in_scores(logits, missing)
+
+    def _fill_in_scores(self, logits: torch.Tensor, missing: list[int]) -> None:
+        rows = torch.arange(len(missing), device=logits.device)
+        for column in range(self.emission.columns - max(missing), self.emission.columns):
+            places = [column - (self.emission.columns - n) for n in missing]
+            nodes = torch.tensor([max(place, 0) for place in places], device=logits.device)
+            column_logits = logits[rows, nodes].to(self.sequences.device)
+            scores = column_logits if self.scorer.in_step else self.scorer.column(column, column_logits)
+            for row, place in enumerate(places):
+                if place >= 0 and missing[row]:
+                    self.emission.scores[column][row] = scores[row]
+                    self.emission.logits[column][row] = column_logits[row]
+
+    def output(self, input_ids: torch.Tensor) -> SpeculativeOutput | torch.Tensor:
+        sequences = self.emission.output_ids(input_ids)
+        cache = self.target.finish()
+        if not self.returns_dict:
+            return sequences
+        return SpeculativeOutput(
+            sequences=sequences,
+            scores=tuple(self.emission.scores) if self.output_scores else None,
+            logits=tuple(self.emission.logits) if self.output_logits else None,
+            past_key_values=cache,
+            speculation=self.statistics,
+        )
+
+    def _active_rows(self) -> list[bool]:
+        """Rows that go on: not at their end, and not too far ahead of the slowest."""
+        furthest = self.emission.columns + self.verifier.max_lead()
+        return [
+            not self.emission.finished[row] and not self.sequences.rests(row) and len(tokens) < furthest
+            for row, tokens in enumerate(self.sequences.generated)
+        ]
+
+    def _budget(self, row: int) -> int:
+        """How many draft tokens can be used: the target adds one of its own."""
+        used = self.sequences.prompt_length + len(self.sequences.generated[row])
+        return int(max(0, min(self._room - used - 1, 2**31)))
+
+
+class _Timer:
+    """Adds the time spent inside to a dictionary."""
+
+    def __init__(self, seconds: dict[str, float], name: str):
+        self._seconds, self._name = seconds, name
+
+    def __enter__(self) -> None:
+        self._begin = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._name] += perf_counter() - self._begin
+
+
+def _sequences(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+) -> Sequences:
+    stop_ids: set[int] = set()
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            stop_ids.update(criterion.eos_token_id.tolist())
+    pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    pad_id = int(config._pad_token_tensor) if pads else None
+    max_length = float("inf") if criteria.max_length is None else criteria.max_length
+    return Sequences(input_ids, attention_mask, stop_ids, max_length, pad_id)

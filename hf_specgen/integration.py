@@ -1,0 +1,176 @@
+"""How `generate` learns the keyword `candidate_generator=`, and the checks that give bad input a sentence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specgen.candidates.base import Candidates
+from hf_specgen.candidates.foreign import ForeignCandidates
+from hf_specgen.decoding import SpeculativeOutput, speculative_decode
+from hf_specgen.support import check_model
+from hf_specgen.verification import CoupledVerifier, Verifier
+
+
+class Speculation:
+    """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
+
+    def __init__(self, candidates: Candidates, verifier: Verifier, streamer: BaseStreamer | None = None):
+        self.candidates, self.verifier, self.streamer = candidates, verifier, streamer
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: GenerationConfig | None = None,
+        **model_kwargs: Any,
+    ) -> SpeculativeOutput | torch.Tensor:
+        assert generation_config is not None
+        check_model(model)
+        _check_call(input_ids, generation_config, model_kwargs)
+        return speculative_decode(
+            model,
+            input_ids,
+            candidates=self.candidates,
+            verifier=self.verifier,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=self.streamer,
+            **model_kwargs,
+        )
+
+
+def speculate(
+    candidate_generator: CandidateGenerator,
+    *,
+    verification: str | Verifier = "coupled",
+    streamer: BaseStreamer | None = None,
+) -> Speculation:
+    """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
+
+    Args:
+        candidate_generator: guesses the next tokens, e.g. `NgramCandidates()`.
+        verification: "coupled" (the picks of plain `generate`, also when sampling with a seed), or a `Verifier`.
+        streamer: give it here, not to `generate`: Transformers does not hand it to custom decoding methods.
+
+    Returns:
+        a callable for `custom_generate=`.
+
+    Raises:
+        ValueError, TypeError: for an unknown verification or something that is no candidate generator.
+
+    Example:
+        >>> from hf_specgen import NgramCandidates, speculate
+        >>> method = speculate(NgramCandidates(k=5))  # model.generate(**inputs, custom_generate=method)
+    """
+    return Speculation(_as_candidates(candidate_generator), _as_verifier(verification), streamer)
+
+
+def install() -> None:
+    """Teach `GenerationMixin.generate` the keywords `candidate_generator` and `verification`. Idempotent.
+
+    Without the keyword, `generate` does exactly what it did before. `import hf_specgen` calls this.
+    """
+    original = GenerationMixin.generate
+    if hasattr(original, "_hf_specgen_original"):
+        return
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, candidate_generator: Any = None, **kwargs: Any) -> Any:
+        method = kwargs.get("custom_generate")
+        if candidate_generator is None and not isinstance(method, Speculation):
+            return original(self, *args, **kwargs)
+        if candidate_generator is not None:
+            if method is not None:
+                raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
+            method = speculate(candidate_generator, verification=kwargs.pop("verification", "coupled"))
+        return _generate(original, self, args, kwargs, method)
+
+    generate._hf_specgen_original = original  # type: ignore[attr-defined]
+    GenerationMixin.generate = generate
+
+
+def uninstall() -> None:
+    """Take the keyword away again; `generate` is then the very function it was."""
+    GenerationMixin.generate = getattr(GenerationMixin.generate, "_hf_specgen_original", GenerationMixin.generate)
+
+
+def _generate(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: Any) -> Any:
+    """Call `generate` with our decoding method, seeing to the arguments that it does not pass on."""
+    if kwargs.get("assistant_model") is not None:
+        raise ValueError("both candidate_generator= and assistant_model= were given; leave one out")
+    if kwargs.pop("synced_gpus", False):
+        raise ValueError("candidate_generator= does not work with synced_gpus=True (FSDP, ZeRO-3); leave it out")
+    streamer = kwargs.get("streamer")
+    if streamer is not None:
+        method = Speculation(method.candidates, method.verifier, streamer)
+    tokenizer = kwargs.pop("tokenizer", None)
+    if tokenizer is not None:
+        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+        kwargs.update(_stop_strings_as_criteria(model, config, tokenizer, kwargs))
+    return original(model, *args, **{**kwargs, "custom_generate": method})
+
+
+def _stop_strings_as_criteria(
+    model: Any, config: GenerationConfig | None, tokenizer: Any, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """`generate` builds the criterion for stop strings itself, but loses the tokenizer on the way to doing so."""
+    given = [kwargs.get("stop_strings"), config and config.stop_strings, model.generation_config.stop_strings]
+    stop_strings = next((strings for strings in given if strings is not None), None)
+    if stop_strings is None:
+        return {}
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    return {"stop_strings": None, "stopping_criteria": criteria}
+
+
+def _as_candidates(generator: Any) -> Candidates:
+    if isinstance(generator, Candidates):
+        return generator
+    if isinstance(generator, CandidateGenerator):
+        return ForeignCandidates(generator)
+    raise TypeError(
+        f"candidate_generator must be a CandidateGenerator such as NgramCandidates(k=5), got {generator!r}"
+    )
+
+
+def _as_verifier(verification: Any) -> Verifier:
+    if isinstance(verification, Verifier):
+        return verification
+    if verification == "coupled":
+        return CoupledVerifier()
+    raise ValueError(f"verification must be 'coupled' or a Verifier, got {verification!r}")
+
+
+def _check_call(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Raise for everything that would otherwise be ignored or go wrong later."""
+    if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
+        raise ValueError(
+            f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"
+        )
+    mode = config.get_generation_mode()
+    if config.prompt_lookup_num_tokens is not None:
+        raise ValueError("both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out")
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"candidate_generator= works with greedy search and sampling, not with {mode.value} "
+            f"(num_beams={config.num_beams}); set num_beams=1 or leave candidate_generator out"
+        )
+    if not model_kwargs.get("use_cache", True):
+        raise ValueError("candidate_generator= needs the key/value cache; leave out use_cache=False")
+    if config.output_attentions or config.output_hidden_states:
+        raise ValueError("output_attentions and output_hidden_states are not available with candidate_generator=")
+    position_ids = model_kwargs.get("position_ids")
+    if position_ids is None or position_ids.dim() != 2:
+        raise ValueError("candidate_generator= works with text-only models that take 2-D position_ids")

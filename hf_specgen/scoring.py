@@ -1,0 +1,77 @@
+"""Logits processors at every node of a draft tree, each seeing exactly what plain `generate` would have shown it.
+
+Processors fall into three kinds:
+
+- *score-only* (temperature, top-k, top-p …) never look at the text: one call for all nodes of all rows;
+- *row-wise* (repetition penalty, bad words, minimum length …) are functions of one row's text and scores: called
+  column by column down the accepted path, while rows go on independently;
+- any other processor may keep a state from call to call (grammars, guidance, some watermarks) or look at the whole
+  batch: the rows then advance together, one call per column, in the order in which plain `generate` makes them. A
+  processor of your own that is row-wise may say so with an attribute ``row_wise = True``.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from hf_specgen.sequences import Sequences
+
+
+def _classes(names: str) -> frozenset[type]:
+    return frozenset(getattr(logits_process, name) for name in names.split() if hasattr(logits_process, name))
+
+
+SCORE_ONLY = _classes(
+    "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TopHLogitsWarper MinPLogitsWarper TypicalLogitsWarper "
+    "EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization SuppressTokensLogitsProcessor"
+)
+ROW_WISE = _classes(
+    "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor RepetitionPenaltyLogitsProcessor "
+    "EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor EncoderNoRepeatNGramLogitsProcessor "
+    "SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor PrefixConstrainedLogitsProcessor "
+    "ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor ExponentialDecayLengthPenalty "
+    "SuppressTokensAtBeginLogitsProcessor WatermarkLogitsProcessor"
+)
+
+
+class Scorer:
+    """Applies the processors of one call.
+
+    Args:
+        processors: as prepared by `generate`.
+        sequences: the text that prefix-reading processors are shown.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, sequences: Sequences):
+        self._processors = processors
+        self._sequences = sequences
+        kinds = [type(processor) for processor in processors]
+        self.score_only = all(kind in SCORE_ONLY for kind in kinds)
+        """Whether `all_nodes` may be used."""
+        self.in_step = sequences.batch > 1 and not all(
+            kind in SCORE_ONLY or kind in ROW_WISE or getattr(processor, "row_wise", False)
+            for kind, processor in zip(kinds, processors, strict=True)
+        )
+        """Whether the rows have to advance together."""
+
+    def all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores of every node, `[batch, nodes, vocab]` to the same; for score-only processors."""
+        if not self._processors:
+            return logits
+        flat = logits.reshape(-1, logits.shape[-1])
+        unread = torch.empty(len(flat), 0, dtype=torch.long, device=flat.device)
+        return self._processors(unread, flat).view(logits.shape)
+
+    def column(self, step: int, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores of one generated column.
+
+        Args:
+            step: the column that is decided, counted from the end of the prompt.
+            logits: `[batch, vocab]`; only those of rows that have reached the column matter.
+
+        Returns:
+            `[batch, vocab]`.
+        """
+        return self._processors(self._sequences.prefix(self._sequences.prompt_length + step), logits)

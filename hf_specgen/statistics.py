@@ -1,0 +1,186 @@
+"""What happened in one speculative call: how much was guessed, how much of it stood, where the time went."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_specgen.tree import DraftTree, depths
+from hf_specgen.verification import Verdict
+
+
+@dataclass
+class RowStep:
+    """One row in one verification step: draft nodes, the depth they reached, tokens accepted and emitted."""
+
+    drafted: int
+    depth: int
+    accepted: int
+    emitted: int
+
+
+@dataclass
+class Statistics:
+    """Counters of one `generate` call.
+
+    A *step* of a row is one verification (a forward pass of the target after the prompt) in which the row took part;
+    a *draft* is a step in which something was guessed for it. Tokens cut off by a stop do not count as accepted.
+
+    Args:
+        rows: the steps of each row, in order.
+        lengths: generated tokens of each row that stand in the output, the first (which the prompt gives) included.
+        seconds: wall time in `prefill`, `draft`, `forward`, `verify`, and `total`.
+
+    Example:
+        >>> stats = Statistics(rows=[[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2), RowStep(2, 2, 0, 1)]], lengths=[8])
+        >>> stats.drafted, stats.accepted, stats.accepted_per_position
+        (8, 4, [2, 1, 1])
+        >>> round(stats.tokens_per_step, 3), round(stats.mean_acceptance_length, 3)
+        (2.333, 2.333)
+    """
+
+    rows: list[list[RowStep]]
+    lengths: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def record(self, tree: DraftTree, verdict: Verdict) -> None:
+        """Count one verification step."""
+        for row, path in enumerate(verdict.paths):
+            if path is not None:
+                parents = tree.parents[row]
+                depth = max(depths(parents), default=0)
+                self.rows[row].append(RowStep(len(parents), depth, len(path), len(verdict.tokens[row])))
+
+    def finish(self, lengths: Sequence[int]) -> None:
+        """Settle the output's length in each row, and take out of the counts what lies behind it."""
+        self.lengths = list(lengths)
+        for steps, length in zip(self.rows, lengths, strict=True):
+            left = length - 1
+            for step in steps:
+                step.emitted = max(0, min(step.emitted, left))
+                step.accepted = min(step.accepted, step.emitted)
+                left -= step.emitted
+            while steps and steps[-1].emitted == 0:
+                steps.pop()
+
+    def row(self, index: int) -> Statistics:
+        """The statistics of one row alone (times are those of the whole batch)."""
+        return Statistics([self.rows[index]], [self.lengths[index]], self.seconds)
+
+    @property
+    def _steps(self) -> list[RowStep]:
+        return [step for row in self.rows for step in row]
+
+    @property
+    def steps(self) -> int:
+        """Verifications, summed over rows."""
+        return len(self._steps)
+
+    @property
+    def drafts(self) -> int:
+        """Steps in which something was guessed."""
+        return sum(step.drafted > 0 for step in self._steps)
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens (tree nodes) that the target verified."""
+        return sum(step.drafted for step in self._steps)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that stand in the output."""
+        return sum(step.accepted for step in self._steps)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens in the output, over all rows."""
+        return sum(self.lengths)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / drafted."""
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean accepted length over all steps, the bonus token included (Spec-Bench's definition)."""
+        return _ratio(sum(step.emitted for step in self._steps), self.steps)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts: only steps that guessed something (vLLM's definition)."""
+        return 1 + _ratio(self.accepted, self.drafts)
+
+    @property
+    def drafted_per_position(self) -> list[int]:
+        """How many drafts reached position 1, 2, …"""
+        return _reached([step.depth for step in self._steps])
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """In how many drafts position 1, 2, … was accepted."""
+        counts = _reached([step.accepted for step in self._steps])
+        return counts + [0] * (len(self.drafted_per_position) - len(counts))
+
+    @property
+    def acceptance_rate_per_position(self) -> list[float]:
+        """Of the drafts that reached a position, the share in which it was accepted."""
+        return [_ratio(a, d) for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
+
+    def origins(self, row: int = 0) -> list[bool]:
+        """For each generated token of a row, True if it was guessed and accepted, False if the target's own."""
+        marks = [False]
+        for step in self.rows[row]:
+            marks += [True] * step.accepted + [False] * (step.emitted - step.accepted)
+        return marks
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers and lists, ready for JSON."""
+        counters = ("steps", "drafts", "drafted", "accepted", "emitted", "acceptance_rate", "tokens_per_step")
+        counters += ("mean_acceptance_length", "drafted_per_position", "accepted_per_position")
+        counters += ("acceptance_rate_per_position",)
+        result: dict[str, Any] = {name: getattr(self, name) for name in counters}
+        result["seconds"] = dict(self.seconds)
+        if len(self.rows) > 1:
+            result["rows"] = [self.row(index).to_dict() for index in range(len(self.rows))]
+        return result
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        times = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in self.seconds.items())
+        positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
+        return (
+            f"{self.emitted} tokens, {self.steps} verification steps: {self.tokens_per_step:.2f} tokens per step\n"
+            f"drafted {self.drafted}, accepted {self.accepted} ({self.acceptance_rate:.0%}); "
+            f"mean acceptance length {self.mean_acceptance_length:.2f} over {self.drafts} drafts\n"
+            f"acceptance by position: {positions or '(nothing was drafted)'}\n"
+            f"time: {times or '(not measured)'}"
+        )
+
+    def plot(self, path: str | Path) -> None:
+        """Draw acceptance by position and accepted tokens along the text into an image (PNG, SVG, PDF).
+
+        Raises:
+            ImportError: without matplotlib (`pip install hf-specgen[plot]`).
+        """
+        from hf_specgen.plots import plot_statistics
+
+        plot_statistics(self, path)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def to_json(self) -> str:
+        """`to_dict` as a JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+def _reached(values: Sequence[int]) -> list[int]:
+    return [sum(value >= position for value in values) for position in range(1, max(values, default=0) + 1)]
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,190 @@
+"""The target model as the decoding loop sees it: prefill, score a draft tree, keep what was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from hf_specgen import masks
+from hf_specgen.cache import SlotCache
+from hf_specgen.tree import DraftTree, ancestor_matrix, chain_parents, depths
+
+OWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+
+
+class Target:
+    """A causal language model with a per-row cache.
+
+    Args:
+        model: the model whose text is generated.
+        generation_config: as prepared by `generate`.
+        model_kwargs: as prepared by `generate`: attention mask, positions, cache and whatever else forward takes.
+
+    Raises:
+        ValueError: for a cache or inputs that speculative decoding cannot work with.
+    """
+
+    def __init__(self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]):
+        self.model = model
+        self._generation_config = generation_config
+        self._kwargs = model_kwargs
+        self._config = model.config.get_text_config()
+        self._eager = self._config._attn_implementation == "eager"
+        self._extra = _extra_arguments(model_kwargs)
+        given = model_kwargs.get("past_key_values")
+        self._given_cache = given if getattr(given, "_is_user_defined", False) else None
+        self._visible = _padding(model_kwargs.get("attention_mask"))
+        self.cache = _own_cache(given, self._given_cache is not None)
+        self._given_lengths = self.cache.lengths
+        self._offsets: tuple[int, ...] = ()
+        self._prompt_slots: tuple[int, ...] = ()
+        self._starts: tuple[int, ...] = ()
+
+    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Read the prompt.
+
+        Args:
+            input_ids: `[batch, prompt]`, left-padded.
+
+        Returns:
+            `[batch, 1, vocab]` logits after the last prompt token.
+        """
+        kwargs = {**self._kwargs, "past_key_values": self.cache}
+        before = self.cache.lengths or (0,) * len(input_ids)
+        outputs = self.model._prefill(input_ids, self._generation_config, kwargs)
+        read = self.cache.lengths[0] - before[0] if self.cache.lengths else 0
+        if not 0 < read <= input_ids.shape[1]:
+            raise ValueError(
+                f"the model cached {read} positions for a prompt of {input_ids.shape[1]} tokens; models that add "
+                "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
+            )
+        self._prompt_slots = self.cache.lengths
+        last = self._kwargs["position_ids"][..., -1].expand(len(input_ids)).tolist()
+        self._offsets = tuple(p + 1 - length for p, length in zip(last, self.cache.lengths, strict=True))
+        return outputs.logits[:, -1:]
+
+    def forward(self, tree: DraftTree, pending: Sequence[int]) -> torch.Tensor:
+        """Score a draft.
+
+        Args:
+            tree: the guesses.
+            pending: the last token of each row, which the target has not read yet.
+
+        Returns:
+            `[batch, 1 + nodes, vocab]` logits: after the pending token, then after each node.
+        """
+        device = self.model.device
+        first = torch.tensor(pending, device=device)[:, None]
+        input_ids = torch.cat([first, tree.tokens.to(device)], dim=1) if tree.nodes else first
+        depth = _depths(tree, device)
+        lengths = self.cache.lengths
+        bases = torch.tensor([n + offset for n, offset in zip(lengths, self._offsets, strict=True)], device=device)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=self._mask(tree, depth, lengths),
+            position_ids=bases[:, None] + depth,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **self._extra,
+        )
+        self._starts = lengths
+        return outputs.logits
+
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
+        """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
+        self.cache.compact(self._starts, paths)
+
+    def rewind(self, read: Sequence[int]) -> None:
+        """Keep of each row the prompt and the first `read` generated tokens."""
+        self.cache.set_lengths([first + n for first, n in zip(self._prompt_slots, read, strict=True)])
+
+    def finish(self) -> Any:
+        """Hand the cache back: the user's own object if one was given, with the new text in it."""
+        if isinstance(self._given_cache, DynamicCache):
+            self.cache.to_dynamic(self._given_cache)
+            return self._given_cache
+        return self.cache
+
+    def abandon(self) -> None:
+        """After an exception: leave a cache that the user gave as it was."""
+        if self.cache is self._given_cache:
+            self.cache.set_lengths(self._given_lengths)
+
+    @property
+    def returns_cache(self) -> bool:
+        """Whether the user can see the cache after the call even if only tokens are returned."""
+        return self._given_cache is not None
+
+    def _mask(self, tree: DraftTree, depth: torch.Tensor, lengths: tuple[int, ...]) -> Any:
+        uniform = len(set(lengths)) == 1
+        if tree.nodes == 0 and uniform and self._visible is None and not self._eager:
+            return None
+        layout = masks.StepLayout(
+            lengths=torch.tensor(lengths, device=depth.device),
+            depths=depth,
+            ancestors=_ancestors(tree, depth.device),
+            visible=self._visible,
+            width=max(lengths) + 1 + tree.nodes,
+        )
+        config = self._config
+        if hasattr(config, "layer_types"):
+            return {kind: self._one_mask(kind, layout) for kind in set(config.layer_types)}
+        if getattr(config, "sliding_window", None) is not None:
+            return self._one_mask("sliding_attention", layout)
+        if getattr(config, "attention_chunk_size", None) is not None:
+            return self._one_mask("chunked_attention", layout)
+        return self._one_mask("full_attention", layout)
+
+    def _one_mask(self, kind: str, layout: masks.StepLayout) -> torch.Tensor:
+        if kind == "sliding_attention":
+            mask = masks.sliding_mask(layout, self._config.sliding_window)
+        elif kind == "chunked_attention":
+            mask = masks.chunked_mask(layout, self._config.attention_chunk_size)
+        else:
+            mask = masks.full_mask(layout)
+        return masks.additive(mask, self.model.dtype) if self._eager else mask
+
+
+def _own_cache(given: Any, user_owned: bool) -> SlotCache:
+    if isinstance(given, SlotCache):
+        return given
+    if given is None or (type(given) is DynamicCache and not given.offloading):
+        return SlotCache.from_dynamic(given) if user_owned else SlotCache()
+    raise ValueError(
+        f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
+        f"not with {type(given).__name__}; leave past_key_values and cache_implementation unset"
+    )
+
+
+def _padding(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+    if attention_mask is None or bool((attention_mask != 0).all()):
+        return None
+    return attention_mask != 0
+
+
+def _extra_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    extra = {name: value for name, value in model_kwargs.items() if name not in OWN_ARGUMENTS and value is not None}
+    for name, value in extra.items():
+        if isinstance(value, torch.Tensor):
+            raise ValueError(f"candidate_generator= works with text-only inputs; leave out {name}")
+    return extra
+
+
+def _depths(tree: DraftTree, device: torch.device) -> torch.Tensor:
+    """`[batch, 1 + nodes]` distance from the pending token."""
+    rows = [(0, *depths(parents), *(0,) * (tree.nodes - len(parents))) for parents in tree.parents]
+    return torch.tensor(rows, device=device)
+
+
+def _ancestors(tree: DraftTree, device: torch.device) -> torch.Tensor:
+    """`[batch, 1 + nodes, 1 + nodes]` ancestor matrices; padding nodes continue the row as a chain, seen by nobody."""
+    matrices = [ancestor_matrix(_padded(parents, tree.nodes)) for parents in tree.parents]
+    return torch.stack(matrices).to(device)
+
+
+def _padded(parents: tuple[int, ...], nodes: int) -> tuple[int, ...]:
+    return parents if len(parents) == nodes else parents + chain_parents(nodes)[len(parents) :]

@@ -1,0 +1,183 @@
+"""The draft tree: the one thing that every candidate strategy produces.
+
+A row's draft is a set of guesses for the tokens after its last one, drawn as a tree. Node ``i`` holds a token and the
+index of its parent; ``-1`` means that it continues the row itself. Parents come before their children. Two guesses for
+the next token, the first of them continued twice::
+
+    row ─┬─ 0 "the" ─┬─ 2 "cat"          tokens  = [the, a, cat, dog]
+         │           └─ 3 "dog"          parents = [-1, -1, 0, 0]
+         └─ 1 "a"
+
+A chain is a tree with one path; an empty tree makes the step a plain decoding step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+Parents = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The guesses of one step, for every row of the batch.
+
+    Args:
+        tokens: `[batch, nodes]` token ids, on any device. Row ``b`` has ``len(parents[b])`` nodes; what stands after
+            them is padding.
+        parents: for each row, the parent of each of its nodes; ``-1`` continues the row.
+        q: `[batch, nodes, vocab]` optional draft probabilities, each the distribution that the node's token was drawn
+            from. ``None`` for strategies that guess deterministically.
+
+    Raises:
+        ValueError: if a parent does not come before its child, or the shapes do not fit.
+
+    Example:
+        >>> tree = DraftTree.from_paths([[[5, 6], [5, 7], [8]]])
+        >>> tree.tokens.tolist(), tree.parents
+        ([[5, 6, 7, 8]], ((-1, 0, 0, -1),))
+    """
+
+    tokens: torch.Tensor
+    parents: tuple[Parents, ...]
+    q: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        batch, nodes = self.tokens.shape
+        if len(self.parents) != batch:
+            raise ValueError(f"a draft tree of {batch} rows needs {batch} lists of parents, got {len(self.parents)}")
+        for row, parents in enumerate(self.parents):
+            if len(parents) > nodes:
+                raise ValueError(f"row {row} has {len(parents)} parents but only {nodes} tokens")
+            validate_parents(parents)
+
+    @property
+    def batch(self) -> int:
+        return len(self.parents)
+
+    @property
+    def nodes(self) -> int:
+        """The node count of the largest row."""
+        return self.tokens.shape[1]
+
+    @classmethod
+    def empty(cls, batch: int) -> DraftTree:
+        """No guesses: the step decodes one token per row, as plain `generate` does."""
+        return cls(torch.empty(batch, 0, dtype=torch.long), ((),) * batch)
+
+    @classmethod
+    def chains(cls, rows: Sequence[Sequence[int]]) -> DraftTree:
+        """One guess after the other, a list of tokens per row; the lists may differ in length."""
+        return cls(_pad(rows), tuple(chain_parents(len(row)) for row in rows))
+
+    @classmethod
+    def from_nodes(cls, rows: Sequence[tuple[Sequence[int], Parents]]) -> DraftTree:
+        """From a pair (tokens, parents) per row."""
+        return cls(_pad([tokens for tokens, _ in rows]), tuple(parents for _, parents in rows))
+
+    @classmethod
+    def from_paths(cls, rows: Sequence[Sequence[Sequence[int]]]) -> DraftTree:
+        """From a list of token paths per row; paths that begin alike share their nodes."""
+        return cls.from_nodes([merge_paths(paths) for paths in rows])
+
+
+def _pad(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    width = max(map(len, rows), default=0)
+    if all(len(row) == width for row in rows):
+        return torch.tensor(rows, dtype=torch.long).view(len(rows), width)
+    return torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], dtype=torch.long)
+
+
+@lru_cache(maxsize=4096)
+def validate_parents(parents: Parents) -> None:
+    """Raise `ValueError` unless every parent is ``-1`` or an earlier node."""
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(f"node {node} has parent {parent}; a parent is -1 or an earlier node")
+
+
+@lru_cache(maxsize=256)
+def chain_parents(length: int) -> Parents:
+    """The parents of a chain: `(-1, 0, 1, …)`."""
+    return tuple(range(-1, length - 1))
+
+
+def merge_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], Parents]:
+    """Merge token paths into one tree (a trie), in the order of their first appearance.
+
+    Example:
+        >>> merge_paths([[5, 6], [5, 7]])
+        ([5, 6, 7], (-1, 0, 0))
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    node_of: dict[tuple[int, int], int] = {}
+    for path in paths:
+        parent = -1
+        for token in path:
+            node = node_of.setdefault((parent, token), len(tokens))
+            if node == len(tokens):
+                tokens.append(token)
+                parents.append(parent)
+            parent = node
+    return tokens, tuple(parents)
+
+
+@lru_cache(maxsize=4096)
+def depths(parents: Parents) -> tuple[int, ...]:
+    """How far each node is from the row's last token: 1 for its direct continuations."""
+    result: list[int] = []
+    for parent in parents:
+        result.append(1 if parent < 0 else result[parent] + 1)
+    return tuple(result)
+
+
+@lru_cache(maxsize=4096)
+def ancestor_matrix(parents: Parents) -> torch.Tensor:
+    """Who may look at whom, with the row's last token as index 0 and node ``i`` as index ``i + 1``.
+
+    Returns:
+        `[1 + nodes, 1 + nodes]` bool; entry `[i, j]` is True where ``j`` is ``i`` or one of its ancestors.
+
+    Example:
+        >>> ancestor_matrix((-1, -1, 0)).int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    """
+    size = len(parents) + 1
+    rows = [[True] + [False] * (size - 1)]
+    for node, parent in enumerate(parents, start=1):
+        row = rows[parent + 1].copy()
+        row[node] = True
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.bool)
+
+
+def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Follow the target's choices down the tree as far as the draft foresaw them.
+
+    Args:
+        tokens: the token of each node.
+        parents: the parent of each node.
+        chosen: `1 + nodes` tokens: what the target picks after the row's last token, then after each node.
+
+    Returns:
+        The accepted nodes from the top down, and the tokens to emit: theirs, then the target's own next one
+        (the bonus token).
+
+    Example:
+        >>> accepted_path([5, 6, 7], (-1, -1, 1), [6, 0, 7, 9])
+        ([1, 2], [6, 7, 9])
+    """
+    node = -1
+    path: list[int] = []
+    emitted = [chosen[0]]
+    for child, parent in enumerate(parents):
+        if parent == node and tokens[child] == emitted[-1]:
+            node = child
+            path.append(child)
+            emitted.append(chosen[child + 1])
+    return path, emitted
