@@ -52,7 +52,7 @@ class Statistics:
             if path is not None:
                 parents = tree.parents[row]
                 depth = max(depths(parents), default=0)
-                self.rows[row].append(RowStep(len(parents), depth, len(path), len(verdict.tokens[row])))
+                self.rows[row].append(RowStep(len(parents), depth, verdict.accepted[row], len(verdict.tokens[row])))
 
     def finish(self, lengths: Sequence[int]) -> None:
         """Settle the output's length in each row, and take out of the counts what lies behind it."""

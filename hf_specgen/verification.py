@@ -26,14 +26,17 @@ class Verdict:
     """The outcome of one step.
 
     Args:
-        paths: the accepted nodes of each row, from the top down; None for a row that took no part.
-        tokens: the tokens that each row emits: those of its path, then the target's own (the bonus token).
+        paths: the accepted nodes of each row that the text goes on from, top down; None for a row that took no part.
+        tokens: the tokens that each row emits: those of its path, then one more, as a rule the target's own (the
+            bonus token). Where a row ends or has to wait for others, the last one may be a guess too.
+        accepted: how many of each row's emitted tokens were guesses.
         scores: if asked for, the processed scores behind each emitted token: per row a list of `[vocab]`.
         logits: if asked for, the same before the processors.
     """
 
     paths: list[list[int] | None]
     tokens: list[list[int]]
+    accepted: list[int]
     scores: list[list[torch.Tensor]] = field(default_factory=list)
     logits: list[list[torch.Tensor]] = field(default_factory=list)
 
@@ -99,13 +102,14 @@ class Verifier(ABC):
         steps = self._steps(tree, active)
         chosen = self.choose(scores, steps)
         guessed, chosen_tokens = tree.tokens.tolist(), chosen.tolist()
-        verdict = Verdict([None] * tree.batch, [[] for _ in range(tree.batch)])
+        verdict = Verdict([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
         for row in range(tree.batch):
             if not active[row]:
                 continue
             path, tokens = accepted_path(guessed[row], tree.parents[row], chosen_tokens[row])
             emitted = self.sequences.extend(row, tokens)
             verdict.paths[row], verdict.tokens[row] = path[: emitted - 1], tokens[:emitted]
+            verdict.accepted[row] = min(len(path), emitted)
         if self.keep_scores:
             verdict.scores = _along(scores, verdict)
             verdict.logits = _along(logits, verdict)
@@ -159,7 +163,9 @@ class _ColumnWalk:
         self._tree, self._guessed, self._logits = tree, tree.tokens.tolist(), logits
         self._node = [-1] * tree.batch
         self._walking = [row for row in range(tree.batch) if active[row]]
-        self._verdict = Verdict([[] if is_active else None for is_active in active], [[] for _ in active])
+        self._verdict = Verdict(
+            [[] if is_active else None for is_active in active], [[] for _ in active], [0] * tree.batch
+        )
         if verifier.keep_scores:
             self._verdict.scores = [[] for _ in active]
             self._verdict.logits = [[] for _ in active]
@@ -192,6 +198,7 @@ class _ColumnWalk:
         parents, guessed, node = self._tree.parents[row], self._guessed[row], self._node[row]
         child = next((i for i, parent in enumerate(parents) if parent == node and guessed[i] == token), None)
         ended = self._sequences.rests(row)
+        self._verdict.accepted[row] += child is not None
         if child is None or ended:
             self._walking.remove(row)
             return ended

@@ -15,7 +15,6 @@ import numpy as np
 MULTIPLIER = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
 BULK = 256
-LONGEST_WALK = 32
 SEPARATOR = -1
 """A token that is no token: put between texts, so that no match reaches across."""
 
@@ -29,7 +28,7 @@ class NgramIndex:
     Example:
         >>> index = NgramIndex(max_ngram=3)
         >>> index.extend([1, 2, 3, 9, 2, 3])
-        >>> list(index.matches([9, 2, 3], min_ngram=1))  # (length, where the text went on)
+        >>> list(index.matches([9, 2, 3], min_ngram=1, limit=8))  # (length, where the text went on)
         [(2, 3)]
     """
 
@@ -48,15 +47,15 @@ class NgramIndex:
             self._index_end()
             self.tokens.append(token)
 
-    def matches(self, text: Sequence[int], min_ngram: int) -> Iterator[tuple[int, int]]:
+    def matches(self, text: Sequence[int], min_ngram: int, limit: int) -> Iterator[tuple[int, int]]:
         """Earlier occurrences of the end of `text`: the longest first, and of each length the most recent first.
 
-        An occurrence counts only if the index's text goes on after it. Each is given once, at its full length; at most
-        `LONGEST_WALK` are looked at for each length.
+        An occurrence counts only if the index's text goes on after it. Each is given once, at its full length.
 
         Args:
             text: what is looked for; may be the index's own text.
             min_ngram: length of the shortest match.
+            limit: how many occurrences are looked at for each length, and given at most.
 
         Yields:
             the length of the match (at most `max_ngram`), and the position in `tokens` of what followed it.
@@ -64,11 +63,12 @@ class NgramIndex:
         seen: set[int] = set()
         hashes = _suffix_hashes(text, self.max_ngram)
         for n in range(len(hashes), min_ngram - 1, -1):
+            wanted = list(text[-n:])
             position = self._latest[n - 1].get(hashes[n - 1], -1)
-            for _ in range(LONGEST_WALK):
-                if position < 0:
+            for _ in range(limit):
+                if position < 0 or len(seen) == limit:
                     break
-                if position not in seen and self.tokens[position - n : position] == list(text[-n:]):
+                if position not in seen and self.tokens[position - n : position] == wanted:
                     seen.add(position)
                     yield n, position
                 position = self._earlier[n - 1][position]
