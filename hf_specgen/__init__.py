@@ -11,8 +11,8 @@ from hf_specgen.integration import install, speculate, uninstall
 from hf_specgen.statistics import Statistics
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import Verifier
+from hf_specgen.version import __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "Candidates",
     "DraftTree",
@@ -21,6 +21,7 @@ __all__ = [
     "SpeculativeOutput",
     "Statistics",
     "Verifier",
+    "__version__",
     "install",
     "speculate",
     "uninstall",

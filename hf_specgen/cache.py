@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -117,15 +118,18 @@ class SlotCache(Cache):
         super().__init__(layer_class_to_replicate=SlotLayer)
 
     @property
+    def _filled(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized]
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """The number of filled slots of each row."""
-        return next((layer.lengths for layer in self.layers if layer.is_initialized), ())
+        return next((layer.lengths for layer in self._filled), ())
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.lengths = tuple(lengths)
+        for layer in self._filled:
+            layer.lengths = tuple(lengths)
 
     def compact(self, starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
         """Keep of the step that began at slots `starts` the pending token and the accepted path of each row.
@@ -136,9 +140,8 @@ class SlotCache(Cache):
         scattered = [row for row, path in enumerate(paths) if path and path[-1] != len(path) - 1]
         if scattered:
             moves = _moves(scattered, starts, [paths[row] or () for row in scattered])
-            for layer in self.layers:
-                if layer.is_initialized:
-                    layer.move(*moves)
+            for layer in self._filled:
+                layer.move(*moves)
         kept = [0 if path is None else 1 + len(path) for path in paths]
         self.set_lengths([start + count for start, count in zip(starts, kept, strict=True)])
 
@@ -149,7 +152,8 @@ class SlotCache(Cache):
         A sliding-window layer holds its window only: its older slots stay empty, and are never looked at.
         """
         result = cls()
-        for index, layer in enumerate(cache.layers):
+        for index, given in enumerate(cache.layers):
+            layer: Any = given
             new = SlotLayer()
             result.layers.append(new)
             if not layer.is_initialized or layer.keys is None or layer.get_seq_length() == 0:
@@ -168,7 +172,8 @@ class SlotCache(Cache):
         """Write everything back into the `DynamicCache` that this one was copied from."""
         while len(cache.layers) < len(self.layers):
             cache.layers.append(DynamicLayer())
-        for layer, mine in zip(cache.layers, self.layers, strict=True):
+        pairs: Any = zip(cache.layers, self.layers, strict=True)
+        for layer, mine in pairs:
             if not mine.is_initialized:
                 continue
             if not layer.is_initialized:

@@ -24,7 +24,7 @@ from hf_specgen.sequences import Sequences
 from hf_specgen.statistics import Statistics
 from hf_specgen.target import Target
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import Verdict, Verifier
+from hf_specgen.verification import Verifier
 
 
 @dataclass
@@ -173,9 +173,9 @@ class _Call:
         if not self.returns_dict:
             return sequences
         return SpeculativeOutput(
-            sequences=sequences,
-            scores=tuple(self.emission.scores) if self.output_scores else None,
-            logits=tuple(self.emission.logits) if self.output_logits else None,
+            sequences=sequences,  # type: ignore[arg-type]
+            scores=tuple(self.emission.scores) if self.output_scores else None,  # type: ignore[arg-type]
+            logits=tuple(self.emission.logits) if self.output_logits else None,  # type: ignore[arg-type]
             past_key_values=cache,
             speculation=self.statistics,
         )
@@ -184,8 +184,7 @@ class _Call:
         """Rows that go on: not at their end, and not too far ahead of the slowest."""
         furthest = self.emission.columns + self.verifier.max_lead()
         return [
-            not self.emission.finished[row] and not self.sequences.rests(row) and len(tokens) < furthest
-            for row, tokens in enumerate(self.sequences.generated)
+            self.emission.goes_on(row) and len(tokens) < furthest for row, tokens in enumerate(self.sequences.generated)
         ]
 
     def _budget(self, row: int) -> int:
@@ -218,6 +217,7 @@ def _sequences(
         if type(criterion) is EosTokenCriteria:
             stop_ids.update(criterion.eos_token_id.tolist())
     pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-    pad_id = int(config._pad_token_tensor) if pads else None
+    pad_token: Any = config._pad_token_tensor
+    pad_id = int(pad_token) if pads else None
     max_length = float("inf") if criteria.max_length is None else criteria.max_length
     return Sequences(input_ids, attention_mask, stop_ids, max_length, pad_id)

@@ -65,6 +65,10 @@ class Emission:
                 if len(tokens) > self.columns:
                     self._sequences.truncate(row, self.columns)
 
+    def goes_on(self, row: int) -> bool:
+        """Whether the row still needs tokens."""
+        return not (self.finished[row] and self._pads) and not self._sequences.rests(row)
+
     def output_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`[batch, prompt + generated]` the sequences as plain `generate` returns them."""
         return self._sequences.prefix(self._sequences.prompt_length + self.columns).to(input_ids.dtype)

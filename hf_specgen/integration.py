@@ -98,15 +98,18 @@ def install() -> None:
         return _generate(original, self, args, kwargs, method)
 
     generate._hf_specgen_original = original  # type: ignore[attr-defined]
-    GenerationMixin.generate = generate
+    GenerationMixin.generate = generate  # type: ignore[method-assign]
 
 
 def uninstall() -> None:
     """Take the keyword away again; `generate` is then the very function it was."""
-    GenerationMixin.generate = getattr(GenerationMixin.generate, "_hf_specgen_original", GenerationMixin.generate)
+    original = getattr(GenerationMixin.generate, "_hf_specgen_original", GenerationMixin.generate)
+    GenerationMixin.generate = original  # type: ignore[method-assign]
 
 
-def _generate(original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: Any) -> Any:
+def _generate(
+    original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: Any
+) -> Any:
     """Call `generate` with our decoding method, seeing to the arguments that it does not pass on."""
     if kwargs.get("assistant_model") is not None:
         raise ValueError("both candidate_generator= and assistant_model= were given; leave one out")
@@ -140,9 +143,7 @@ def _as_candidates(generator: Any) -> Candidates:
         return generator
     if isinstance(generator, CandidateGenerator):
         return ForeignCandidates(generator)
-    raise TypeError(
-        f"candidate_generator must be a CandidateGenerator such as NgramCandidates(k=5), got {generator!r}"
-    )
+    raise TypeError(f"candidate_generator must be a CandidateGenerator such as NgramCandidates(k=5), got {generator!r}")
 
 
 def _as_verifier(verification: Any) -> Verifier:

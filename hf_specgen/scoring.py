@@ -12,6 +12,8 @@ Processors fall into three kinds:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
@@ -45,7 +47,7 @@ class Scorer:
     """
 
     def __init__(self, processors: LogitsProcessorList, sequences: Sequences):
-        self._processors = processors
+        self._processors: Any = processors
         self._sequences = sequences
         kinds = [type(processor) for processor in processors]
         self.score_only = all(kind in SCORE_ONLY for kind in kinds)

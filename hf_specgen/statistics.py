@@ -11,6 +11,20 @@ from typing import Any
 from hf_specgen.tree import DraftTree, depths
 from hf_specgen.verification import Verdict
 
+REPORTED = (
+    "steps",
+    "drafts",
+    "drafted",
+    "accepted",
+    "emitted",
+    "acceptance_rate",
+    "tokens_per_step",
+    "mean_acceptance_length",
+    "drafted_per_position",
+    "accepted_per_position",
+    "acceptance_rate_per_position",
+)
+
 
 @dataclass
 class RowStep:
@@ -139,10 +153,7 @@ class Statistics:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and lists, ready for JSON."""
-        counters = ("steps", "drafts", "drafted", "accepted", "emitted", "acceptance_rate", "tokens_per_step")
-        counters += ("mean_acceptance_length", "drafted_per_position", "accepted_per_position")
-        counters += ("acceptance_rate_per_position",)
-        result: dict[str, Any] = {name: getattr(self, name) for name in counters}
+        result: dict[str, Any] = {name: getattr(self, name) for name in REPORTED}
         result["seconds"] = dict(self.seconds)
         if len(self.rows) > 1:
             result["rows"] = [self.row(index).to_dict() for index in range(len(self.rows))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -54,7 +54,7 @@ class Target:
         """
         kwargs = {**self._kwargs, "past_key_values": self.cache}
         before = self.cache.lengths or (0,) * len(input_ids)
-        outputs = self.model._prefill(input_ids, self._generation_config, kwargs)
+        outputs = cast(Any, self.model)._prefill(input_ids, self._generation_config, kwargs)
         read = self.cache.lengths[0] - before[0] if self.cache.lengths else 0
         if not 0 < read <= input_ids.shape[1]:
             raise ValueError(
@@ -153,7 +153,7 @@ def _own_cache(given: Any, user_owned: bool) -> SlotCache:
     if isinstance(given, SlotCache):
         return given
     if given is None or (type(given) is DynamicCache and not given.offloading):
-        return SlotCache.from_dynamic(given) if user_owned else SlotCache()
+        return SlotCache.from_dynamic(given) if given is not None and user_owned else SlotCache()
     raise ValueError(
         f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
         f"not with {type(given).__name__}; leave past_key_values and cache_implementation unset"

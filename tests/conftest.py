@@ -36,5 +36,6 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def edit_prompts() -> list[str]:
-    rows = [json.loads(line) for line in open(ROOT / "benchmarks" / "assets" / "validation.jsonl", encoding="utf-8")]
+    lines = (ROOT / "benchmarks" / "assets" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
     return [row["prompt"] for row in rows if row["domain"] == "edit"]

@@ -24,7 +24,7 @@ def tiny_model(architecture: str, **overrides: Any) -> Any:
     torch.manual_seed(0)
     arguments = SPEC["architectures"].get(architecture) or SPEC["not_yet"][architecture]
     config = CONFIG_MAPPING[architecture](**{**arguments, **overrides})
-    implementation = "eager" if architecture in SPEC["eager_only"] else "sdpa"
+    implementation = "eager" if architecture in (*SPEC["eager_only"], "gpt_neo", "bloom") else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None

@@ -61,6 +61,7 @@ class Candidates(CandidateGenerator, ABC):
 
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
+    _foreign_call: tuple[DraftContext, Drafter] | None = None
 
     @abstractmethod
     def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
@@ -71,7 +72,9 @@ class Candidates(CandidateGenerator, ABC):
             model: the target; None inside Transformers' own loop.
         """
 
-    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def get_candidates(  # type: ignore[override]
+        self, input_ids: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Transformers' interface: the text `[1, length]` followed by a chain of guesses, and no draft logits.
 
         Raises:
@@ -86,8 +89,8 @@ class Candidates(CandidateGenerator, ABC):
 
     def _resume(self, text: list[int]) -> tuple[DraftContext, Drafter]:
         """The drafter of the previous `get_candidates` call if `text` goes on from there, or else a new one."""
-        context, drafter = getattr(self, "_foreign_call", (None, None))
-        if context is not None:
+        if self._foreign_call is not None:
+            context, drafter = self._foreign_call
             known = len(context.prompts[0])
             if text[:known] == context.prompts[0] and text[known:][: len(context.generated[0])] == context.generated[0]:
                 context.generated[0].extend(text[known + len(context.generated[0]) :])

@@ -44,7 +44,7 @@ class _ForeignDrafter(Drafter):
     def draft(self, context: DraftContext) -> DraftTree:
         self._context = context
         text = self._text()
-        candidates, _ = self._generator.get_candidates(text)
+        candidates, _ = self._generator.get_candidates(text)  # type: ignore[arg-type]
         guesses = candidates[0, text.shape[1] :].tolist()[: context.budget[0]]
         return DraftTree.chains([guesses])
 

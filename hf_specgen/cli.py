@@ -1,0 +1,68 @@
+"""The command line: `hf-specgen demo`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Lossless speculative decoding for Transformers.")
+
+
+@app.callback()
+def main() -> None:
+    """Lossless speculative decoding for Transformers."""
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="Hub id or folder; the embedded model if left out.")] = "",
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt of your own; may be given several times.")] = None,
+    k: Annotated[int, typer.Option(help="Greatest draft length in tokens.")] = 16,
+    branches: Annotated[int, typer.Option(help="Continuations verified at once, as a tree.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Prompts per generate call.")] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …")] = "cpu",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
+    prompts: Annotated[int, typer.Option(help="Prompts per domain.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of the sampled domains.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
+) -> None:
+    """Compare plain generate, Transformers' prompt lookup and NgramCandidates on the same prompts.
+
+    Exit code 1 if a token differs in float32.
+    """
+    from hf_specgen import demo as demonstration
+
+    console = Console()
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise typer.BadParameter(f"--dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    for name, value in (("--batch-size", batch_size), ("--prompts", prompts), ("--max-new-tokens", max_new_tokens)):
+        if value < 1:
+            raise typer.BadParameter(f"{name} must be at least 1, got {value}")
+    settings = demonstration.DemoSettings(
+        model, tuple(prompt or ()), k, branches, batch_size, dtype, device, max_new_tokens, prompts, seed
+    )
+    try:
+        results, example = demonstration.run_demo(settings, console)
+    except (OSError, ValueError) as error:
+        console.print(f"[red]error:[/] {error}")
+        raise typer.Exit(2) from None
+    console.print(demonstration.table(results))
+    console.print(
+        "\nOne answer; guessed and accepted tokens are [black on green]green[/], the others the target's own:\n"
+    )
+    console.print(example)
+    differences = [(result.domain, difference) for result in results for difference in result.differences]
+    for domain, d in differences:
+        console.print(
+            f"[yellow]{domain}: first difference at position {d.position}: plain {d.plain_token} (logit "
+            f"{d.plain_logit:.4f}), ours {d.our_token} (logit {d.our_logit:.4f})[/]"
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps(demonstration.to_json(settings, results), indent=2))
+    if differences and dtype == "float32":
+        raise typer.Exit(1)

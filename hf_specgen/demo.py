@@ -1,0 +1,230 @@
+"""The main job: plain `generate`, Transformers' prompt lookup and ours on the same prompts, side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specgen.candidates import NgramCandidates
+from hf_specgen.measure import Contender, Sample, Total, take_turns
+from hf_specgen.provenance import provenance
+
+ASSETS = Path(__file__).resolve().parents[1] / "benchmarks" / "assets"
+EMBEDDED_MODEL = ASSETS / "reference-lm"
+EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
+PLAIN, PEER, OURS = "plain generate", "prompt lookup (Transformers)", "NgramCandidates"
+
+# Greedy decoding of a small model falls into repetition where the answer is open, which flatters every n-gram method:
+# those domains are sampled, with a seed, so that identity can still be checked token by token.
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
+DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "prose": SAMPLED}
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """What to run; every field is an option of `hf-specgen demo`."""
+
+    model: str = ""
+    prompts: tuple[str, ...] = ()
+    k: int = 16
+    branches: int = 1
+    batch_size: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_new_tokens: int = 128
+    prompts_per_domain: int = 8
+    seed: int = 0
+
+
+@dataclass
+class DomainResult:
+    """The totals of every contender in one domain, and where texts differed."""
+
+    domain: str
+    totals: dict[str, Total]
+    differences: list[Difference] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which our text leaves the plain one, and the target's logits of both tokens there."""
+
+    row: int
+    position: int
+    plain_token: int
+    our_token: int
+    plain_logit: float
+    our_logit: float
+
+
+def run_demo(settings: DemoSettings, console: Console) -> tuple[list[DomainResult], Text]:
+    """Run all contenders over all domains.
+
+    Returns:
+        the results per domain, and one text in colour by the origin of its tokens.
+    """
+    model, tokenizer = load(settings)
+    domains = domain_prompts(settings)
+    contenders = _contenders(settings)
+    results: list[DomainResult] = []
+    _warm_up(model, tokenizer, contenders, settings)
+    columns = (TextColumn("{task.description:>6}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=sum(len(prompts) for prompts in domains.values()))
+        for domain, prompts in domains.items():
+            progress.update(task, description=domain)
+            result = DomainResult(domain, {c.name: Total() for c in contenders})
+            generation = {"max_new_tokens": settings.max_new_tokens, **DOMAINS.get(domain, GREEDY)}
+            batches = encode(tokenizer, prompts, settings.batch_size)
+            for samples in take_turns(model, batches, contenders, generation, settings.seed):
+                for name, sample in samples.items():
+                    result.totals[name].add(sample, samples[PLAIN])
+                if difference := first_difference(model, samples[PLAIN], samples[OURS]):
+                    result.differences.append(difference)
+                progress.advance(task, len(samples[PLAIN].ids))
+            results.append(result)
+    return results, coloured_example(tokenizer, results)
+
+
+def load(settings: DemoSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and its tokenizer, ready for left-padded batches.
+
+    Raises:
+        FileNotFoundError: if no model was named and the embedded one is not there (it comes with the repository).
+    """
+    name = settings.model or str(EMBEDDED_MODEL)
+    if not settings.model and not EMBEDDED_MODEL.exists():
+        raise FileNotFoundError("the embedded model comes with the repository, not the package; name one with --model")
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, settings.dtype))
+    return model.to(settings.device).eval(), tokenizer
+
+
+def domain_prompts(settings: DemoSettings) -> dict[str, list[str]]:
+    """The prompts of each domain: the user's own, or the embedded ones."""
+    if settings.prompts:
+        return {"prompt": list(settings.prompts)}
+    rows = [json.loads(line) for line in EMBEDDED_PROMPTS.read_text(encoding="utf-8").splitlines()]
+    return {
+        domain: [row["prompt"] for row in rows if row["domain"] == domain][: settings.prompts_per_domain]
+        for domain in DOMAINS
+    }
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of prompts, in the model's chat format if it has one."""
+    for first in range(0, len(prompts), batch_size):
+        texts = list(prompts[first : first + batch_size])
+        if tokenizer.chat_template:
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not tokenizer.chat_template)
+        yield {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def _contenders(settings: DemoSettings) -> list[Contender]:
+    def ours() -> dict[str, Any]:
+        return {"candidate_generator": NgramCandidates(k=settings.k, branches=settings.branches)}
+
+    return [
+        Contender(PLAIN, dict),
+        Contender(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),
+        Contender(OURS, ours),
+    ]
+
+
+def _warm_up(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    contenders: Sequence[Contender],
+    settings: DemoSettings,
+) -> None:
+    batches = encode(tokenizer, ["Warm up."] * settings.batch_size, settings.batch_size)
+    for _ in take_turns(model, batches, contenders, {"max_new_tokens": 16}):
+        pass
+
+
+def first_difference(model: PreTrainedModel, plain: Sample, ours: Sample) -> Difference | None:
+    """Where our ids first differ from the plain ones, with both tokens' logits; None where they are identical."""
+    width = min(plain.ids.shape[1], ours.ids.shape[1])
+    differs = (plain.ids[:, :width] != ours.ids[:, :width]).nonzero()
+    if len(differs) == 0:
+        return None
+    row, position = min(((int(r), int(p)) for r, p in differs), key=lambda place: place[1])
+    with torch.no_grad():
+        logits = model(plain.ids[row : row + 1, :position].to(model.device)).logits[0, -1].float()
+    tokens = int(plain.ids[row, position]), int(ours.ids[row, position])
+    return Difference(row, position, *tokens, *(float(logits[token]) for token in tokens))
+
+
+def coloured_example(tokenizer: PreTrainedTokenizerBase, results: Sequence[DomainResult]) -> Text:
+    """The output with the highest share of accepted guesses; guessed tokens green, the target's own as they are."""
+    samples = [sample for result in results for sample in result.totals[OURS].samples]
+    best = max(samples, key=lambda sample: sample.speculation.tokens_per_step if sample.speculation else 0)
+    assert best.speculation is not None
+    origins = best.speculation.origins(0)
+    text = Text()
+    shown = best.ids[0, best.ids.shape[1] - max(best.speculation.lengths) :].tolist()
+    for token, guessed in zip(shown, origins, strict=False):
+        text.append(tokenizer.decode([token]), style="black on green" if guessed else "")
+    return text
+
+
+def table(results: Sequence[DomainResult]) -> Table:
+    """A row per domain and one over all."""
+    names = list(results[0].totals)
+    rows = [(result.domain, result.totals) for result in results]
+    if len(rows) > 1:
+        rows.append(("all", {name: sum((totals[name] for _, totals in rows), Total()) for name in names}))
+    view = Table(title="tokens per second (speedup over plain generate)", title_style="bold")
+    for heading in ("domain", PLAIN, PEER, OURS, "tokens/step", "acceptance", "identical"):
+        view.add_column(heading, justify="left" if heading == "domain" else "right")
+    for domain, totals in rows:
+        ours, plain = totals[OURS], totals[PLAIN]
+        view.add_row(
+            domain,
+            f"{plain.tokens_per_second:.0f}",
+            _rate(totals[PEER], plain),
+            _rate(ours, plain),
+            f"{ours.tokens_per_step:.2f}",
+            f"{ours.acceptance_rate:.0%}",
+            "[green]yes[/]" if ours.identical else "[red]no[/]",
+            style="bold" if domain == "all" else "",
+        )
+    return view
+
+
+def _rate(total: Total, plain: Total) -> str:
+    if not total.tokens:
+        return "(one row only)"
+    return f"{total.tokens_per_second:.0f} ({total.tokens_per_second / plain.tokens_per_second:.2f}x)"
+
+
+def to_json(settings: DemoSettings, results: Sequence[DomainResult]) -> dict[str, Any]:
+    """Everything that the table shows, with its provenance."""
+    fields = ("tokens", "seconds", "tokens_per_second", "tokens_per_step", "acceptance_rate", "identical")
+    domains = {
+        result.domain: {
+            "contenders": {
+                name: {field: getattr(total, field) for field in fields} for name, total in result.totals.items()
+            },
+            "differences": [asdict(difference) for difference in result.differences],
+        }
+        for result in results
+    }
+    return {"provenance": provenance(), "settings": asdict(settings), "domains": domains}
