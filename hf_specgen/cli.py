@@ -52,9 +52,7 @@ def demo(
         console.print(f"[red]error:[/] {error}")
         raise typer.Exit(2) from None
     console.print(demonstration.table(results))
-    console.print(
-        "\nOne answer; guessed and accepted tokens are [black on green]green[/], the others the target's own:\n"
-    )
+    console.print("\nOne answer. [black on green]Guessed and accepted[/] tokens; the others are the target's own.\n")
     console.print(example)
     differences = [(result.domain, difference) for result in results for difference in result.differences]
     for domain, d in differences:

@@ -104,8 +104,7 @@ class _Call:
         self.scorer = Scorer(processors, self.sequences)
         verifier.begin(self.scorer, self.sequences, bool(config.do_sample), self.keep_scores)
         self.context = DraftContext(self.sequences.prompts, self.sequences.generated)
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or float("inf")
-        self._room = min(self.sequences.max_length, positions)
+        self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
         batch = self.sequences.batch
         self.statistics = Statistics([[] for _ in range(batch)])
         self._seconds = dict.fromkeys(("prefill", "draft", "forward", "verify"), 0.0)
@@ -188,9 +187,13 @@ class _Call:
         ]
 
     def _budget(self, row: int) -> int:
-        """How many draft tokens can be used: the target adds one of its own."""
+        """How many draft tokens can be used: the target adds one of its own.
+
+        A draft must not reach behind the model's last position before the text does: a table of positions ends there.
+        """
         used = self.sequences.prompt_length + len(self.sequences.generated[row])
-        return int(max(0, min(self._room - used - 1, 2**31)))
+        room = self._positions - used if used < self._positions else 2**31
+        return int(max(0, min(self.sequences.remaining(row), room) - 1))
 
 
 class _Timer:

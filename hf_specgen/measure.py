@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -119,7 +119,7 @@ def _run(model: PreTrainedModel, inputs: dict[str, torch.Tensor], arguments: dic
     torch.manual_seed(seed)
     _wait(model.device)
     begin = perf_counter()
-    ids = model.generate(**inputs, **arguments)  # type: ignore[operator]
+    ids = cast(Any, model).generate(**inputs, **arguments)
     _wait(model.device)
     seconds = perf_counter() - begin
     generator = arguments.get("candidate_generator")
@@ -129,7 +129,7 @@ def _run(model: PreTrainedModel, inputs: dict[str, torch.Tensor], arguments: dic
 
 def _count(model: PreTrainedModel, generated: torch.Tensor) -> int:
     """Tokens up to and including the first end token of each row; the same way for every contender."""
-    ends: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    ends: Any = cast(Any, model).generation_config.eos_token_id
     if ends is None:
         return generated.numel()
     is_end = torch.isin(generated, torch.as_tensor(ends, device=generated.device))

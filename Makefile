@@ -1,0 +1,31 @@
+# Everything runs in .venv; `make demo` and `make test` need only Python (3.10 or newer), make and git.
+PYTHON ?= python3
+BIN := .venv/bin
+# Tests that run side by side must not fight for cores.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: demo test quality bench clean
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/hf-specgen demo
+
+test: .venv/installed
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --quiet
+
+quality: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.core
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,31 @@
+"""What the sections of the benchmark share: the contenders, the size of the wide target, how spread is reported."""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+from typing import Any
+
+from hf_specgen import NgramCandidates
+from hf_specgen.measure import Contender
+
+Rows = list[dict[str, Any]]
+WIDE = 300_000_000
+
+
+def ours(**settings: Any) -> dict[str, Any]:
+    """The arguments of our side."""
+    return {"candidate_generator": NgramCandidates(**settings)}
+
+
+PLAIN = Contender("plain", dict)
+PEERS = [
+    Contender("lookup n=2", lambda: {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}, batched=False),
+    Contender("lookup n=3", lambda: {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}, batched=False),
+]
+OURS = Contender("ours k=16", partial(ours, k=16))
+
+
+def spread(values: list[float], name: str) -> dict[str, float]:
+    """The median under `name`, with the lowest and the highest beside it."""
+    return {name: median(values), "lowest": min(values), "highest": max(values)}

@@ -1,0 +1,93 @@
+"""Tokens per second on real prompts: five domains at batch 1, and batches of mixed domains."""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from rich.progress import track
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.common import OURS, PEERS, PLAIN, WIDE, Rows, ours, spread
+from benchmarks.widen import widen
+from hf_specgen.demo import DOMAINS, DemoSettings, domain_prompts, encode, load
+from hf_specgen.measure import Contender, Total, take_turns
+
+CONTENDERS = [PLAIN, *PEERS, OURS]
+
+
+def domains(repeats: int, quick: bool, wide: bool = False) -> Rows:
+    """Tokens per second in the five domains, batch 1."""
+    prompts = 2 if quick else 4 if wide else 8
+    settings = DemoSettings(prompts_per_domain=prompts, dtype="bfloat16" if wide else "float32")
+    model, tokenizer = load(settings)
+    if wide:
+        model = widen(model, WIDE)
+    totals = [_domain_totals(model, tokenizer, settings, seed) for seed in track(range(repeats), "repeats")]
+    rows: Rows = []
+    for domain in (*DOMAINS, "all"):
+        plain = [run[domain]["plain"].tokens_per_second for run in totals]
+        for contender in CONTENDERS:
+            runs = [run[domain][contender.name] for run in totals]
+            speedups = [run.tokens_per_second / base for run, base in zip(runs, plain, strict=True)]
+            row = {"domain": domain, "contender": contender.name, "tokens/s": median(r.tokens_per_second for r in runs)}
+            row |= spread(speedups, "speedup")
+            if contender.name.startswith("ours"):
+                row |= {
+                    "tokens/step": median(r.tokens_per_step for r in runs),
+                    "identical": all(r.identical for r in runs),
+                }
+            rows.append(row)
+    return rows
+
+
+def _domain_totals(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: DemoSettings, seed: int
+) -> dict[str, dict[str, Total]]:
+    """Totals by domain and contender, "all" included."""
+    result: dict[str, dict[str, Total]] = {"all": {c.name: Total() for c in CONTENDERS}}
+    for domain, prompts in domain_prompts(settings).items():
+        result[domain] = {c.name: Total() for c in CONTENDERS}
+        generation = {"max_new_tokens": settings.max_new_tokens, **DOMAINS[domain]}
+        for samples in take_turns(model, encode(tokenizer, prompts, 1), CONTENDERS, generation, 1000 * seed):
+            for name, sample in samples.items():
+                result[domain][name].add(sample, samples["plain"])
+        for name, total in result[domain].items():
+            result["all"][name] += total
+    return result
+
+
+def batch(repeats: int, quick: bool) -> Rows:
+    """Batches of 8 prompts of mixed domains, greedy and sampled."""
+    settings = DemoSettings(prompts_per_domain=8)
+    rows: Rows = []
+    for wide in (False, True):
+        model, tokenizer = load(DemoSettings(dtype="bfloat16" if wide else "float32"))
+        model = widen(model, WIDE) if wide else model
+        mixed = [prompt for group in zip(*domain_prompts(settings).values(), strict=True) for prompt in group]
+        prompts = mixed[: 8 if quick else 24]
+        contenders = [PLAIN, Contender("ours k=5", partial(ours, k=5)), Contender("ours k=10", partial(ours, k=10))]
+        for name, generation in (("greedy", {}), ("sampled", DOMAINS["math"])):
+            runs = [
+                list(
+                    take_turns(
+                        model, encode(tokenizer, prompts, 8), contenders, {"max_new_tokens": 128, **generation}, s
+                    )
+                )
+                for s in track(range(repeats), f"batch {name}")
+            ]
+            for contender in contenders[1:]:
+                speedups = [_ratio(run, contender.name) for run in runs]
+                same = all(torch.equal(s[contender.name].ids, s["plain"].ids) for run in runs for s in run)
+                target = "300M bf16" if wide else "embedded fp32"
+                row = {"target": target, "generation": name, "contender": contender.name}
+                rows.append({**row, **spread(speedups, "speedup"), "identical": same})
+    return rows
+
+
+def _ratio(run: list[dict[str, Any]], name: str) -> float:
+    """Throughput over plain: all write the same number of tokens for each batch if they write the same tokens."""
+    rates = {n: sum(s[n].tokens for s in run) / sum(s[n].seconds for s in run) for n in (name, "plain")}
+    return rates[name] / rates["plain"]

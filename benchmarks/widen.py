@@ -1,0 +1,45 @@
+"""The same function with more weights: a cost model of a larger target, not a bigger mind.
+
+Every MLP gets additional neurons whose output columns are zero. They cost what real neurons cost and contribute
+nothing, so acceptance stays that of the small model while time is spent as in a large one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+def widen(model: PreTrainedModel, parameters: int) -> PreTrainedModel:
+    """A Llama-architecture model of about `parameters` parameters that computes what `model` computes.
+
+    Args:
+        model: a model whose MLPs have `gate_proj`, `up_proj` and `down_proj`.
+        parameters: wanted size; at least that of `model`.
+
+    Returns:
+        a new model of the same dtype on the same device; `model` is left alone.
+    """
+    config = copy.deepcopy(model.config)
+    per_neuron = 3 * config.hidden_size * config.num_hidden_layers
+    missing = parameters - sum(p.numel() for p in model.parameters())
+    if missing < 0:
+        raise ValueError(f"parameters must be at least the model's {parameters - missing}, got {parameters}")
+    config.intermediate_size += missing // per_neuron
+    wide = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    weights = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in wide.state_dict().items():
+            source = weights[name]
+            if tensor.shape == source.shape:
+                tensor.copy_(source)
+            elif name.endswith("down_proj.weight"):
+                tensor.zero_()
+                tensor[:, : source.shape[1]] = source
+            else:
+                tensor[: source.shape[0]] = source
+    wide.generation_config = cast(Any, model).generation_config
+    return cast(Any, wide).to(model.device).eval()

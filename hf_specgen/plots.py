@@ -1,0 +1,47 @@
+"""Pictures of one call's statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_specgen.statistics import Statistics
+
+ACCEPTED, REJECTED = "#2a7f62", "#d9d9d9"
+
+
+def plot_statistics(statistics: Statistics, path: str | Path) -> None:
+    """Draw acceptance by position, and what each step of the first row brought.
+
+    Args:
+        statistics: of a finished call.
+        path: file to write; its ending says the format (PNG, SVG, PDF).
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'hf-specgen[plot]'") from error
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    by_position, along_text = figure.subplots(2, 1)
+    rates = statistics.acceptance_rate_per_position
+    by_position.bar(range(1, len(rates) + 1), rates, color=ACCEPTED)
+    by_position.set(
+        title=f"{statistics.tokens_per_step:.2f} tokens per step, {statistics.acceptance_rate:.0%} of guesses accepted",
+        xlabel="position in the draft",
+        ylabel="accepted",
+        ylim=(0, 1),
+    )
+    by_position.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    steps = statistics.rows[0]
+    numbers = range(1, len(steps) + 1)
+    along_text.bar(numbers, [step.depth for step in steps], color=REJECTED, label="guessed")
+    along_text.bar(numbers, [step.accepted for step in steps], color=ACCEPTED, label="accepted")
+    along_text.set(xlabel="verification step of the first row", ylabel="tokens")
+    along_text.legend(frameon=False)
+    for axes in (by_position, along_text):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
