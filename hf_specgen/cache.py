@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-SMALLEST_BUFFER = 256
+SPARE_SLOTS = 256
 
 
 class SlotLayer(CacheLayerMixin):
@@ -46,6 +46,8 @@ class SlotLayer(CacheLayerMixin):
         """Write `[batch, heads, new, head_dim]` states behind each row and return everything up to the longest row."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != len(self.lengths):
+            raise ValueError(f"the cache holds {len(self.lengths)} rows, got keys for {key_states.shape[0]}")
         starts, new = self.lengths, key_states.shape[2]
         width = max(starts) + new
         self.reserve(width)
@@ -63,11 +65,9 @@ class SlotLayer(CacheLayerMixin):
     def reserve(self, width: int) -> None:
         """Make room for `width` slots; the buffer at least doubles when it grows."""
         assert self.keys is not None and self.values is not None
-        capacity = self.keys.shape[2]
-        if width <= capacity:
-            return
-        self.keys = _grown(self.keys, max(2 * capacity, width, SMALLEST_BUFFER))
-        self.values = _grown(self.values, max(2 * capacity, width, SMALLEST_BUFFER))
+        if width > self.keys.shape[2]:
+            capacity = max(2 * self.keys.shape[2], width + SPARE_SLOTS)
+            self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy slots within rows; `rows` `[moved, 1]`, `source` and `destination` `[moved, slots]`."""
@@ -90,6 +90,8 @@ class SlotLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` slots of every row."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
         self.lengths = tuple(max(length - abs(tokens_to_remove), 0) for length in self.lengths)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -99,9 +101,9 @@ class SlotLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        assert self.keys is not None and self.values is not None
-        self.keys, self.values = self.keys[indices], self.values[indices]
-        self.lengths = tuple(self.lengths[row] for row in indices.tolist())
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[indices], self.values[indices]
+            self.lengths = tuple(self.lengths[row] for row in indices.tolist())
 
 
 class SlotCache(Cache):
@@ -188,10 +190,9 @@ class SlotCache(Cache):
 
 def _grown(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
     batch, heads, filled, head_dim = buffer.shape
-    larger = buffer.new_empty(batch, heads, capacity, head_dim)
+    # Zeros, since slots that nothing was written to are masked, but 0 * nan is nan.
+    larger = buffer.new_zeros(batch, heads, capacity, head_dim)
     larger[:, :, :filled] = buffer
-    # Slots that nothing was written to are masked, but 0 * nan is nan.
-    larger[:, :, filled:] = 0
     return larger
 
 

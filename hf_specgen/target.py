@@ -33,6 +33,7 @@ class Target:
         self._kwargs = model_kwargs
         self._config = model.config.get_text_config()
         self._eager = self._config._attn_implementation == "eager"
+        self._kinds = _layer_kinds(self._config)
         self._extra = _extra_arguments(model_kwargs)
         given = model_kwargs.get("past_key_values")
         self._given_cache = given if getattr(given, "_is_user_defined", False) else None
@@ -120,33 +121,43 @@ class Target:
         return self._given_cache is not None
 
     def _mask(self, tree: DraftTree, depth: torch.Tensor, lengths: tuple[int, ...]) -> Any:
-        uniform = len(set(lengths)) == 1
-        if tree.nodes == 0 and uniform and self._visible is None and not self._eager:
-            return None
-        layout = masks.StepLayout(
-            lengths=torch.tensor(lengths, device=depth.device),
-            depths=depth,
-            ancestors=_ancestors(tree, depth.device),
-            visible=self._visible,
-            width=max(lengths) + 1 + tree.nodes,
-        )
-        config = self._config
-        if hasattr(config, "layer_types"):
-            return {kind: self._one_mask(kind, layout) for kind in set(config.layer_types)}
-        if getattr(config, "sliding_window", None) is not None:
-            return self._one_mask("sliding_attention", layout)
-        if getattr(config, "attention_chunk_size", None) is not None:
-            return self._one_mask("chunked_attention", layout)
-        return self._one_mask("full_attention", layout)
+        """The `attention_mask` of a step: a tensor, or one for each kind of layer, or None where none is needed."""
+        device, queries = depth.device, 1 + tree.nodes
+        alike = len(set(lengths)) == 1 and all(parents == chain_parents(tree.nodes) for parents in tree.parents)
+        if alike and self._visible is None and self._kinds == {"full_attention"}:
+            if queries == 1 and not self._eager:
+                return None
+            made = {"full_attention": masks.chain_mask(lengths[0], queries, device).expand(tree.batch, -1, -1, -1)}
+        else:
+            layout = masks.StepLayout(
+                lengths=torch.tensor(lengths, device=device),
+                depths=depth,
+                ancestors=_ancestors(tree, device),
+                visible=self._visible,
+                width=max(lengths) + queries,
+            )
+            made = {kind: self._one_mask(kind, layout) for kind in self._kinds}
+        if self._eager:
+            made = {kind: masks.additive(mask, self.model.dtype) for kind, mask in made.items()}
+        return made if hasattr(self._config, "layer_types") else next(iter(made.values()))
 
     def _one_mask(self, kind: str, layout: masks.StepLayout) -> torch.Tensor:
         if kind == "sliding_attention":
-            mask = masks.sliding_mask(layout, self._config.sliding_window)
-        elif kind == "chunked_attention":
-            mask = masks.chunked_mask(layout, self._config.attention_chunk_size)
-        else:
-            mask = masks.full_mask(layout)
-        return masks.additive(mask, self.model.dtype) if self._eager else mask
+            return masks.sliding_mask(layout, self._config.sliding_window)
+        if kind == "chunked_attention":
+            return masks.chunked_mask(layout, self._config.attention_chunk_size)
+        return masks.full_mask(layout)
+
+
+def _layer_kinds(config: Any) -> set[str]:
+    """The kinds of attention of the layers, as Transformers' own mask functions tell them apart."""
+    if hasattr(config, "layer_types"):
+        return set(config.layer_types)
+    if getattr(config, "sliding_window", None) is not None:
+        return {"sliding_attention"}
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return {"chunked_attention"}
+    return {"full_attention"}
 
 
 def _own_cache(given: Any, user_owned: bool) -> SlotCache:

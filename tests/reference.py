@@ -173,9 +173,14 @@ def ngram_paths(
         return [best[0].path[: trusted_length(best)]]
     paths: list[list[int]] = []
     for match in best:
-        is_new = all(known[: len(match.path)] != match.path for known in paths)
-        if is_new and len(paths) < branches:
-            paths.append(match.path)
+        for index, known in enumerate(paths):
+            shorter, longer = sorted([known, match.path], key=len)
+            if longer[: len(shorter)] == shorter:
+                paths[index] = longer
+                break
+        else:
+            if len(paths) < branches:
+                paths.append(match.path)
     return paths
 
 

@@ -60,7 +60,7 @@ def test_against_lists(data: st.DataObject) -> None:
     """
     text: Text = [[] for _ in range(data.draw(st.integers(1, 3), "batch"))]
     cache, number = SlotCache(), 0
-    with patch.object(module, "SMALLEST_BUFFER", 2):
+    with patch.object(module, "SPARE_SLOTS", 2):
         for _ in range(data.draw(st.integers(1, 6), "steps")):
             nodes = data.draw(st.integers(0, 5), "nodes")
             step = [[number + row * 100 + i for i in range(1 + nodes)] for row in range(len(text))]
@@ -120,7 +120,7 @@ def test_growth_by_doubling_without_copies_between() -> None:
         if keys.data_ptr() != address:
             moved_at.append(number + 1)
             address = keys.data_ptr()
-    assert moved_at == [1, 257, 513, 1025]
+    assert moved_at == [1, 258, 515, 1029]
     assert torch.equal(layer.keys[:, :, :1100], states([list(range(1100))])[0])
     assert torch.equal(layer.values[:, :, :1100], states([list(range(1100))])[1])
 
@@ -129,7 +129,7 @@ def test_one_large_step_makes_enough_room() -> None:
     layer = SlotLayer()
     layer.update(*states([[1]]))
     layer.update(*states([list(range(700))]))
-    assert layer.lengths == (701,) and layer.keys.shape[2] == 701
+    assert layer.lengths == (701,) and layer.keys.shape[2] == 701 + module.SPARE_SLOTS
 
 
 def test_unwritten_slots_are_finite() -> None:

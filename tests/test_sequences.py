@@ -76,6 +76,14 @@ def test_prefix_pads_ended_rows_and_rows_behind() -> None:
     assert texts.prefix(6).tolist() == [[1, 1, 3, STOP, PAD, PAD], [2, 2, 4, 5, 6, 8]]
 
 
+def test_prefix_that_is_much_shorter_than_the_text() -> None:
+    """Would catch: all tokens of a row far ahead written into a buffer that is only as wide as what is asked for."""
+    texts = sequences([[1], [2]])
+    texts.extend(0, [3] * 500)
+    texts.extend(1, [4])
+    assert texts.prefix(3).tolist() == [[1, 3, 3], [2, 4, PAD]]
+
+
 def test_prefix_without_a_pad_token() -> None:
     texts = sequences([[1], [2]], pad_id=None)
     texts.extend(0, [3])
@@ -141,7 +149,8 @@ def test_against_lists(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 12))):
         row, action = data.draw(st.integers(0, 1)), data.draw(st.sampled_from(["extend", "truncate", "prefix"]))
         if action == "extend":
-            block = data.draw(st.lists(st.integers(10, 99), max_size=40))
+            first, length = data.draw(st.integers(10, 50)), data.draw(st.integers(0, 90))
+            block = list(range(first, first + length))
             assert texts.extend(row, block) == len(block)
             rows[row] += block
         elif action == "truncate":

@@ -31,7 +31,8 @@ class NgramHistory:
     """Texts of earlier calls, and any corpus of yours, for `NgramCandidates` to look into.
 
     Args:
-        max_tokens: how much is remembered; the oldest texts are forgotten first.
+        max_tokens: how much is remembered at least, before the oldest is forgotten; up to twice as much is held.
+        max_ngram: length of the longest match that is told apart from a shorter one.
 
     Raises:
         ValueError: if `max_tokens` is not positive.
@@ -51,7 +52,7 @@ class NgramHistory:
         """Remember a text, given as token ids."""
         self.index.extend([*tokens[-self.max_tokens :], SEPARATOR])
         if len(self.index.tokens) > 2 * self.max_tokens:
-            kept = self.index.tokens[-self.max_tokens :]
+            kept = self.index.tokens[-self.max_tokens - 1 :]
             self.index = NgramIndex(self.index.max_ngram)
             self.index.extend(kept)
 
@@ -137,14 +138,7 @@ class _NgramDrafter(Drafter):
             return [], ()
         if self._settings.branches == 1:
             return merge_paths([matches[0].continuation(_trusted_length(matches, k))])
-        paths: list[list[int]] = []
-        for match in matches:
-            path = match.continuation(k)
-            if not any(known[: len(path)] == path for known in paths):
-                paths.append(path)
-                if len(paths) == self._settings.branches:
-                    break
-        return merge_paths(paths)
+        return merge_paths(_different(matches, k, self._settings.branches))
 
     def _matches(self, index: NgramIndex) -> list[_Match]:
         """Places to copy from, the best first."""
@@ -157,7 +151,7 @@ class _NgramDrafter(Drafter):
         if settings.history is not None:
             past = settings.history.index
             found += [
-                _Match(n - HISTORY_HANDICAP, False, past.tokens, position)
+                _Match(min(n, settings.max_ngram) - HISTORY_HANDICAP, False, past.tokens, position)
                 for n, position in past.matches(index.tokens, settings.min_ngram, limit)
                 if past.tokens[position] != SEPARATOR
             ]
@@ -195,6 +189,19 @@ def _trusted_length(matches: Sequence[_Match], k: int) -> int:
         path = first.continuation(k)
         agreed = max(_common_prefix(path, rival.continuation(k)) for rival in rivals)
     return max(0, min(k, TOKENS_PER_MATCHED_TOKEN * (first.length - 1) + agreed))
+
+
+def _different(matches: Sequence[_Match], k: int, branches: int) -> list[list[int]]:
+    """The continuations of the first matches that lead to different texts; of two that agree, the longer."""
+    paths: list[list[int]] = []
+    for match in matches:
+        path = match.continuation(k)
+        alike = [i for i, known in enumerate(paths) if _common_prefix(path, known) == min(len(path), len(known))]
+        if alike:
+            paths[alike[0]] = max(paths[alike[0]], path, key=len)
+        elif len(paths) < branches:
+            paths.append(path)
+    return paths
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

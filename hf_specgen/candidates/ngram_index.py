@@ -37,6 +37,7 @@ class NgramIndex:
         self.tokens: list[int] = []
         self._latest: list[dict[int, int]] = [{} for _ in range(max_ngram)]
         self._earlier = [array("q") for _ in range(max_ngram)]
+        self._levels = list(zip(self._latest, self._earlier, strict=True))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -55,7 +56,7 @@ class NgramIndex:
         Args:
             text: what is looked for; may be the index's own text.
             min_ngram: length of the shortest match.
-            limit: how many occurrences are looked at for each length, and given at most.
+            limit: how many occurrences are looked at for each length, and given at most. Hash collisions count.
 
         Yields:
             the length of the match (at most `max_ngram`), and the position in `tokens` of what followed it.
@@ -77,11 +78,11 @@ class NgramIndex:
         """Enter the n-grams that end where the text ends now: the next token is what follows them."""
         position = len(self.tokens)
         hashes = _suffix_hashes(self.tokens, self.max_ngram)
-        for n, (latest, earlier) in enumerate(zip(self._latest, self._earlier, strict=True)):
-            known = latest.get(hashes[n], -1) if n < len(hashes) else -1
-            earlier.append(known)
-            if n < len(hashes):
-                latest[hashes[n]] = position
+        for (latest, earlier), key in zip(self._levels, hashes, strict=False):
+            earlier.append(latest.get(key, -1))
+            latest[key] = position
+        for _, earlier in self._levels[len(hashes) :]:
+            earlier.append(-1)
 
     def _extend_in_bulk(self, tokens: Sequence[int]) -> None:
         """The same as one by one, with numpy: a prompt of 100,000 tokens takes a fraction of a second."""
