@@ -2,5 +2,7 @@
 
 from hf_specgen.verification.base import Verdict, Verifier
 from hf_specgen.verification.coupled import CoupledVerifier
+from hf_specgen.verification.rejection import RejectionVerifier
+from hf_specgen.verification.typical import TypicalVerifier
 
-__all__ = ["CoupledVerifier", "Verdict", "Verifier"]
+__all__ = ["CoupledVerifier", "RejectionVerifier", "TypicalVerifier", "Verdict", "Verifier"]
