@@ -103,7 +103,7 @@ class _Call:
         self.verifier = verifier
         self.scorer = Scorer(processors, self.sequences)
         verifier.begin(self.scorer, self.sequences, bool(config.do_sample), self.keep_scores)
-        self.context = DraftContext(self.sequences.prompts, self.sequences.generated)
+        self.context = DraftContext(self.sequences.prompts, self.sequences.generated, verifier=verifier)
         self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
         batch = self.sequences.batch
         self.statistics = Statistics([[] for _ in range(batch)])

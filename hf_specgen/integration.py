@@ -17,7 +17,9 @@ from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.foreign import ForeignCandidates
 from hf_specgen.decoding import SpeculativeOutput, speculative_decode
 from hf_specgen.support import check_model
-from hf_specgen.verification import CoupledVerifier, Verifier
+from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
+
+VERIFIERS = {"coupled": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 
 
 class Speculation:
@@ -61,7 +63,9 @@ def speculate(
 
     Args:
         candidate_generator: guesses the next tokens, e.g. `NgramCandidates()`.
-        verification: "coupled" (the picks of plain `generate`, also when sampling with a seed), or a `Verifier`.
+        verification: "coupled" (the picks of plain `generate`, also when sampling with a seed), "rejection" (the same
+            distribution, but not the same seed), "typical" (LOSSY: whatever the target finds plausible), or a
+            `Verifier`.
         streamer: give it here, not to `generate`: Transformers does not hand it to custom decoding methods.
 
     Returns:
@@ -149,9 +153,10 @@ def _as_candidates(generator: Any) -> Candidates:
 def _as_verifier(verification: Any) -> Verifier:
     if isinstance(verification, Verifier):
         return verification
-    if verification == "coupled":
-        return CoupledVerifier()
-    raise ValueError(f"verification must be 'coupled' or a Verifier, got {verification!r}")
+    if isinstance(verification, str) and verification in VERIFIERS:
+        return VERIFIERS[verification]()
+    modes = ", ".join(map(repr, VERIFIERS))
+    raise ValueError(f"verification must be {modes} or a Verifier, got {verification!r}")
 
 
 def _check_call(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:

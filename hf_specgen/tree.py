@@ -30,8 +30,11 @@ class DraftTree:
         tokens: `[batch, nodes]` token ids, on any device. Row ``b`` has ``len(parents[b])`` nodes; what stands after
             them is padding.
         parents: for each row, the parent of each of its nodes; ``-1`` continues the row.
-        q: `[batch, nodes, vocab]` optional draft probabilities, each the distribution that the node's token was drawn
-            from. ``None`` for strategies that guess deterministically.
+        q: `[batch, nodes, vocab]` optional draft probabilities, read by ``verification="rejection"``: ``q[b, i]`` is
+            the distribution, after the draft's own processors, that node ``i`` was drawn from, *before* its earlier
+            siblings were taken out of it (siblings are drawn one after the other, without replacement). The
+            vocabulary may be smaller than the target's (the rest has probability 0), not larger. A node with all
+            zeros, and every node where q is ``None``, counts as guessed without chance.
 
     Raises:
         ValueError: if a parent does not come before its child, or the shapes do not fit.
@@ -125,6 +128,20 @@ def merge_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], Parents]:
                 parents.append(parent)
             parent = node
     return tokens, tuple(parents)
+
+
+@lru_cache(maxsize=4096)
+def children(parents: Parents) -> tuple[tuple[int, ...], ...]:
+    """The children of the row's last token (index 0), then of each node (index ``i + 1``), in their order.
+
+    Example:
+        >>> children((-1, -1, 0, 0))
+        ((0, 1), (2, 3), (), (), ())
+    """
+    lists: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents):
+        lists[parent + 1].append(node)
+    return tuple(map(tuple, lists))
 
 
 @lru_cache(maxsize=4096)

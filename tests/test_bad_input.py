@@ -44,7 +44,10 @@ def test_history_settings() -> None:
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"cache_implementation": "static"}, "StaticCache"),
         ({"synced_gpus": True}, "synced_gpus"),
-        ({"verification": "magic"}, "verification must be 'coupled' or a Verifier, got 'magic'"),
+        (
+            {"verification": "magic"},
+            "verification must be 'coupled', 'rejection', 'typical' or a Verifier, got 'magic'",
+        ),
         ({"custom_generate": lambda *args, **kwargs: None}, "custom_generate"),
     ],
 )

@@ -65,9 +65,9 @@ def test_a_verifier_of_ones_own() -> None:
     class Counting(CoupledVerifier):
         calls = 0
 
-        def choose(self, scores: torch.Tensor, steps: Any) -> torch.Tensor:
+        def choose(self, scores: torch.Tensor, *where: Any) -> torch.Tensor:
             self.calls += 1
-            return super().choose(scores, steps)
+            return super().choose(scores, *where)
 
     model, inputs, verifier = tiny_model("llama"), prompts(2), Counting()
     assert isinstance(verifier, Verifier)

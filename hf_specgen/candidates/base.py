@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hf_specgen.statistics import Statistics
-    from hf_specgen.verification import Verdict
+    from hf_specgen.verification import Verdict, Verifier
 
 
 @dataclass
@@ -31,11 +31,14 @@ class DraftContext:
         prompts: the prompt of each row, without padding.
         generated: the tokens generated so far, per row; these lists grow from step to step.
         budget: how many draft tokens each row can still use; 0 for a row that takes no part in this step.
+        verifier: what will judge the guesses: its `sample_draft` draws tokens in the way that it accepts most of, its
+            `wants_q` says whether they should carry their probabilities. None inside Transformers' own loop.
     """
 
     prompts: list[list[int]]
     generated: list[list[int]]
     budget: list[int] = field(default_factory=list)
+    verifier: Verifier | None = None
 
 
 class Drafter(ABC):

@@ -1,10 +1,8 @@
-"""Verification: which of the guesses does the target itself produce?
+"""Verification: which of the guesses stand, and what comes after them?
 
-At every node of the draft tree the target's logits say which token it picks next. Following those picks down the tree
-gives the accepted path; the pick after its last node is the bonus token. How a pick is made is all that distinguishes
-the modes. Here: *coupled*, which makes exactly the picks of plain `generate` (the argmax, or when sampling the winner
-of the exponential race on the noise tape, see `hf_specgen.noise`), so that a guess is accepted only where plain
-`generate` would have written it.
+At every node of the draft tree the target's logits decide which token comes next: one of the guesses there, or another.
+Following those picks down the tree gives the accepted path; the pick after its last node is the bonus token. How a pick
+is made is all that distinguishes the modes.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_specgen.noise import NoiseTape
 from hf_specgen.scoring import Scorer
 from hf_specgen.sequences import Sequences
 from hf_specgen.tree import DraftTree, accepted_path, depths
@@ -60,16 +57,38 @@ class Verifier(ABC):
         self.do_sample, self.keep_scores = do_sample, keep_scores
 
     @abstractmethod
-    def choose(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Choose the target's token at each node.
+    def choose(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Choose the token that follows each of some nodes (all of them at once, or one per row).
 
         Args:
-            scores: `[batch, nodes, vocab]` processed scores, float32.
-            steps: `[batch][nodes]` which generated token each node decides; 0 is the first.
+            scores: `[batch, slots, vocab]` processed scores, float32.
+            steps: `[batch][slots]` which generated token each slot decides; 0 is the first.
+            tree: the draft. A slot that chooses the token of one of its node's children accepts that child.
+            nodes: `[batch][slots]` the tree node that each slot follows; -1 is the row's last token. Where a row has
+                fewer nodes than others, what its last slots choose does not matter.
 
         Returns:
-            `[batch, nodes]` tokens.
+            `[batch, slots]` tokens.
         """
+
+    @property
+    def wants_q(self) -> bool:
+        """Whether a draft that was drawn at random should carry the probabilities it was drawn with (`DraftTree.q`)."""
+        return False
+
+    def sample_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+        """Draw draft tokens in the way that makes this verifier accept most of them; here the draft's favourites.
+
+        Args:
+            scores: `[batch, draft vocab]` the draft's scores after its processors, on any device.
+            steps: which generated token each row's guess is for; that of a row which takes no part does not matter.
+
+        Returns:
+            `[batch]` tokens.
+        """
+        return scores.argmax(dim=-1)
 
     def max_lead(self) -> float:
         """How many tokens a row may be ahead of the slowest one."""
@@ -100,7 +119,7 @@ class Verifier(ABC):
     def _verify_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Verdict:
         scores = self.scorer.all_nodes(logits)
         steps = self._steps(tree, active)
-        chosen = self.choose(scores, steps)
+        chosen = self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
         guessed, chosen_tokens = tree.tokens.tolist(), chosen.tolist()
         verdict = Verdict([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
         for row in range(tree.batch):
@@ -123,33 +142,6 @@ class Verifier(ABC):
             [(length if is_active else earliest) + depth for depth in node_depths(tree, row)]
             for row, (length, is_active) in enumerate(zip(lengths, active, strict=True))
         ]
-
-
-class CoupledVerifier(Verifier):
-    """The picks of plain `generate`: the argmax, or the sample that the same seed gives. The default; lossless."""
-
-    def begin(self, scorer: Scorer, sequences: Sequences, do_sample: bool, keep_scores: bool) -> None:
-        super().begin(scorer, sequences, do_sample, keep_scores)
-        self._tape: NoiseTape | None = None
-
-    def choose(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        if not self.do_sample:
-            return scores.argmax(dim=-1)
-        if self._tape is None:
-            self._tape = NoiseTape(scores.shape[0], scores.shape[2], scores.device)
-        return (scores.softmax(dim=-1) / self._tape.at(steps)).argmax(dim=-1)
-
-    def max_lead(self) -> float:
-        return self._tape.capacity if self._tape else super().max_lead()
-
-    def confirmed(self, step: int) -> None:
-        if self._tape:
-            self._tape.release(step)
-
-    def end(self, step: int) -> None:
-        if self._tape:
-            self._tape.rewind(step)
-        self._tape = None
 
 
 class _ColumnWalk:
@@ -179,7 +171,7 @@ class _ColumnWalk:
             nodes = torch.tensor([node + 1 for node in self._node], device=rows.device)
             logits = self._logits[rows, nodes]  # [batch, vocab]
             scores = self._verifier.scorer.column(step, logits)
-            chosen = self._verifier.choose(scores[:, None], [[step]] * len(rows))[:, 0].tolist()
+            chosen = self._choose(scores, step)
             on_draft = [self._take(row, chosen[row], scores, logits) for row in members]
             if self._verifier.scorer.in_step and not all(on_draft):
                 break
@@ -187,6 +179,10 @@ class _ColumnWalk:
             if path:
                 del path[len(self._verdict.tokens[row]) - 1 :]
         return self._verdict
+
+    def _choose(self, scores: torch.Tensor, step: int) -> list[int]:
+        steps, nodes = [[step]] * len(scores), [[node] for node in self._node]
+        return self._verifier.choose(scores[:, None], steps, self._tree, nodes)[:, 0].tolist()
 
     def _take(self, row: int, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
         """Emit a token; True if the row stays in step with its draft, or has come to its end."""

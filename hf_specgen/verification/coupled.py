@@ -1,0 +1,57 @@
+"""Coupled verification: a guess stands where plain `generate` would have written it itself.
+
+The picks are those of plain `generate`: the argmax, or when sampling the winner of the exponential race on the noise
+tape (see `hf_specgen.noise`). The guesses have no influence on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_specgen.noise import NoiseTape
+from hf_specgen.scoring import Scorer
+from hf_specgen.sequences import Sequences
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification.base import Verifier
+
+
+class CoupledVerifier(Verifier):
+    """The picks of plain `generate`: the argmax, or the sample that the same seed gives. The default; lossless."""
+
+    def begin(self, scorer: Scorer, sequences: Sequences, do_sample: bool, keep_scores: bool) -> None:
+        super().begin(scorer, sequences, do_sample, keep_scores)
+        self._tape: NoiseTape | None = None
+        self._confirmed = 0
+
+    def choose(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        if not self.do_sample:
+            return scores.argmax(dim=-1)
+        if self._tape is None:
+            self._tape = NoiseTape(scores.shape[0], scores.shape[2], scores.device)
+        return (scores.softmax(dim=-1) / self._tape.at(steps)).argmax(dim=-1)
+
+    def sample_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+        """The winners of the same race, on the target's own noise: where q is near p, they mostly agree."""
+        if self._tape is None:  # greedy, or nothing has been verified yet
+            return super().sample_draft(scores, steps)
+        steps_on_tape = [[max(step, self._confirmed)] for step in steps]
+        noise = self._tape.at(steps_on_tape)[:, 0].to(scores.device)  # [batch, vocab]
+        vocab = min(scores.shape[-1], noise.shape[-1])
+        return (scores[:, :vocab].float().softmax(dim=-1) / noise[:, :vocab]).argmax(dim=-1)
+
+    def max_lead(self) -> float:
+        return self._tape.capacity if self._tape else super().max_lead()
+
+    def confirmed(self, step: int) -> None:
+        self._confirmed = step
+        if self._tape:
+            self._tape.release(step)
+
+    def end(self, step: int) -> None:
+        if self._tape:
+            self._tape.rewind(step)
+        self._tape = None
