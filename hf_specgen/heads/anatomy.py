@@ -1,0 +1,108 @@
+"""The parts of a causal language model that heads attach to: its layers, its final norm, its output matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "embedding_norm")
+
+
+def decoder(model: PreTrainedModel) -> nn.Module:
+    """The model without its output matrix; its `last_hidden_state` is what the output matrix reads."""
+    inner = cast(Any, model).get_decoder()
+    if inner is model:  # Llama4ForCausalLM, whose base_model_prefix names a part that only its multimodal sibling has
+        inner = cast(Any, model).model
+    return cast(nn.Module, inner)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers, first to last.
+
+    Raises:
+        ValueError: if the model has no list of as many modules as its config has layers.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for child in decoder(model).children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers, so an exit cannot be placed.")
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """The normalisation between the last layer and the output matrix.
+
+    Raises:
+        ValueError: if it goes by none of the known names.
+    """
+    for name in FINAL_NORMS:
+        norm = getattr(decoder(model), name, None)
+        if isinstance(norm, nn.Module):
+            return norm
+    raise ValueError(f"{type(model).__name__} has no final norm under the names {', '.join(FINAL_NORMS)}.")
+
+
+def output_matrix(model: PreTrainedModel) -> nn.Linear:
+    """The output matrix, hidden state to vocabulary.
+
+    Raises:
+        ValueError: if the model has none, or one that is not a linear layer.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no linear output matrix (lm_head) that a head could share.")
+    return head
+
+
+def output_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """The model's logits for states that its decoder returned.
+
+    Lets a caller choose positions first, so that vocabulary-sized tensors exist for those only.
+
+    Args:
+        hidden: `[..., hidden]`, from `decoder(model)(...).last_hidden_state`.
+
+    Returns:
+        `[..., vocab]`, scaled and capped as the model's own forward pass does.
+    """
+    config = model.config.get_text_config()
+    logits = output_matrix(model)(hidden)
+    # Which of them a model reads is its own affair; no architecture has a field of these names that it ignores.
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * scale
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / scaling
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return cast(torch.Tensor, logits)
+
+
+@contextmanager
+def layer_outputs(model: PreTrainedModel, exits: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Collects the hidden states behind the first E layers, for each E of `exits`, of every forward pass inside.
+
+    Only the states that were asked for are kept, unlike with `output_hidden_states=True`.
+
+    Yields:
+        a dictionary that a forward pass fills: E to `[batch, length, hidden]`.
+    """
+    states: dict[int, torch.Tensor] = {}
+    layers = decoder_layers(model)
+
+    def keep(exit_layer: int) -> Any:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            states[exit_layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [layers[exit_layer - 1].register_forward_hook(keep(exit_layer)) for exit_layer in exits]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()

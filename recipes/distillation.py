@@ -1,0 +1,103 @@
+"""The loss of a student that imitates a target: KL(p || q), over chunks of positions.
+
+With p the target and q the student, the mean over a target's own text of KL(p || q) bounds the rate at which drafts
+are rejected: 1 - sum_v min(p_v, q_v) <= sqrt(KL(p || q) / 2) (Pinsker; Leviathan et al., arXiv 2211.17192, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import kl_div, log_softmax
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from answers import DEFAULT_GENERATION
+from corpus import Batch, conversations
+from hf_specgen.heads.anatomy import decoder, layer_outputs, output_logits
+from training import TrainingSettings, shared_batches
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+CHUNK = 1024  # positions whose vocabulary-sized logits are alive at once
+
+
+@dataclass(kw_only=True)
+class DistillationSettings(TrainingSettings):
+    """What every recipe with a frozen target can be told."""
+
+    target: str
+    evaluation: str | None = None  # held-out prompts, {domain, prompt}
+    evaluation_per_domain: int = 20
+    generation: dict[str, Any] = field(default_factory=lambda: dict(DEFAULT_GENERATION))  # decoding, per domain
+
+
+def load_target(name: str, accelerator: Accelerator) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen target, in its own dtype where this run computes in bf16, and in float32 elsewhere."""
+    dtype = "auto" if accelerator.mixed_precision == "bf16" else torch.float32
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(accelerator.device)
+    return target.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
+
+
+def answers(settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator) -> DataLoader:
+    """The training data as batches of conversations, with the answers marked."""
+    rows = conversations(tokenizer, settings.data, settings.max_length, settings.streaming)
+    return shared_batches(rows, settings, accelerator, tokenizer.pad_token_id or 0)
+
+
+@torch.no_grad()
+def target_states(
+    target: PreTrainedModel, batch: Batch, exits: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """One forward pass of the frozen target.
+
+    Returns:
+        `[positions, hidden]`, what its output matrix reads at the predicting positions, and the same behind the first
+        E layers for each E of `exits`.
+    """
+    with layer_outputs(target, exits) as states:
+        last = _read(target, batch)
+    return last, {exit_layer: state[batch["predicts"]] for exit_layer, state in states.items()}
+
+
+def draft_states(draft: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """The same of a draft, with gradients."""
+    return _read(draft, batch)
+
+
+def _read(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    states = cast(Any, decoder(model))(**inputs, use_cache=False).last_hidden_state
+    return cast(torch.Tensor, states[batch["predicts"]])
+
+
+def kl_sum(
+    target: PreTrainedModel, target_hidden: torch.Tensor, student_hidden: torch.Tensor, student_logits: Logits
+) -> torch.Tensor:
+    """Sum over positions of KL(p || q).
+
+    Where there is more than one chunk, its logits are computed again for the gradient rather than kept.
+
+    Args:
+        target_hidden: `[positions, hidden]` of the target.
+        student_hidden: `[positions, width]`.
+        student_logits: from `[n, width]` to `[n, vocab]`.
+    """
+
+    def chunk_kl(p_hidden: torch.Tensor, q_hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            p_logits = output_logits(target, p_hidden)
+        q_logits = student_logits(q_hidden)
+        width = min(p_logits.shape[-1], q_logits.shape[-1])  # one of the two may pad its vocabulary
+        p, q = (log_softmax(logits[:, :width].float(), dim=-1) for logits in (p_logits, q_logits))
+        return kl_div(q, p, reduction="sum", log_target=True)
+
+    if len(target_hidden) <= CHUNK:
+        return chunk_kl(target_hidden, student_hidden)
+    chunks = zip(target_hidden.split(CHUNK), student_hidden.split(CHUNK), strict=True)
+    sums = [checkpoint(chunk_kl, p, q, use_reentrant=False) for p, q in chunks]
+    return torch.stack(cast(list[torch.Tensor], sums)).sum()

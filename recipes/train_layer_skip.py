@@ -1,0 +1,149 @@
+"""Trains exit adapters: what the target will say, read from the hidden state behind one of its early layers.
+
+    accelerate launch recipes/train_layer_skip.py --config recipes/configs/exit_reference.yaml
+    accelerate launch recipes/train_layer_skip.py --config recipes/configs/exit_reference.yaml --exit-layers '[2, 3, 4]'
+
+An adapter is a copy of the target's final norm and a LoRA matrix on its output matrix (PEFT). The target is frozen, so
+its own output does not change; one forward pass of it serves all exit layers. With several exit layers the folder
+OUTPUT/layer-E holds the adapter of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agreement import Agreement, Predictor, agreement_section, measure_agreement
+from cards import push, write_card
+from common import parse_config
+from corpus import Batch
+from distillation import DistillationSettings, answers, kl_sum, load_target, target_states
+from hf_specgen.heads.exit_head import ExitHead, save_exit_head
+from training import start, train
+
+USAGE = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_specgen import LayerSkipCandidates
+
+target = AutoModelForCausalLM.from_pretrained("{target}")
+tokenizer = AutoTokenizer.from_pretrained("{target}")
+inputs = tokenizer("Hello", return_tensors="pt")
+target.generate(**inputs, candidate_generator=LayerSkipCandidates(exit_layer={exit_layer}, adapter="{adapter}"))
+"""
+
+
+@dataclass(kw_only=True)
+class Settings(DistillationSettings):
+    """Which exits, and how large an adapter."""
+
+    exit_layers: list[int]  # how many of the target's layers are run before the exit
+    rank: int = 64
+
+
+class Exits(nn.Module):
+    """The exit heads, called once per batch so that gradients are averaged over processes."""
+
+    def __init__(self, target: PreTrainedModel, exit_layers: list[int], rank: int):
+        super().__init__()
+        lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=["head"], modules_to_save=["norm"])
+        heads = {str(layer): ExitHead.from_target(target, layer) for layer in exit_layers}
+        self.adapters = nn.ModuleDict({name: get_peft_model(cast(Any, head), lora) for name, head in heads.items()})
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()  # small steps would be lost in bfloat16
+
+    def forward(
+        self, states: dict[int, torch.Tensor], target: list[PreTrainedModel], target_hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum over the answers' positions and the exits of KL(target || exit); `[]` hides the target from DDP."""
+        sums = [
+            kl_sum(target[0], target_hidden, state, self.adapters[str(exit_layer)])
+            for exit_layer, state in states.items()
+        ]
+        return torch.stack(sums).sum()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, load, train, save."""
+    settings = parse_config(Settings, __doc__, arguments)
+    accelerator = start(settings, "train_layer_skip")
+    target, tokenizer = load_target(settings.target, accelerator)
+    exits = Exits(target, settings.exit_layers, settings.rank).to(accelerator.device)
+    loader = answers(settings, tokenizer, accelerator)
+
+    def loss_sum(module: nn.Module, batch: Batch) -> torch.Tensor:
+        last, states = target_states(target, batch, tuple(settings.exit_layers))
+        return cast(torch.Tensor, module(states, [target], last))
+
+    progress = train(accelerator, exits, loader, loss_sum, settings)
+    if accelerator.is_main_process:
+        save(settings, exits, target, tokenizer, progress.losses)
+    accelerator.end_training()
+
+
+def save(
+    settings: Settings,
+    exits: Exits,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    losses: list[tuple[int, float]],
+) -> None:
+    """A folder for each exit: adapter, card with what was measured, and the way to the Hub."""
+    exits = exits.to(target.dtype).eval()
+    results = evaluate(settings, exits, target, tokenizer) if settings.evaluation else {}
+    output = Path(settings.output)
+    for name, adapter in exits.adapters.items():
+        folder = output / f"layer-{name}" if len(exits.adapters) > 1 else output
+        save_exit_head(adapter, folder, target, settings.target)
+        write_card(
+            folder,
+            title=f"{folder.name}: an exit adapter (train_layer_skip.py)",
+            base_model=settings.target,
+            summary=f"Reads the target's next token from the hidden state behind its first {name} layers: a norm and a "
+            f"LoRA matrix of rank {settings.rank} on the target's output matrix. The target itself is unchanged.",
+            usage=USAGE.format(
+                target=settings.target, exit_layer=name, adapter=settings.push_to_hub or settings.output
+            ),
+            settings=settings,
+            measured=agreement_section(settings.evaluation, results.get(name)),
+            losses=losses if len(exits.adapters) == 1 else [],  # several exits share one sum
+            library="peft",
+            notes=untrained_note(results.get(f"{name} untrained")),
+        )
+    push(settings.output, settings.push_to_hub)
+
+
+def evaluate(
+    settings: Settings, exits: Exits, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, dict[str, Agreement]]:
+    """Of each exit, with its adapter and ("untrained") without."""
+
+    def reads(exit_layer: int, head: nn.Module) -> Predictor:
+        return lambda batch: head(target_states(target, batch, (exit_layer,))[1][exit_layer])
+
+    predictors: dict[str, Predictor] = {}
+    for name, adapter in exits.adapters.items():
+        predictors[name] = reads(int(name), adapter)
+        predictors[f"{name} untrained"] = reads(int(name), ExitHead.from_target(target))
+    assert settings.evaluation is not None
+    return measure_agreement(
+        target, tokenizer, predictors, settings.evaluation, settings.evaluation_per_domain, settings.generation
+    )
+
+
+def untrained_note(results: dict[str, Agreement] | None) -> str:
+    """What the same exit is worth without the adapter."""
+    if not results:
+        return ""
+    shares = ", ".join(f"{domain} {result.top1:.1%}" for domain, result in results.items())
+    return f"Without the adapter (the target's own final norm and output matrix), the same top-1 token: {shares}."
+
+
+if __name__ == "__main__":
+    main()
