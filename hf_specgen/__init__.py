@@ -5,7 +5,13 @@ Example:
     >>> # model.generate(**inputs, candidate_generator=NgramCandidates(k=5))
 """
 
-from hf_specgen.candidates import Candidates, NgramCandidates, NgramHistory
+from hf_specgen.candidates import (
+    Candidates,
+    DraftModelCandidates,
+    LayerSkipCandidates,
+    NgramCandidates,
+    NgramHistory,
+)
 from hf_specgen.decoding import SpeculativeOutput
 from hf_specgen.integration import install, speculate, uninstall
 from hf_specgen.statistics import Statistics
@@ -15,7 +21,9 @@ from hf_specgen.version import __version__
 
 __all__ = [
     "Candidates",
+    "DraftModelCandidates",
     "DraftTree",
+    "LayerSkipCandidates",
     "NgramCandidates",
     "NgramHistory",
     "SpeculativeOutput",

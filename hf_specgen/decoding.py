@@ -22,7 +22,6 @@ from hf_specgen.emission import Emission
 from hf_specgen.scoring import Scorer
 from hf_specgen.sequences import Sequences
 from hf_specgen.statistics import Statistics
-from hf_specgen.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import Verifier
 
@@ -59,7 +58,9 @@ def speculative_decode(
     Returns:
         `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
     """
-    call = _Call(model, input_ids, verifier, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    call = _Call(
+        model, input_ids, candidates, verifier, logits_processor, stopping_criteria, generation_config, model_kwargs
+    )
     call.emission = Emission(call.sequences, stopping_criteria, streamer, call.keep_scores, call.output_scores)
     decode_mode = getattr(model, "_optimize_model_for_decode", nullcontext)
     try:
@@ -87,6 +88,7 @@ class _Call:
         self,
         model: PreTrainedModel,
         input_ids: torch.Tensor,
+        candidates: Candidates,
         verifier: Verifier,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
@@ -98,12 +100,14 @@ class _Call:
         self.output_scores = self.returns_dict and bool(config.output_scores)
         self.output_logits = self.returns_dict and bool(config.output_logits)
         self.keep_scores = self.output_scores or self.output_logits
-        self.target = Target(model, config, model_kwargs)
+        self.target = candidates.make_target(model, config, model_kwargs)
         self.sequences = _sequences(input_ids, model_kwargs.get("attention_mask"), criteria, config)
         self.verifier = verifier
         self.scorer = Scorer(processors, self.sequences)
         verifier.begin(self.scorer, self.sequences, bool(config.do_sample), self.keep_scores)
-        self.context = DraftContext(self.sequences.prompts, self.sequences.generated, verifier=verifier)
+        self.context = DraftContext(
+            self.sequences.prompts, self.sequences.generated, verifier=verifier, target=self.target
+        )
         self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
         batch = self.sequences.batch
         self.statistics = Statistics([[] for _ in range(batch)])

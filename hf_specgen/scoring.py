@@ -58,6 +58,14 @@ class Scorer:
         )
         """Whether the rows have to advance together."""
 
+    def warp(self, scores: torch.Tensor) -> torch.Tensor:
+        """A draft's scores `[batch, vocab]` as the score-only processors would have them; the others see no drafts."""
+        unread = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+        for processor in self._processors:
+            if type(processor) in SCORE_ONLY:
+                scores = processor(unread, scores)
+        return scores
+
     def all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores of every node, `[batch, nodes, vocab]` to the same; for score-only processors."""
         if not self._processors:

@@ -67,7 +67,7 @@ class Target:
         self._offsets = tuple(p + 1 - length for p, length in zip(last, self.cache.lengths, strict=True))
         return outputs.logits[:, -1:]
 
-    def forward(self, tree: DraftTree, pending: Sequence[int]) -> torch.Tensor:
+    def forward(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Score a draft.
 
         Args:
@@ -78,13 +78,20 @@ class Target:
             `[batch, 1 + nodes, vocab]` logits: after the pending token, then after each node.
         """
         device = self.model.device
-        first = torch.tensor(pending, device=device)[:, None]
+        first = torch.as_tensor(pending, device=device)[:, None]
         input_ids = torch.cat([first, tree.tokens.to(device)], dim=1) if tree.nodes else first
-        depth = _depths(tree, device)
+        self._starts = self.cache.lengths
+        return self._run(self.model, tree, {"input_ids": input_ids}).logits
+
+    def _run(self, module: Any, tree: DraftTree, inputs: dict[str, torch.Tensor]) -> Any:
+        """One pass of the model, or of a part of it, over the pending token and the nodes of a tree."""
+        depth = _depths(tree, self.model.device)
         lengths = self.cache.lengths
-        bases = torch.tensor([n + offset for n, offset in zip(lengths, self._offsets, strict=True)], device=device)
-        outputs = self.model(
-            input_ids=input_ids,
+        bases = torch.tensor(
+            [n + offset for n, offset in zip(lengths, self._offsets, strict=True)], device=depth.device
+        )
+        return module(
+            **inputs,
             attention_mask=self._mask(tree, depth, lengths),
             position_ids=bases[:, None] + depth,
             past_key_values=self.cache,
@@ -92,8 +99,6 @@ class Target:
             return_dict=True,
             **self._extra,
         )
-        self._starts = lengths
-        return outputs.logits
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""

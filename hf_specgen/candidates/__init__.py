@@ -1,7 +1,18 @@
 """Candidate strategies: one file each."""
 
 from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
+from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.foreign import ForeignCandidates
+from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.ngram import NgramCandidates, NgramHistory
 
-__all__ = ["Candidates", "DraftContext", "Drafter", "ForeignCandidates", "NgramCandidates", "NgramHistory"]
+__all__ = [
+    "Candidates",
+    "DraftContext",
+    "DraftModelCandidates",
+    "Drafter",
+    "ForeignCandidates",
+    "LayerSkipCandidates",
+    "NgramCandidates",
+    "NgramHistory",
+]

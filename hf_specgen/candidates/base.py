@@ -17,9 +17,10 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from hf_specgen.tree import DraftTree
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
     from hf_specgen.statistics import Statistics
+    from hf_specgen.target import Target
     from hf_specgen.verification import Verdict, Verifier
 
 
@@ -33,12 +34,14 @@ class DraftContext:
         budget: how many draft tokens each row can still use; 0 for a row that takes no part in this step.
         verifier: what will judge the guesses: its `sample_draft` draws tokens in the way that it accepts most of, its
             `wants_q` says whether they should carry their probabilities. None inside Transformers' own loop.
+        target: the target as the loop sees it; None inside Transformers' own loop.
     """
 
     prompts: list[list[int]]
     generated: list[list[int]]
     budget: list[int] = field(default_factory=list)
     verifier: Verifier | None = None
+    target: Target | None = None
 
 
 class Drafter(ABC):
@@ -66,6 +69,14 @@ class Candidates(CandidateGenerator, ABC):
     """The statistics of the last call that used this object."""
     _foreign_call: tuple[DraftContext, Drafter] | None = None
 
+    def make_target(
+        self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> Target:
+        """The target of a call; a strategy that drafts with parts of the target gives one of its own."""
+        from hf_specgen.target import Target
+
+        return Target(model, generation_config, model_kwargs)
+
     @abstractmethod
     def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
         """Start a call.
@@ -89,6 +100,14 @@ class Candidates(CandidateGenerator, ABC):
         tree = drafter.draft(context)
         guesses = torch.tensor([_first_path(tree)], dtype=input_ids.dtype, device=input_ids.device)
         return torch.cat([input_ids, guesses.view(1, -1)], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Transformers' interface: the text after verification, and how many guesses were right."""
+        from hf_specgen.verification import Verdict
+
+        context, drafter = self._resume(input_ids[0].tolist())
+        emitted = context.generated[0][-num_matches - 1 :]
+        drafter.observe(Verdict([list(range(len(emitted) - 1))], [emitted], [len(emitted) - 1]))
 
     def _resume(self, text: list[int]) -> tuple[DraftContext, Drafter]:
         """The drafter of the previous `get_candidates` call if `text` goes on from there, or else a new one."""

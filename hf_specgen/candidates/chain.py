@@ -1,0 +1,84 @@
+"""Drafting one token after the other with some network: the loop that draft models and layer skip share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specgen.candidates.base import DraftContext, Drafter
+from hf_specgen.tree import DraftTree, chain_parents
+
+
+class ChainDrafter(Drafter):
+    """Drafts a chain for every row at once.
+
+    Args:
+        context: of the call.
+        k: greatest length of a draft.
+        confidence_threshold: a row's draft ends behind a token whose probability is below this.
+        vocab: size of the target's vocabulary; the draft's may be padded to another size.
+    """
+
+    def __init__(self, context: DraftContext, k: int, confidence_threshold: float, vocab: int):
+        self.context, self._k, self._threshold, self._vocab = context, k, confidence_threshold, vocab
+        self.drafted = 0
+        """How many tokens were drafted for each row in the last step."""
+
+    @abstractmethod
+    def first_scores(self) -> torch.Tensor:
+        """`[batch, vocab]` logits for the token after each row's last one."""
+
+    @abstractmethod
+    def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`[batch, vocab]` logits for the token after the guesses `tokens` `[batch]`."""
+
+    @torch.no_grad()
+    def draft(self, context: DraftContext) -> DraftTree:
+        lengths = [min(self._k, budget) for budget in context.budget]
+        self.drafted = 0
+        if max(lengths) == 0:
+            return DraftTree.empty(len(lengths))
+        tokens: list[torch.Tensor] = []
+        qs: list[torch.Tensor] = []
+        while self.drafted < max(lengths):
+            scores = self._warp(self.next_scores(tokens[-1]) if tokens else self.first_scores())
+            tokens.append(self._pick(scores))
+            if self._wants_q:
+                qs.append(torch.nn.functional.pad(scores.softmax(dim=-1), (0, self._vocab - scores.shape[-1])))
+            self.drafted += 1
+            self._stop_the_unsure(scores, lengths)
+        parents = tuple(chain_parents(length) for length in lengths)
+        return DraftTree(torch.stack(tokens, dim=1), parents, torch.stack(qs, dim=1) if qs else None)
+
+    @property
+    def _wants_q(self) -> bool:
+        return self.context.verifier is not None and self.context.verifier.wants_q
+
+    def _warp(self, logits: torch.Tensor) -> torch.Tensor:
+        """The draft's scores as the target's score-only processors would have them."""
+        scores = logits[:, : self._vocab].float()
+        verifier = self.context.verifier
+        return scores if verifier is None else verifier.scorer.warp(scores)
+
+    def _pick(self, scores: torch.Tensor) -> torch.Tensor:
+        verifier = self.context.verifier
+        if verifier is None:
+            return scores.argmax(dim=-1)
+        steps = [len(text) + self.drafted for text in self.context.generated]
+        return verifier.sample_draft(scores, steps)
+
+    def _stop_the_unsure(self, scores: torch.Tensor, lengths: list[int]) -> None:
+        if not self._threshold:
+            return
+        confidence = scores.softmax(dim=-1).amax(dim=-1).tolist()
+        for row, value in enumerate(confidence):
+            if value < self._threshold:
+                lengths[row] = min(lengths[row], self.drafted)
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """The number of logits of a model."""
+    return int(cast(Any, model.get_output_embeddings()).weight.shape[0])

@@ -1,0 +1,140 @@
+"""A smaller model guesses: it reads what the target has read and writes a few tokens ahead.
+
+The draft keeps a per-row cache of its own from step to step. After a rejection it forgets the rejected tokens, nothing
+else, and reads at most two new ones: the target's own token, and its own last guess if that one was accepted too.
+
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et al. (2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
+from hf_specgen.candidates.chain import ChainDrafter, vocabulary_size
+from hf_specgen.candidates.vocabulary import check_vocabularies
+from hf_specgen.support import check_model
+from hf_specgen.target import Target
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification import Verdict
+
+
+class DraftModelCandidates(Candidates):
+    """Guesses with a small model of the same tokenizer.
+
+    Args:
+        model_or_id: a loaded model, a Hub id or a folder.
+        k: greatest length of a draft, in tokens.
+        confidence_threshold: stop a row's draft behind a token whose probability is below this; 0 never stops.
+        dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
+            checkpoint, on the target's device. int8: `TorchAoConfig("int8_weight_only")` of Transformers.
+
+    Raises:
+        ValueError: if a number is out of range, or loading options are given for a model that is loaded already; at
+            the first call, if the draft cannot go with the target.
+
+    Example:
+        >>> DraftModelCandidates("org/small-model", k=4)
+        DraftModelCandidates('org/small-model', k=4, confidence_threshold=0.0)
+    """
+
+    def __init__(
+        self,
+        model_or_id: PreTrainedModel | str,
+        k: int = 5,
+        *,
+        confidence_threshold: float = 0.0,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str | None = None,
+        quantization_config: Any = None,
+    ):
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        if not 0 <= confidence_threshold < 1:
+            raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold}")
+        loaded = not isinstance(model_or_id, str)
+        if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
+            raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
+        self.k, self.confidence_threshold = k, confidence_threshold
+        self._name = model_or_id if isinstance(model_or_id, str) else str(model_or_id.name_or_path)
+        self._model = None if isinstance(model_or_id, str) else model_or_id
+        self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
+
+    def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
+        draft = self._load(model)
+        check_model(draft)
+        if model is not None:
+            check_vocabularies(draft, model)
+        return _DraftModelDrafter(self, draft, context, model)
+
+    def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
+        if self._model is None:
+            options = {name: value for name, value in self._loading.items() if value is not None}
+            if target is not None:
+                options.setdefault("device_map", target.device)
+            self._model = AutoModelForCausalLM.from_pretrained(self._name, **options)
+        return self._model.eval()
+
+    def __repr__(self) -> str:
+        return f"DraftModelCandidates({self._name!r}, k={self.k}, confidence_threshold={self.confidence_threshold})"
+
+
+class _DraftModelDrafter(ChainDrafter):
+    """`_read[b]` generated tokens of row b are in the draft's cache."""
+
+    def __init__(
+        self,
+        settings: DraftModelCandidates,
+        draft: PreTrainedModel,
+        context: DraftContext,
+        target: PreTrainedModel | None,
+    ):
+        super().__init__(context, settings.k, settings.confidence_threshold, vocabulary_size(target or draft))
+        self._readable = int(cast(Any, draft.get_input_embeddings()).weight.shape[0])
+        input_ids, mask = _left_padded([self._known(prompt) for prompt in context.prompts], draft.device)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+        self._draft = Target(draft, GenerationConfig(), arguments)
+        with torch.no_grad():
+            self._draft.prefill(input_ids)
+        self._read = [0] * len(context.prompts)
+
+    def first_scores(self) -> torch.Tensor:
+        """Read what was generated since the last draft."""
+        texts = zip(self.context.generated, self._read, strict=True)
+        unread = [self._known(text[read:] or text[-1:]) for text, read in texts]
+        tree = DraftTree.chains([tokens[1:] for tokens in unread])
+        logits = self._draft.forward(tree, [tokens[0] for tokens in unread])
+        self._draft.commit([list(range(len(tokens) - 1)) for tokens in unread])
+        last = torch.tensor([len(tokens) - 1 for tokens in unread], device=logits.device)
+        return logits[torch.arange(len(unread), device=logits.device), last]
+
+    def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Read the last guess of each row."""
+        logits = self._draft.forward(DraftTree.empty(len(tokens)), tokens)
+        self._draft.commit([[]] * len(tokens))
+        return logits[:, -1]
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """A token from the padding of a larger target's table cannot be read; whatever stands for it is only a guess."""
+        return [token if token < self._readable else 0 for token in tokens]
+
+    def observe(self, verdict: Verdict) -> None:
+        """Forget the rejected tokens. What was accepted has been read already, but for the last token drafted."""
+        if self.drafted == 0:
+            return
+        for row, path in enumerate(verdict.paths):
+            if path is not None:
+                before = len(self.context.generated[row]) - len(verdict.tokens[row])
+                self._read[row] = before + min(len(path), self.drafted - 1)
+        self._draft.rewind(self._read)
+
+
+def _left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, prompts))
+    ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

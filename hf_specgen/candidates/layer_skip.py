@@ -1,0 +1,77 @@
+"""The target's own first layers guess: no second model, one cache, nothing computed twice.
+
+Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding" (2024), section 4.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
+from hf_specgen.candidates.chain import ChainDrafter, vocabulary_size
+from hf_specgen.heads.exit_head import load_exit_head
+from hf_specgen.split_target import SplitTarget
+
+
+class LayerSkipCandidates(Candidates):
+    """Guesses with the first `exit_layer` layers of the target.
+
+    Without an adapter the target's own final norm and head read the state after those layers. That pays only for
+    models that were trained to be read early; for any other model train an adapter (`recipes/train_layer_skip.py`).
+
+    Args:
+        exit_layer: how many layers draft.
+        k: greatest length of a draft, in tokens.
+        adapter: folder or Hub id of a trained exit adapter, or a module that turns states into logits.
+
+    Raises:
+        ValueError: if k is out of range; at the first call, if the target cannot be divided there or the adapter was
+            made for another model.
+
+    Example:
+        >>> LayerSkipCandidates(exit_layer=4)
+        LayerSkipCandidates(exit_layer=4, k=4, adapter=None)
+    """
+
+    def __init__(self, exit_layer: int, k: int = 4, adapter: str | nn.Module | None = None):
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        self.exit_layer, self.k, self.adapter = exit_layer, k, adapter
+        self._head = adapter if isinstance(adapter, nn.Module) else None
+
+    def make_target(
+        self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> SplitTarget:
+        return SplitTarget(model, generation_config, model_kwargs, self.exit_layer)
+
+    def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
+        if model is None or not isinstance(context.target, SplitTarget):
+            raise ValueError("LayerSkipCandidates works with generate(candidate_generator=…) only")
+        if isinstance(self.adapter, str) and self._head is None:
+            self._head = load_exit_head(model, self.adapter)
+        return _LayerSkipDrafter(context, context.target, self.k, vocabulary_size(model), self._head)
+
+    def __repr__(self) -> str:
+        return f"LayerSkipCandidates(exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r})"
+
+
+class _LayerSkipDrafter(ChainDrafter):
+    def __init__(self, context: DraftContext, target: SplitTarget, k: int, vocab: int, head: nn.Module | None):
+        super().__init__(context, k, 0.0, vocab)
+        self._target, self._head = target, head
+
+    def first_scores(self) -> torch.Tensor:
+        """Run the first layers on each row's last token."""
+        return self.next_scores(torch.tensor([text[-1] for text in self.context.generated]))
+
+    def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the first layers on the last guesses."""
+        state, logits = self._target.run_early(tokens, with_logits=self._head is None)
+        if self._head is not None:
+            return self._head(state)[:, -1]
+        assert logits is not None
+        return logits

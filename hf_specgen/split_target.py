@@ -1,0 +1,156 @@
+"""A target that runs in two halves: its first layers draft, the rest verifies what they made. One cache for both.
+
+Drafting a token runs layers 0 to E-1 on it, which write their own keys and values where they belong, and keeps the
+state that goes into layer E. Verification starts from those states: nothing of the first layers is computed twice.
+
+    draft:   embed ─► layer 0 … E-1 ─┬─► norm ─► head ─► next guess
+                                     └─ kept
+    verify:                             kept ─► layer E … L-1 ─► norm ─► head ─► logits
+
+Source: Elhoushi et al., "LayerSkip" (2024), section 4.3 (self-speculative decoding with a shared cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen.heads.anatomy import decoder, decoder_layers
+from hf_specgen.target import Target
+from hf_specgen.tree import DraftTree
+
+NOT_DIVISIBLE = {
+    "gpt2": "it adds positions to whatever it is given as embeddings",
+    "opt": "it adds positions to whatever it is given as embeddings",
+    "llama4_text": "its layers need more than the state before them",
+    "gemma4_text": "its layers need more than the state before them",
+}
+
+
+class SplitTarget(Target):
+    """A `Target` whose first layers can run by themselves.
+
+    Args:
+        model, generation_config, model_kwargs: as for `Target`.
+        exit_layer: E, the number of layers that draft.
+
+    Raises:
+        ValueError: if the model has no layer E, or cannot be divided.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any], exit_layer: int
+    ):
+        self._layers = divisible_layers(model, exit_layer)
+        super().__init__(model, generation_config, model_kwargs)
+        self._first, self._last = range(exit_layer), range(exit_layer, len(self._layers))
+        self._pass_through = [_PassThrough(layer) for layer in self._layers]
+        self._states: list[torch.Tensor] = []
+
+    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Read the prompt, and see in what form the layers return their state."""
+
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            for stand_in in self._pass_through:
+                stand_in.returns_tuple = isinstance(output, tuple)
+
+        handle = self._layers[0].register_forward_hook(look)
+        try:
+            return super().prefill(input_ids)
+        finally:
+            handle.remove()
+
+    def run_early(self, tokens: torch.Tensor, with_logits: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the first layers on one more token of each row.
+
+        Args:
+            tokens: `[batch]` the row's last token, then its guesses one after the other.
+            with_logits: whether the model's own final norm and head are wanted.
+
+        Returns:
+            `[batch, 1, hidden]` the state that goes into layer E, and `[batch, vocab]` the logits that follow from it.
+        """
+        if not self._states:
+            self._starts = self.cache.lengths
+        with self._passing(self._last):
+            inputs = {"input_ids": tokens.to(self.model.device)[:, None]}
+            module = self.model if with_logits else decoder(self.model)
+            outputs = self._run(module, DraftTree.empty(len(tokens)), inputs)
+        state = self._pass_through[self._last[0]].seen
+        assert state is not None
+        self._states.append(state)
+        return state, outputs.logits[:, -1] if with_logits else None
+
+    def forward(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Score a draft, starting from the states that drafting has left.
+
+        The first layers still have to see what they have not: as a rule the last guess, which nothing was drafted from.
+        """
+        if not self._states:
+            return super().forward(tree, pending)
+        for place in range(len(self._states) - 1, tree.nodes):
+            self.run_early(tree.tokens[:, place], with_logits=False)
+        states = torch.cat(self._states[: 1 + tree.nodes], dim=1)
+        self._states.clear()
+        self.cache.set_lengths(self._starts)
+        with self._passing(self._first):
+            return self._run(self.model, tree, {"inputs_embeds": states}).logits
+
+    def abandon(self) -> None:
+        self._states.clear()
+        super().abandon()
+
+    @contextmanager
+    def _passing(self, indices: range) -> Iterator[None]:
+        """These layers hand on what they are given. The list keeps its length, so that indices stay right."""
+        originals = [self._layers[index] for index in indices]
+        try:
+            for index in indices:
+                self._layers[index] = self._pass_through[index]
+            yield
+        finally:
+            for index, layer in zip(indices, originals, strict=True):
+                self._layers[index] = layer
+
+
+class _PassThrough(nn.Module):
+    """Stands where a layer was and returns its input in the layer's own form; other attributes are the layer's."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        object.__setattr__(self, "layer", layer)
+        self.returns_tuple = False
+        self.seen: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.seen = hidden_states
+        return (hidden_states,) if self.returns_tuple else hidden_states
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "layer"), name)
+
+
+def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
+    """The decoder layers of a model that can be divided at `exit_layer`.
+
+    Raises:
+        ValueError: one sentence on why it cannot.
+    """
+    kind = model.config.get_text_config().model_type
+    if kind in NOT_DIVISIBLE:
+        raise ValueError(
+            f"{type(model).__name__} cannot draft with its own first layers: {NOT_DIVISIBLE[kind]}; "
+            "use another candidate generator"
+        )
+    layers = decoder_layers(model)
+    if not 1 <= exit_layer < len(layers):
+        raise ValueError(f"exit_layer must be from 1 to {len(layers) - 1} for {type(model).__name__}, got {exit_layer}")
+    return layers
