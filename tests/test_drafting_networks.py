@@ -52,7 +52,7 @@ def test_draft_model_on_every_architecture(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", DIVISIBLE)
 def test_layer_skip_on_every_architecture(architecture: str) -> None:
-    """Would catch: a layer run twice or not at all, states of one step used in the next, the two halves' caches apart."""
+    """Would catch: a layer run twice or not at all, states used in the wrong step, caches of different length."""
     model = tiny_model(architecture)
     for exit_layer in (1, 3):
         candidates = LayerSkipCandidates(exit_layer, k=3)

@@ -119,7 +119,7 @@ class _DraftModelDrafter(ChainDrafter):
         return logits[:, -1]
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """A token from the padding of a larger target's table cannot be read; whatever stands for it is only a guess."""
+        """A token from the padding of a larger target's table cannot be read; what stands for it is only a guess."""
         return [token if token < self._readable else 0 for token in tokens]
 
     def observe(self, verdict: Verdict) -> None:
