@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import overhead, replay, throughput
+from benchmarks import drafting, overhead, replay, throughput
 from benchmarks.common import Rows
 from hf_specgen.provenance import provenance
 
@@ -32,6 +32,8 @@ SECTIONS: dict[str, Callable[[int, bool], Rows]] = {
     "domains": throughput.domains,
     "batch": throughput.batch,
     "domains-wide": partial(throughput.domains, wide=True),
+    "drafting": drafting.drafting,
+    "drafting-wide": partial(drafting.drafting, wide=True),
 }
 
 

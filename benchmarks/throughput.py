@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -25,7 +26,7 @@ def domains(repeats: int, quick: bool, wide: bool = False) -> Rows:
     model, tokenizer = load(settings)
     if wide:
         model = widen(model, WIDE)
-    totals = [_domain_totals(model, tokenizer, settings, seed) for seed in track(range(repeats), "repeats")]
+    totals = [domain_totals(model, tokenizer, settings, CONTENDERS, seed) for seed in track(range(repeats), "repeats")]
     rows: Rows = []
     for domain in (*DOMAINS, "all"):
         plain = [run[domain]["plain"].tokens_per_second for run in totals]
@@ -43,17 +44,21 @@ def domains(repeats: int, quick: bool, wide: bool = False) -> Rows:
     return rows
 
 
-def _domain_totals(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: DemoSettings, seed: int
+def domain_totals(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: DemoSettings,
+    contenders: Sequence[Contender],
+    seed: int,
 ) -> dict[str, dict[str, Total]]:
     """Totals by domain and contender, "all" included."""
-    result: dict[str, dict[str, Total]] = {"all": {c.name: Total() for c in CONTENDERS}}
+    result: dict[str, dict[str, Total]] = {"all": {c.name: Total() for c in contenders}}
     for domain, prompts in domain_prompts(settings).items():
-        result[domain] = {c.name: Total() for c in CONTENDERS}
+        result[domain] = {c.name: Total() for c in contenders}
         generation = {"max_new_tokens": settings.max_new_tokens, **DOMAINS[domain]}
-        for samples in take_turns(model, encode(tokenizer, prompts, 1), CONTENDERS, generation, 1000 * seed):
+        for samples in take_turns(model, encode(tokenizer, prompts, 1), contenders, generation, 1000 * seed):
             for name, sample in samples.items():
-                result[domain][name].add(sample, samples["plain"])
+                result[domain][name].add(sample, samples[PLAIN.name])
         for name, total in result[domain].items():
             result["all"][name] += total
     return result

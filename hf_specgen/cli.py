@@ -23,15 +23,17 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt of your own; may be given several times.")] = None,
     k: Annotated[int, typer.Option(help="Greatest draft length in tokens.")] = 16,
     branches: Annotated[int, typer.Option(help="Continuations verified at once, as a tree.")] = 1,
+    draft: Annotated[str, typer.Option(help="Hub id or folder of a draft model for it.")] = "",
+    adapter: Annotated[str, typer.Option(help="Hub id or folder of an exit adapter for it.")] = "",
     batch_size: Annotated[int, typer.Option(help="Prompts per generate call.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …")] = "cpu",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
-    prompts: Annotated[int, typer.Option(help="Prompts per domain.")] = 8,
+    prompts: Annotated[int, typer.Option(help="Prompts per domain.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the sampled domains.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
 ) -> None:
-    """Compare plain generate, Transformers' prompt lookup and NgramCandidates on the same prompts.
+    """Compare plain generate, Transformers' prompt lookup and our strategies on the same prompts.
 
     Exit code 1 if a token differs in float32.
     """
@@ -44,7 +46,18 @@ def demo(
         if value < 1:
             raise typer.BadParameter(f"{name} must be at least 1, got {value}")
     settings = demonstration.DemoSettings(
-        model, tuple(prompt or ()), k, branches, batch_size, dtype, device, max_new_tokens, prompts, seed
+        model=model,
+        prompts=tuple(prompt or ()),
+        k=k,
+        branches=branches,
+        draft=draft,
+        adapter=adapter,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        max_new_tokens=max_new_tokens,
+        prompts_per_domain=prompts,
+        seed=seed,
     )
     try:
         results, example = demonstration.run_demo(settings, console)
@@ -54,10 +67,10 @@ def demo(
     console.print(demonstration.table(results))
     console.print("\nOne answer. [black on green]Guessed and accepted[/] tokens; the others are the target's own.\n")
     console.print(example)
-    differences = [(result.domain, difference) for result in results for difference in result.differences]
-    for domain, d in differences:
+    differences = [(result.domain, *found) for result in results for found in result.differences]
+    for domain, name, d in differences:
         console.print(
-            f"[yellow]{domain}: first difference at position {d.position}: plain {d.plain_token} (logit "
+            f"[yellow]{domain}, {name}: first difference at position {d.position}: plain {d.plain_token} (logit "
             f"{d.plain_logit:.4f}), ours {d.our_token} (logit {d.our_logit:.4f})[/]"
         )
     if json_file is not None:

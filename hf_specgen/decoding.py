@@ -135,6 +135,8 @@ class _Call:
                 drafter.observe(verdict)
                 self.emission.add(verdict)
                 self.verifier.confirmed(self.emission.columns)
+            if not self._reads_padding:
+                self.target.drop_rows([self.emission.goes_on(row) for row in range(tree.batch)])
         self.verifier.end(self.emission.columns)
         self.statistics.finish([len(tokens) for tokens in self.sequences.generated])
         self._seconds["total"] = perf_counter() - self._started
@@ -148,7 +150,7 @@ class _Call:
         texts, columns = self.sequences.generated, self.emission.columns
         self.target.rewind([len(text) - 1 for text in texts])
         missing = [columns - len(text) for text in texts]
-        if not any(missing) or not (self.keep_scores or self.returns_dict or self.target.returns_cache):
+        if not any(missing) or not self._reads_padding:
             return
         pad_id = self.sequences.pad_id
         assert pad_id is not None
@@ -182,6 +184,11 @@ class _Call:
             past_key_values=cache,
             speculation=self.statistics,
         )
+
+    @property
+    def _reads_padding(self) -> bool:
+        """Whether the caller sees the scores or the cache of rows that ended before others."""
+        return self.returns_dict or self.target.returns_cache
 
     def _active_rows(self) -> list[bool]:
         """Rows that go on: not at their end, and not too far ahead of the slowest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,14 +16,18 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates import NgramCandidates
+from hf_specgen.candidates import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.measure import Contender, Sample, Total, take_turns
 from hf_specgen.provenance import provenance
 
 ASSETS = Path(__file__).resolve().parents[1] / "benchmarks" / "assets"
 EMBEDDED_MODEL = ASSETS / "reference-lm"
 EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
-PLAIN, PEER, OURS = "plain", "Transformers' prompt lookup", "NgramCandidates"
+EMBEDDED_DRAFT = ASSETS / "draft-lm"
+EMBEDDED_ADAPTER = ASSETS / "exit-adapter"
+PLAIN, PEER, NGRAM, DRAFT, SKIP = "plain", "Transformers' lookup", "n-grams", "draft model", "layer skip"
+OURS = (NGRAM, DRAFT, SKIP)
 
 # Greedy decoding of a small model falls into repetition where the answer is open, which flatters every n-gram method:
 # those domains are sampled, with a seed, so that identity can still be checked token by token.
@@ -39,11 +44,13 @@ class DemoSettings:
     prompts: tuple[str, ...] = ()
     k: int = 16
     branches: int = 1
+    draft: str = ""
+    adapter: str = ""
     batch_size: int = 1
     dtype: str = "float32"
     device: str = "cpu"
     max_new_tokens: int = 128
-    prompts_per_domain: int = 8
+    prompts_per_domain: int = 5
     seed: int = 0
 
 
@@ -53,7 +60,7 @@ class DomainResult:
 
     domain: str
     totals: dict[str, Total]
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[tuple[str, Difference]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -90,8 +97,9 @@ def run_demo(settings: DemoSettings, console: Console) -> tuple[list[DomainResul
             for samples in take_turns(model, batches, contenders, generation, settings.seed):
                 for name, sample in samples.items():
                     result.totals[name].add(sample, samples[PLAIN])
-                if difference := first_difference(model, samples[PLAIN], samples[OURS]):
-                    result.differences.append(difference)
+                for name in (name for name in OURS if name in samples):
+                    if difference := first_difference(model, samples[PLAIN], samples[name]):
+                        result.differences.append((name, difference))
                 progress.advance(task, len(samples[PLAIN].ids))
             results.append(result)
     return results, coloured_example(tokenizer, results)
@@ -138,13 +146,18 @@ def encode(
 
 
 def _contenders(settings: DemoSettings) -> list[Contender]:
-    def ours() -> dict[str, Any]:
-        return {"candidate_generator": NgramCandidates(k=settings.k, branches=settings.branches)}
-
+    strategies: dict[str, Candidates] = {NGRAM: NgramCandidates(k=settings.k, branches=settings.branches)}
+    draft, adapter = settings.draft, settings.adapter
+    if not settings.model:
+        draft, adapter = draft or str(EMBEDDED_DRAFT), adapter or str(EMBEDDED_ADAPTER)
+    if draft:
+        strategies[DRAFT] = DraftModelCandidates(draft, k=4, dtype=settings.dtype)
+    if adapter:
+        strategies[SKIP] = LayerSkipCandidates(exit_layer_of(adapter), k=3, adapter=adapter)
     return [
         Contender(PLAIN, dict),
         Contender(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),
-        Contender(OURS, ours),
+        *(Contender(name, partial(dict, candidate_generator=strategy)) for name, strategy in strategies.items()),
     ]
 
 
@@ -174,7 +187,7 @@ def first_difference(model: PreTrainedModel, plain: Sample, ours: Sample) -> Dif
 
 def coloured_example(tokenizer: PreTrainedTokenizerBase, results: Sequence[DomainResult]) -> Text:
     """The output with the highest share of accepted guesses; guessed tokens green, the target's own as they are."""
-    samples = [sample for result in results for sample in result.totals[OURS].samples]
+    samples = [sample for result in results for sample in result.totals[NGRAM].samples]
     best = max(samples, key=lambda sample: sample.speculation.tokens_per_step if sample.speculation else 0)
     assert best.speculation is not None
     origins = best.speculation.origins(0)
@@ -192,28 +205,28 @@ def table(results: Sequence[DomainResult]) -> Table:
     if len(rows) > 1:
         rows.append(("all", {name: sum((totals[name] for _, totals in rows), Total()) for name in names}))
     view = Table(title="tokens per second, and speedup over plain generate", title_style="bold")
-    for heading in ("domain", PLAIN, "Transformers'\nprompt lookup", "Ngram-\nCandidates", "tokens\n/step", "accepted"):
-        view.add_column(heading, justify="left" if heading == "domain" else "right", no_wrap=True)
+    view.add_column("domain")
+    for name in names:
+        view.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     view.add_column("same\ntokens", justify="right")
     for domain, totals in rows:
-        ours, plain = totals[OURS], totals[PLAIN]
-        view.add_row(
-            domain,
-            f"{plain.tokens_per_second:.0f}",
-            _rate(totals[PEER], plain),
-            _rate(ours, plain),
-            f"{ours.tokens_per_step:.2f}",
-            f"{ours.acceptance_rate:.0%}",
-            "[green]yes[/]" if ours.identical else "[red]no[/]",
-            style="bold" if domain == "all" else "",
-        )
+        identical = all(totals[name].identical for name in OURS if name in totals)
+        cells = [_cell(totals[name], totals[PLAIN]) for name in names]
+        verdict = "[green]yes[/]" if identical else "[red]no[/]"
+        view.add_row(domain, *cells, verdict, style="bold" if domain == "all" else "", end_section=True)
+    view.caption = "t/s: mean accepted length in tokens per step; %: accepted share of the guesses"
     return view
 
 
-def _rate(total: Total, plain: Total) -> str:
+def _cell(total: Total, plain: Total) -> str:
     if not total.tokens:
-        return "one row only"
-    return f"{total.tokens_per_second:.0f} ({total.tokens_per_second / plain.tokens_per_second:.2f}x)"
+        return "one row\nonly"
+    rate = f"{total.tokens_per_second:.0f}"
+    if total is not plain:
+        rate += f" ({total.tokens_per_second / plain.tokens_per_second:.2f}x)"
+    if total.steps:
+        rate += f"\n{total.tokens_per_step:.2f} t/s, {total.acceptance_rate:.0%}"
+    return rate
 
 
 def to_json(settings: DemoSettings, results: Sequence[DomainResult]) -> dict[str, Any]:
@@ -224,7 +237,7 @@ def to_json(settings: DemoSettings, results: Sequence[DomainResult]) -> dict[str
             "contenders": {
                 name: {field: getattr(total, field) for field in fields} for name, total in result.totals.items()
             },
-            "differences": [asdict(difference) for difference in result.differences],
+            "differences": [{"contender": name, **asdict(difference)} for name, difference in result.differences],
         }
         for result in results
     }

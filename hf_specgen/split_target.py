@@ -81,10 +81,10 @@ class SplitTarget(Target):
             inputs = {"input_ids": tokens.to(self.model.device)[:, None]}
             module = self.model if with_logits else decoder(self.model)
             outputs = self._run(module, DraftTree.empty(len(tokens)), inputs)
-        state = self._pass_through[self._last[0]].seen
-        assert state is not None
-        self._states.append(state)
-        return state, outputs.logits[:, -1] if with_logits else None
+        seen = self._pass_through[self._last[0]].seen
+        assert seen is not None
+        self._states.append(self._for_all_rows(seen, len(tokens)))
+        return self._states[-1], self._for_all_rows(outputs.logits[:, -1], len(tokens)) if with_logits else None
 
     def forward(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Score a draft, starting from the states that drafting has left.
@@ -99,7 +99,7 @@ class SplitTarget(Target):
         self._states.clear()
         self.cache.set_lengths(self._starts)
         with self._passing(self._first):
-            return self._run(self.model, tree, {"inputs_embeds": states}).logits
+            return self._for_all_rows(self._run(self.model, tree, {"inputs_embeds": states}).logits, tree.batch)
 
     def abandon(self) -> None:
         self._states.clear()

@@ -43,6 +43,7 @@ class Target:
         self._offsets: tuple[int, ...] = ()
         self._prompt_slots: tuple[int, ...] = ()
         self._starts: tuple[int, ...] = ()
+        self._present: list[int] = []
 
     def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Read the prompt.
@@ -63,6 +64,7 @@ class Target:
                 "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
             )
         self._prompt_slots = self.cache.lengths
+        self._present = list(range(len(input_ids)))
         last = self._kwargs["position_ids"][..., -1].expand(len(input_ids)).tolist()
         self._offsets = tuple(p + 1 - length for p, length in zip(last, self.cache.lengths, strict=True))
         return outputs.logits[:, -1:]
@@ -81,10 +83,29 @@ class Target:
         first = torch.as_tensor(pending, device=device)[:, None]
         input_ids = torch.cat([first, tree.tokens.to(device)], dim=1) if tree.nodes else first
         self._starts = self.cache.lengths
-        return self._run(self.model, tree, {"input_ids": input_ids}).logits
+        return self._for_all_rows(self._run(self.model, tree, {"input_ids": input_ids}).logits, tree.batch)
+
+    def _for_all_rows(self, values: torch.Tensor, batch: int) -> torch.Tensor:
+        """`[present, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
+        if len(values) == batch:
+            return values
+        spread = values.new_zeros(batch, *values.shape[1:])
+        spread[self._present] = values
+        return spread
 
     def _run(self, module: Any, tree: DraftTree, inputs: dict[str, torch.Tensor]) -> Any:
-        """One pass of the model, or of a part of it, over the pending token and the nodes of a tree."""
+        """One pass of the model, or of a part of it, over the pending token and the nodes of a tree.
+
+        Args:
+            module: what is run.
+            tree, inputs: of all rows; only those that are present take part.
+
+        Returns:
+            the module's output for the rows that are present.
+        """
+        if len(self._present) < tree.batch:
+            tree = tree.select(self._present)
+            inputs = {name: tensor[self._present] for name, tensor in inputs.items()}
         depth = _depths(tree, self.model.device)
         lengths = self.cache.lengths
         bases = torch.tensor(
@@ -102,11 +123,26 @@ class Target:
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
-        self.cache.compact(self._starts, paths)
+        self.cache.compact(self._starts, [paths[row] for row in self._present])
 
     def rewind(self, read: Sequence[int]) -> None:
         """Keep of each row the prompt and the first `read` generated tokens."""
-        self.cache.set_lengths([first + n for first, n in zip(self._prompt_slots, read, strict=True)])
+        kept = [read[row] for row in self._present]
+        self.cache.set_lengths([first + n for first, n in zip(self._prompt_slots, kept, strict=True)])
+
+    def drop_rows(self, needed: Sequence[bool]) -> None:
+        """Compute no longer what is no longer needed: take rows out of the batch, once a quarter of them has ended.
+
+        Their part of the cache is lost.
+        """
+        places = [place for place, row in enumerate(self._present) if needed[row]]
+        if not places or len(self._present) - len(places) < max(1, len(self._present) // 4):
+            return
+        self._present = [self._present[place] for place in places]
+        self._offsets = tuple(self._offsets[place] for place in places)
+        self._prompt_slots = tuple(self._prompt_slots[place] for place in places)
+        self._visible = None if self._visible is None else self._visible[places]
+        self.cache.batch_select_indices(torch.tensor(places))
 
     def finish(self) -> Any:
         """Hand the cache back: the user's own object if one was given, with the new text in it."""

@@ -67,6 +67,12 @@ class DraftTree:
         """The node count of the largest row."""
         return self.tokens.shape[1]
 
+    def select(self, rows: Sequence[int]) -> DraftTree:
+        """The same drafts for some of the rows."""
+        chosen = list(rows)
+        q = None if self.q is None else self.q[chosen]
+        return DraftTree(self.tokens[chosen], tuple(self.parents[row] for row in chosen), q)
+
     @classmethod
     def empty(cls, batch: int) -> DraftTree:
         """No guesses: the step decodes one token per row, as plain `generate` does."""

@@ -7,7 +7,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specgen import NgramCandidates
+from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from tests.helpers import Oracle, plain_and_speculative, prompts, tiny_model
 
 SOMETIMES, ALWAYS = {"accuracy": 0.7}, {"accuracy": 1.0}
@@ -173,3 +173,24 @@ def test_text_streamers(reference_model, tokenizer, edit_prompts: list[str], cap
         candidate_generator=NgramCandidates(),
     )
     assert capsys.readouterr().out.strip() == plain.strip()
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 0}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize("kind", ["oracle", "draft", "skip"])
+def test_ended_rows_are_computed_no_longer(sampling: dict, kind: str) -> None:
+    """Would catch: rows mixed up once some have left the batch; rows that stay in it for nothing."""
+    model, inputs = tiny_model("llama"), prompts(6)
+    arguments = {"max_new_tokens": 30, "eos_token_id": list(range(0, 12)), "pad_token_id": 0, **sampling}
+    torch.manual_seed(8)
+    plain = model.generate(**inputs, **arguments)
+    candidates: Candidates = Oracle(plain[:, 12:], 0.6, branching=True)
+    if kind != "oracle":
+        candidates = DraftModelCandidates(model, k=2) if kind == "draft" else LayerSkipCandidates(3, k=2)
+    rows: list[int] = []
+    handle = model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    torch.manual_seed(8)
+    ours = model.generate(**inputs, **arguments, candidate_generator=candidates)
+    handle.remove()
+    assert torch.equal(ours, plain)
+    assert len(set((plain[:, 12:] != 0).sum(dim=1).tolist())) > 2, "the rows must end at different lengths"
+    assert min(rows) < 6

@@ -87,7 +87,7 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
     from peft import PeftModel
 
     source = str(path_or_id)
-    config = json.loads(Path(_file(source, EXIT_CONFIG)).read_text(encoding="utf-8"))
+    config = _config(source)
     _file(source, WEIGHTS)
     for name, value in _sizes(target).items():
         if config[name] != value:
@@ -100,6 +100,19 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
     adapted = PeftModel.from_pretrained(cast(Any, fresh), source, autocast_adapter_dtype=False)
     head = cast(ExitHead, adapted.base_model.model)
     return head.to(device=matrix.weight.device, dtype=matrix.weight.dtype).requires_grad_(False).eval()
+
+
+def exit_layer_of(path_or_id: str | Path) -> int:
+    """The layer that a trained head was made for.
+
+    Raises:
+        FileNotFoundError: if there is no `exit_config.json`.
+    """
+    return int(_config(str(path_or_id))["exit_layer"])
+
+
+def _config(source: str) -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads(Path(_file(source, EXIT_CONFIG)).read_text(encoding="utf-8")))
 
 
 def _sizes(model: PreTrainedModel) -> dict[str, int]:
