@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks import drafting, overhead, replay, throughput
 from benchmarks.common import Rows
+from benchmarks.tables import cell
 from hf_specgen.provenance import provenance
 
 SECTIONS: dict[str, Callable[[int, bool], Rows]] = {
@@ -41,7 +42,7 @@ def main(
     sections: Annotated[list[str] | None, typer.Argument(help=f"All if left out: {', '.join(SECTIONS)}")] = None,
     repeats: Annotated[int, typer.Option(help="Runs of everything that is timed.")] = 3,
     quick: Annotated[bool, typer.Option(help="Few prompts, one run.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for one JSON file per section.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="Folder for one JSON file per section.")] = Path("benchmarks/results"),
 ) -> None:
     """Run the sections, print a table of each and save it with its provenance."""
     unknown = sorted(set(sections or ()) - set(SECTIONS))
@@ -63,14 +64,8 @@ def _table(title: str, rows: Rows) -> Table:
     for column in columns:
         view.add_column(column, justify="right" if isinstance(rows[0].get(column), float) else "left")
     for row in rows:
-        view.add_row(*[_cell(row.get(column, "")) for column in columns])
+        view.add_row(*[cell(row.get(column, "")) for column in columns])
     return view
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

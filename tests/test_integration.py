@@ -10,7 +10,7 @@ from transformers import GenerationMixin, pipeline
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 import hf_specgen
-from hf_specgen import NgramCandidates, Verifier, speculate
+from hf_specgen import DraftModelCandidates, NgramCandidates, Verifier, speculate
 from hf_specgen.verification import CoupledVerifier
 from tests.helpers import prompts, tiny_model
 
@@ -111,6 +111,20 @@ def test_our_generator_in_transformers_own_loop(monkeypatch: pytest.MonkeyPatch)
     expected = model.generate(**inputs, max_new_tokens=40)
     assert torch.equal(model.generate(**inputs, max_new_tokens=40, prompt_lookup_num_tokens=4), expected)
     assert asked and len(asked) < 40, "some guesses must have been accepted"
+
+
+def test_our_draft_model_in_transformers_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the drafter hears of acceptance through `update_candidate_strategy`; this one is always right."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    ours = DraftModelCandidates(model, k=4)
+    monkeypatch.setattr(type(model), "_get_candidate_generator", lambda self, **kwargs: ours)
+    asked: list[int] = []
+    get = ours.get_candidates
+    monkeypatch.setattr(ours, "get_candidates", lambda ids, **kw: asked.append(ids.shape[1]) or get(ids, **kw))
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    expected = model.generate(**inputs, max_new_tokens=25)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=25, prompt_lookup_num_tokens=4), expected)
+    assert asked == [12, 17, 22, 27, 32]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 0}])

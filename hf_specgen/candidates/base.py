@@ -117,7 +117,8 @@ class Candidates(CandidateGenerator, ABC):
             if text[:known] == context.prompts[0] and text[known:][: len(context.generated[0])] == context.generated[0]:
                 context.generated[0].extend(text[known + len(context.generated[0]) :])
                 return context, drafter
-        context = DraftContext([text], [[]], [2**31])
+        # The last token counts as generated: as in our own loop, the target has not read it yet.
+        context = DraftContext([text[:-1] or text], [text[-1:]], [2**31])
         self._foreign_call = context, self.bind(context, None)
         return self._foreign_call
 
