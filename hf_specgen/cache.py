@@ -126,7 +126,7 @@ class SlotCache(Cache):
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of filled slots of each row."""
-        return next((layer.lengths for layer in self._filled), ())
+        return next((layer.lengths for layer in self.layers if isinstance(layer, SlotLayer) and layer.lengths), ())
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""

@@ -78,7 +78,7 @@ class SplitTarget(Target):
         if not self._states:
             self._starts = self.cache.lengths
         with self._passing(self._last):
-            inputs = {"input_ids": tokens.to(self.model.device)[:, None]}
+            inputs = {"input_ids": tokens.to(self.device)[:, None]}
             module = self.model if with_logits else decoder(self.model)
             outputs = self._run(module, DraftTree.empty(len(tokens)), inputs)
         seen = self._pass_through[self._last[0]].seen

@@ -32,6 +32,7 @@ class Target:
         self._generation_config = generation_config
         self._kwargs = model_kwargs
         self._config = model.config.get_text_config()
+        self.device = model.device
         self._eager = self._config._attn_implementation == "eager"
         self._kinds = _layer_kinds(self._config)
         self._extra = _extra_arguments(model_kwargs)
@@ -79,7 +80,7 @@ class Target:
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the pending token, then after each node.
         """
-        device = self.model.device
+        device = self.device
         first = torch.as_tensor(pending, device=device)[:, None]
         input_ids = torch.cat([first, tree.tokens.to(device)], dim=1) if tree.nodes else first
         self._starts = self.cache.lengths
@@ -106,7 +107,7 @@ class Target:
         if len(self._present) < tree.batch:
             tree = tree.select(self._present)
             inputs = {name: tensor[self._present] for name, tensor in inputs.items()}
-        depth = _depths(tree, self.model.device)
+        depth = _depths(tree, self.device)
         lengths = self.cache.lengths
         bases = torch.tensor(
             [n + offset for n, offset in zip(lengths, self._offsets, strict=True)], device=depth.device

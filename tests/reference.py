@@ -179,8 +179,9 @@ def ngram_paths(
                 paths[index] = longer
                 break
         else:
-            if len(paths) < branches:
-                paths.append(match.path)
+            paths.append(match.path)
+        if len(paths) == branches:
+            break
     return paths
 
 

@@ -196,11 +196,14 @@ def _different(matches: Sequence[_Match], k: int, branches: int) -> list[list[in
     paths: list[list[int]] = []
     for match in matches:
         path = match.continuation(k)
-        alike = [i for i, known in enumerate(paths) if _common_prefix(path, known) == min(len(path), len(known))]
-        if alike:
-            paths[alike[0]] = max(paths[alike[0]], path, key=len)
-        elif len(paths) < branches:
+        for index, known in enumerate(paths):
+            if known[: len(path)] == path[: len(known)]:
+                paths[index] = max(known, path, key=len)
+                break
+        else:
             paths.append(path)
+            if len(paths) == branches:
+                break
     return paths
 
 

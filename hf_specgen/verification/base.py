@@ -111,7 +111,7 @@ class Verifier(ABC):
         Returns:
             the verdict; an emitted row ends where the row comes to rest.
         """
-        logits = logits.to(device=self.sequences.device, dtype=torch.float32, copy=True)
+        logits = logits.to(device=self.sequences.device, dtype=torch.float32)
         if self.scorer.score_only:
             return self._verify_at_once(tree, logits, active)
         return _ColumnWalk(self, tree, logits, active).run()
