@@ -21,7 +21,7 @@ CONTENDERS = [PLAIN, *PEERS, OURS]
 
 def domains(repeats: int, quick: bool, wide: bool = False) -> Rows:
     """Tokens per second in the five domains, batch 1."""
-    prompts = 2 if quick else 4 if wide else 8
+    prompts = 2 if quick or wide else 5
     settings = DemoSettings(prompts_per_domain=prompts, dtype="bfloat16" if wide else "float32")
     model, tokenizer = load(settings)
     if wide:
@@ -72,8 +72,8 @@ def batch(repeats: int, quick: bool) -> Rows:
         model, tokenizer = load(DemoSettings(dtype="bfloat16" if wide else "float32"))
         model = widen(model, WIDE) if wide else model
         mixed = [prompt for group in zip(*domain_prompts(settings).values(), strict=True) for prompt in group]
-        prompts = mixed[: 8 if quick else 24]
-        contenders = [PLAIN, Contender("ours k=5", partial(ours, k=5)), Contender("ours k=10", partial(ours, k=10))]
+        prompts = mixed[: 8 if quick or wide else 16]
+        contenders = [PLAIN, Contender("ours k=5", partial(ours, k=5))]
         for name, generation in (("greedy", {}), ("sampled", DOMAINS["math"])):
             runs = [
                 list(

@@ -126,13 +126,15 @@ def merge_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], Parents]:
     parents: list[int] = []
     node_of: dict[tuple[int, int], int] = {}
     for path in paths:
-        parent = -1
-        for token in path:
-            node = node_of.setdefault((parent, token), len(tokens))
-            if node == len(tokens):
-                tokens.append(token)
-                parents.append(parent)
-            parent = node
+        parent, shared = -1, 0
+        while shared < len(path) and (parent, path[shared]) in node_of:
+            parent = node_of[parent, path[shared]]
+            shared += 1
+        new = range(len(tokens), len(tokens) + len(path) - shared)
+        new_parents = [parent, *new][: len(new)]
+        node_of.update(zip(zip(new_parents, path[shared:], strict=True), new, strict=True))
+        tokens.extend(path[shared:])
+        parents.extend(new_parents)
     return tokens, tuple(parents)
 
 

@@ -64,7 +64,7 @@ class Verifier(ABC):
 
         Args:
             scores: `[batch, slots, vocab]` processed scores, float32.
-            steps: `[batch][slots]` which generated token each slot decides; 0 is the first.
+            steps: `[batch][slots]` which generated token each slot decides; 0 is the first. Empty if nothing is sampled.
             tree: the draft. A slot that chooses the token of one of its node's children accepts that child.
             nodes: `[batch][slots]` the tree node that each slot follows; -1 is the row's last token. Where a row has
                 fewer nodes than others, what its last slots choose does not matter.
@@ -118,7 +118,7 @@ class Verifier(ABC):
 
     def _verify_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Verdict:
         scores = self.scorer.all_nodes(logits)
-        steps = self._steps(tree, active)
+        steps = self._steps(tree, active) if self.do_sample else []
         chosen = self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
         guessed, chosen_tokens = tree.tokens.tolist(), chosen.tolist()
         verdict = Verdict([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
