@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
@@ -145,13 +144,15 @@ class _NgramDrafter(Drafter):
         settings = self._settings
         limit = max(FEWEST_MATCHES, MATCHES_PER_BRANCH * settings.branches)
         found = [
-            _Match(n, True, index.tokens, position)
+            _Match(n, True, index.tokens[position], index.tokens, position)
             for n, position in index.matches(index.tokens, settings.min_ngram, limit)
         ]
         if settings.history is not None:
             past = settings.history.index
             found += [
-                _Match(min(n, settings.max_ngram) - HISTORY_HANDICAP, False, past.tokens, position)
+                _Match(
+                    min(n, settings.max_ngram) - HISTORY_HANDICAP, False, past.tokens[position], past.tokens, position
+                )
                 for n, position in past.matches(index.tokens, settings.min_ngram, limit)
                 if past.tokens[position] != SEPARATOR
             ]
@@ -159,18 +160,14 @@ class _NgramDrafter(Drafter):
         return sorted(found, key=lambda match: (-match.length, not match.own, -votes[match.next_token]))
 
 
-@dataclass(frozen=True)
-class _Match:
+class _Match(NamedTuple):
     """An earlier occurrence of the last `length` tokens, in the row's own text or not; `tokens[position]` followed."""
 
     length: int
     own: bool
+    next_token: int
     tokens: Sequence[int]
     position: int
-
-    @property
-    def next_token(self) -> int:
-        return self.tokens[self.position]
 
     def continuation(self, k: int) -> list[int]:
         return continuation(self.tokens, self.position, k)

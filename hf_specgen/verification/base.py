@@ -64,7 +64,7 @@ class Verifier(ABC):
 
         Args:
             scores: `[batch, slots, vocab]` processed scores, float32.
-            steps: `[batch][slots]` which generated token each slot decides; 0 is the first. Empty if nothing is sampled.
+            steps: `[batch][slots]` which generated token each slot decides, 0 the first. Empty if nothing is sampled.
             tree: the draft. A slot that chooses the token of one of its node's children accepts that child.
             nodes: `[batch][slots]` the tree node that each slot follows; -1 is the row's last token. Where a row has
                 fewer nodes than others, what its last slots choose does not matter.
