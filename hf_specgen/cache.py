@@ -51,6 +51,7 @@ class SlotLayer(CacheLayerMixin):
         starts, new = self.lengths, key_states.shape[2]
         width = max(starts) + new
         self.reserve(width)
+        self._leave_inference_mode()
         assert self.keys is not None and self.values is not None
         if len(set(starts)) == 1:
             self.keys[:, :, starts[0] : width] = key_states
@@ -68,6 +69,12 @@ class SlotLayer(CacheLayerMixin):
         if width > self.keys.shape[2]:
             capacity = max(2 * self.keys.shape[2], width + SPARE_SLOTS)
             self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
+
+    def _leave_inference_mode(self) -> None:
+        """A cache made under `torch.inference_mode()` cannot be written to outside of it; a copy can."""
+        if self.keys is not None and self.keys.is_inference() and not torch.is_inference_mode_enabled():
+            assert self.values is not None
+            self.keys, self.values = self.keys.clone(), self.values.clone()
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy slots within rows; `rows` `[moved, 1]`, `source` and `destination` `[moved, slots]`."""

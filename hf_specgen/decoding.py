@@ -76,7 +76,7 @@ def speculative_decode(
     if streamer is not None:
         streamer.end()
     candidates.speculation = call.statistics
-    return call.output(input_ids)
+    return call.output()
 
 
 class _Call:
@@ -108,7 +108,6 @@ class _Call:
         self.context = DraftContext(
             self.sequences.prompts, self.sequences.generated, verifier=verifier, target=self.target
         )
-        self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
         batch = self.sequences.batch
         self.statistics = Statistics([[] for _ in range(batch)])
         self._seconds = dict.fromkeys(("prefill", "draft", "forward", "verify"), 0.0)
@@ -172,8 +171,8 @@ class _Call:
                     self.emission.scores[column][row] = scores[row]
                     self.emission.logits[column][row] = column_logits[row]
 
-    def output(self, input_ids: torch.Tensor) -> SpeculativeOutput | torch.Tensor:
-        sequences = self.emission.output_ids(input_ids)
+    def output(self) -> SpeculativeOutput | torch.Tensor:
+        sequences = self.emission.output_ids()
         cache = self.target.finish()
         if not self.returns_dict:
             return sequences
@@ -202,9 +201,9 @@ class _Call:
 
         A draft must not reach behind the model's last position before the text does: a table of positions ends there.
         """
-        used = self.sequences.prompt_length + len(self.sequences.generated[row])
-        room = self._positions - used if used < self._positions else 2**31
-        return int(max(0, min(self.sequences.remaining(row), room) - 1))
+        pending = self.target.first_positions[row] + len(self.sequences.generated[row]) - 1
+        room = self.target.last_position - pending if pending <= self.target.last_position else 2**31
+        return int(max(0, min(self.sequences.remaining(row) - 1, room)))
 
 
 class _Timer:

@@ -69,9 +69,9 @@ class Emission:
         """Whether the row still needs tokens."""
         return not (self.finished[row] and self._pads) and not self._sequences.rests(row)
 
-    def output_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def output_ids(self) -> torch.Tensor:
         """`[batch, prompt + generated]` the sequences as plain `generate` returns them."""
-        return self._sequences.prefix(self._sequences.prompt_length + self.columns).to(input_ids.dtype)
+        return self._sequences.prefix(self._sequences.prompt_length + self.columns)
 
     @property
     def _pads(self) -> bool:
@@ -91,9 +91,9 @@ class Emission:
             self.scores.append(self._stack(self._row_scores, column))
             self.logits.append(self._stack(self._row_logits, column))
         tokens = [text[column] if column < len(text) else sequences.pad_id for text in sequences.generated]
+        stops = self._custom_stops()
         if self._streamer is not None:
             self._streamer.put(torch.tensor(tokens))
-        stops = self._custom_stops()
         at_length = sequences.prompt_length + self.columns >= sequences.max_length
         for row, text in enumerate(sequences.generated):
             if self.finished[row] or not (stops[row] or at_length or tokens[row] in sequences.stop_ids):

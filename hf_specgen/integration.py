@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,9 @@ VERIFIERS = {"coupled": CoupledVerifier, "rejection": RejectionVerifier, "typica
 class Speculation:
     """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
 
-    def __init__(self, candidates: Candidates, verifier: Verifier, streamer: BaseStreamer | None = None):
-        self.candidates, self.verifier, self.streamer = candidates, verifier, streamer
+    def __init__(self, candidates: Candidates, verification: str | Verifier, streamer: BaseStreamer | None = None):
+        self.candidates, self.verification, self.streamer = candidates, verification, streamer
+        _as_verifier(verification)
 
     def __call__(
         self,
@@ -44,7 +46,7 @@ class Speculation:
             model,
             input_ids,
             candidates=self.candidates,
-            verifier=self.verifier,
+            verifier=_as_verifier(self.verification),
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
@@ -78,7 +80,7 @@ def speculate(
         >>> from hf_specgen import NgramCandidates, speculate
         >>> method = speculate(NgramCandidates(k=5))  # model.generate(**inputs, custom_generate=method)
     """
-    return Speculation(_as_candidates(candidate_generator), _as_verifier(verification), streamer)
+    return Speculation(_as_candidates(candidate_generator), verification, streamer)
 
 
 def install() -> None:
@@ -115,18 +117,19 @@ def _generate(
     original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: Any
 ) -> Any:
     """Call `generate` with our decoding method, seeing to the arguments that it does not pass on."""
+    names = list(inspect.signature(original).parameters)[1:]
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     if kwargs.get("assistant_model") is not None:
         raise ValueError("both candidate_generator= and assistant_model= were given; leave one out")
     if kwargs.pop("synced_gpus", False):
         raise ValueError("candidate_generator= does not work with synced_gpus=True (FSDP, ZeRO-3); leave it out")
     streamer = kwargs.get("streamer")
     if streamer is not None:
-        method = Speculation(method.candidates, method.verifier, streamer)
+        method = Speculation(method.candidates, method.verification, streamer)
     tokenizer = kwargs.pop("tokenizer", None)
     if tokenizer is not None:
-        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-        kwargs.update(_stop_strings_as_criteria(model, config, tokenizer, kwargs))
-    return original(model, *args, **{**kwargs, "custom_generate": method})
+        kwargs.update(_stop_strings_as_criteria(model, kwargs.get("generation_config"), tokenizer, kwargs))
+    return original(model, **{**kwargs, "custom_generate": method})
 
 
 def _stop_strings_as_criteria(
@@ -161,6 +164,8 @@ def _as_verifier(verification: Any) -> Verifier:
 
 def _check_call(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     """Raise for everything that would otherwise be ignored or go wrong later."""
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("candidate_generator= needs the prompt as input_ids, not as inputs_embeds")
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise ValueError(
             f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"

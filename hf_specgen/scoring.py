@@ -5,9 +5,13 @@ Processors fall into three kinds:
 - *score-only* (temperature, top-k, top-p …) never look at the text: one call for all nodes of all rows;
 - *row-wise* (repetition penalty, bad words, minimum length …) are functions of one row's text and scores: called
   column by column down the accepted path, while rows go on independently;
-- any other processor may keep a state from call to call (grammars, guidance, some watermarks) or look at the whole
-  batch: the rows then advance together, one call per column, in the order in which plain `generate` makes them. A
-  processor of your own that is row-wise may say so with an attribute ``row_wise = True``.
+- any other processor may keep a state from call to call (grammars, guidance, some watermarks): the rows then advance
+  together, one call per column, in the order in which plain `generate` makes them. A processor of your own that is
+  row-wise may say so with an attribute ``row_wise = True``; it must put up with other rows being shown with padding at
+  their end.
+
+Scores of rows that have ended are not those of plain `generate`, which goes on feeding them padding: a processor that
+mixes the scores of different rows must not be used where rows end at different times.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ SCORE_ONLY = _classes(
 ROW_WISE = _classes(
     "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor RepetitionPenaltyLogitsProcessor "
     "EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor EncoderNoRepeatNGramLogitsProcessor "
-    "SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor PrefixConstrainedLogitsProcessor "
+    "SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor "
     "ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor ExponentialDecayLengthPenalty "
     "SuppressTokensAtBeginLogitsProcessor WatermarkLogitsProcessor"
 )

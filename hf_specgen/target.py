@@ -45,6 +45,9 @@ class Target:
         self._prompt_slots: tuple[int, ...] = ()
         self._starts: tuple[int, ...] = ()
         self._present: list[int] = []
+        self.first_positions: tuple[int, ...] = ()
+        """The position of each row's first generated token."""
+        self.last_position = (getattr(self._config, "max_position_embeddings", None) or 2**31) - 1
 
     def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Read the prompt.
@@ -68,6 +71,7 @@ class Target:
         self._present = list(range(len(input_ids)))
         last = self._kwargs["position_ids"][..., -1].expand(len(input_ids)).tolist()
         self._offsets = tuple(p + 1 - length for p, length in zip(last, self.cache.lengths, strict=True))
+        self.first_positions = tuple(p + 1 for p in last)
         return outputs.logits[:, -1:]
 
     def forward(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -109,18 +113,27 @@ class Target:
             inputs = {name: tensor[self._present] for name, tensor in inputs.items()}
         depth = _depths(tree, self.device)
         lengths = self.cache.lengths
-        bases = torch.tensor(
-            [n + offset for n, offset in zip(lengths, self._offsets, strict=True)], device=depth.device
-        )
+        bases = [length + offset for length, offset in zip(lengths, self._offsets, strict=True)]
         return module(
             **inputs,
             attention_mask=self._mask(tree, depth, lengths),
-            position_ids=bases[:, None] + depth,
+            position_ids=self._positions(bases, depth),
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
             **self._extra,
         )
+
+    def _positions(self, bases: Sequence[int], depth: torch.Tensor) -> torch.Tensor:
+        """Positions of this step's tokens.
+
+        Drafts that matter end before the model's last position (see `_Call._budget`). What fills up the other rows must
+        not reach behind it either: a model with a table of positions would raise.
+        """
+        positions = torch.tensor(bases, device=depth.device)[:, None] + depth
+        if max(bases) <= self.last_position < max(bases) + depth.shape[1]:
+            return positions.clamp(max=self.last_position)
+        return positions
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
@@ -155,7 +168,7 @@ class Target:
     def abandon(self) -> None:
         """After an exception: leave a cache that the user gave as it was."""
         if self.cache is self._given_cache:
-            self.cache.set_lengths(self._given_lengths)
+            self.cache.set_lengths(self._given_lengths or (0,) * len(self.cache.lengths))
 
     @property
     def returns_cache(self) -> bool:

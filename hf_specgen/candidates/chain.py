@@ -27,6 +27,10 @@ class ChainDrafter(Drafter):
         self.drafted = 0
         """How many tokens were drafted for each row in the last step."""
 
+    def room(self, row: int) -> int:
+        """How many tokens can be drafted for a row, whatever is asked for."""
+        return self._k
+
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
         """`[batch, vocab]` logits for the token after each row's last one."""
@@ -37,7 +41,7 @@ class ChainDrafter(Drafter):
 
     @torch.no_grad()
     def draft(self, context: DraftContext) -> DraftTree:
-        lengths = [min(self._k, budget) for budget in context.budget]
+        lengths = [min(self._k, budget, self.room(row)) for row, budget in enumerate(context.budget)]
         self.drafted = 0
         if max(lengths) == 0:
             return DraftTree.empty(len(lengths))

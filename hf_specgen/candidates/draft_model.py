@@ -94,6 +94,12 @@ class _DraftModelDrafter(ChainDrafter):
     ):
         super().__init__(context, settings.k, settings.confidence_threshold, vocabulary_size(target or draft))
         self._readable = int(cast(Any, draft.get_input_embeddings()).weight.shape[0])
+        self._table = int(getattr(draft.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+        longest = max(map(len, context.prompts))
+        if longest > self._table:
+            raise ValueError(
+                f"the prompt has {longest} tokens, but the draft reads at most {self._table}; leave it out"
+            )
         input_ids, mask = _left_padded([self._known(prompt) for prompt in context.prompts], draft.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
@@ -102,10 +108,14 @@ class _DraftModelDrafter(ChainDrafter):
             self._draft.prefill(input_ids)
         self._read = [0] * len(context.prompts)
 
+    def room(self, row: int) -> int:
+        """How much the draft's own positions leave for a draft."""
+        return max(0, self._table - len(self.context.prompts[row]) - len(self.context.generated[row]))
+
     def first_scores(self) -> torch.Tensor:
-        """Read what was generated since the last draft."""
-        texts = zip(self.context.generated, self._read, strict=True)
-        unread = [self._known(text[read:] or text[-1:]) for text, read in texts]
+        """Read what was generated since the last draft; a row that the draft has no positions for is left as it is."""
+        texts = enumerate(zip(self.context.generated, self._read, strict=True))
+        unread = [self._known((self.room(row) and text[read:]) or text[-1:]) for row, (text, read) in texts]
         tree = DraftTree.chains([tokens[1:] for tokens in unread])
         logits = self._draft.forward(tree, [tokens[0] for tokens in unread])
         self._draft.commit([list(range(len(tokens) - 1)) for tokens in unread])
@@ -115,7 +125,7 @@ class _DraftModelDrafter(ChainDrafter):
     def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
         """Read the last guess of each row."""
         logits = self._draft.forward(DraftTree.empty(len(tokens)), tokens)
-        self._draft.commit([[]] * len(tokens))
+        self._draft.commit([[] if self.drafted < self.room(row) else None for row in range(len(tokens))])
         return logits[:, -1]
 
     def _known(self, tokens: list[int]) -> list[int]:
@@ -129,7 +139,8 @@ class _DraftModelDrafter(ChainDrafter):
         for row, path in enumerate(verdict.paths):
             if path is not None:
                 before = len(self.context.generated[row]) - len(verdict.tokens[row])
-                self._read[row] = before + min(len(path), self.drafted - 1)
+                read = before + min(len(path), self.drafted - 1)
+                self._read[row] = min(read, self._table - len(self.context.prompts[row]) - 1)
         self._draft.rewind(self._read)
 
 
