@@ -98,7 +98,7 @@ class _DraftModelDrafter(ChainDrafter):
         longest = max(map(len, context.prompts))
         if longest > self._table:
             raise ValueError(
-                f"the prompt has {longest} tokens, but the draft reads at most {self._table}; leave it out"
+                f"the prompt has {longest} tokens, but the draft reads at most {self._table}; use another draft"
             )
         input_ids, mask = _left_padded([self._known(prompt) for prompt in context.prompts], draft.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -118,7 +118,7 @@ class _DraftModelDrafter(ChainDrafter):
         unread = [self._known((self.room(row) and text[read:]) or text[-1:]) for row, (text, read) in texts]
         tree = DraftTree.chains([tokens[1:] for tokens in unread])
         logits = self._draft.forward(tree, [tokens[0] for tokens in unread])
-        self._draft.commit([list(range(len(tokens) - 1)) for tokens in unread])
+        self._draft.commit([list(range(len(new) - 1)) if self.room(row) else None for row, new in enumerate(unread)])
         last = torch.tensor([len(tokens) - 1 for tokens in unread], device=logits.device)
         return logits[torch.arange(len(unread), device=logits.device), last]
 
