@@ -144,6 +144,10 @@ def train(
         accelerator.load_state(str(checkpoint))
     stream = _endless(accelerator, loader, order, progress)
     size = accumulation(settings, accelerator.num_processes)
+    accelerator.print(
+        f"processes: {accelerator.num_processes}, precision: {accelerator.mixed_precision}, "
+        f"trained parameters: {sum(parameter.numel() for parameter in trained):,}, from step {progress.step}"
+    )
     bar = tqdm(total=settings.steps, initial=progress.step, disable=not accelerator.is_main_process, unit="step")
     module.train()
     while progress.step < settings.steps:
