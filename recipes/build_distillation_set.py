@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     mine = [i for i in range(len(batches)) if i not in done][accelerator.process_index :: accelerator.num_processes]
     part = parts / f"{accelerator.process_index}.jsonl"
     with part.open("a", encoding="utf-8") as file:
+        file.write("\n")  # ends a line that an interruption cut off
         for i in tqdm(mine, disable=not accelerator.is_main_process, unit="batch"):
             seed = settings.seed * 1_000_003 + i
             rows = answer_batch(model, tokenizer, batches[i], settings.generation, settings.max_new_tokens, seed)
@@ -95,7 +96,7 @@ def chosen_prompts(settings: Settings) -> Rows:
 
 
 def finished_batches(parts: Path) -> dict[int, Rows]:
-    """The batches of earlier runs; a line that was cut off in the middle does not count."""
+    """The batches of earlier runs; a line that was cut off does not count."""
     done = {}
     for part in sorted(parts.glob("*.jsonl")):
         for line in part.read_text(encoding="utf-8").splitlines():

@@ -24,8 +24,8 @@ def write_card(
     settings: Any,
     measured: str,
     losses: list[tuple[int, float]],
+    recipe: str,
     library: str = "transformers",
-    notes: str = "",
 ) -> None:
     """Write `README.md` into an output folder.
 
@@ -36,14 +36,15 @@ def write_card(
         settings: the recipe's dataclass.
         measured: what was measured, and how.
         losses: (step, nats a token).
-        notes: further sections.
+        recipe: name of the script.
     """
     header: dict[str, Any] = {"library_name": library, "tags": ["speculative-decoding", "hf_specgen"]}
     if base_model and not Path(base_model).exists():  # the Hub takes nothing but its own ids here
         header["base_model"] = base_model
     told = {name: value for name, value in asdict(settings).items() if name not in PRIVATE and value is not None}
     versions = provenance()["versions"]
-    last = f"Final loss: {losses[-1][1]:.4f} nats a token." if losses else ""
+    last = losses[-max(1, len(losses) // 10) :]  # the last tenth
+    final = f"Final loss: {sum(loss for _, loss in last) / len(last):.4f} nats a token." if last else ""
     sections = [
         "---\n" + yaml.safe_dump(header, sort_keys=False) + "---",
         f"# {title}",
@@ -51,10 +52,9 @@ def write_card(
         f"Made for `{base_model}`, and of no use with another model." if base_model else "",
         f"```python\n{usage.strip()}\n```",
         f"## Measured\n\n{measured}",
-        f"## Training\n\nSettings, for the recipe of hf_specgen named in the title:\n\n```yaml\n"
-        f"{yaml.safe_dump(told, sort_keys=False)}```\n\n{last}",
+        f"## Training\n\nSettings of hf_specgen's `recipes/{recipe}.py`:\n\n```yaml\n"
+        f"{yaml.safe_dump(told, sort_keys=False)}```\n\n{final}",
         "Versions: " + ", ".join(f"{name} {number}" for name, number in versions.items()) + ".",
-        notes,
     ]
     Path(folder).mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(section for section in sections if section) + "\n"

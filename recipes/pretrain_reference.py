@@ -107,7 +107,8 @@ def save(
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     write_card(
         settings.output,
-        title=f"{Path(settings.output).name} (pretrain_reference.py)",
+        title=Path(settings.output).name,
+        recipe="pretrain_reference",
         base_model=None,
         summary=f"A small chat model of {millions:.1f}M parameters, to measure speculative decoding on.",
         usage=USAGE.format(model=settings.push_to_hub or settings.output),

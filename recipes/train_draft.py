@@ -29,6 +29,7 @@ from distillation import DistillationSettings, answers, draft_states, kl_sum, lo
 from hf_specgen.heads.anatomy import output_logits
 from training import start, train
 
+DEFAULT_LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 USAGE = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specgen import DraftModelCandidates
@@ -47,7 +48,7 @@ class Settings(DistillationSettings):
     layers: list[int] | None = None  # of the target, that the draft starts from
     shape: dict[str, Any] = field(default_factory=dict)  # what differs from the target's config
     draft: str | None = None  # an existing small model, instead of `layers`
-    lora: dict[str, Any] = field(default_factory=lambda: {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"})
+    lora: dict[str, Any] | None = None  # fields of PEFT's LoraConfig, for such a draft
 
 
 class Distiller(nn.Module):
@@ -98,7 +99,7 @@ def make_draft(
     if AutoTokenizer.from_pretrained(settings.draft).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"{settings.draft} and {settings.target} have different tokenizers; choose another draft.")
     draft = AutoModelForCausalLM.from_pretrained(settings.draft, dtype=torch.float32)
-    return draft, get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", **settings.lora))
+    return draft, get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", **(settings.lora or DEFAULT_LORA)))
 
 
 def from_layers(target: PreTrainedModel, layers: list[int], changes: dict[str, Any]) -> PreTrainedModel:
@@ -163,7 +164,8 @@ def save(
     layers = draft.config.get_text_config().num_hidden_layers
     write_card(
         settings.output,
-        title=f"{Path(settings.output).name}: a draft model (train_draft.py)",
+        title=f"{Path(settings.output).name}: a draft model",
+        recipe="train_draft",
         base_model=settings.target,
         summary=f"A draft for speculative decoding: {layers} layers, {parameters / 1e6:.1f}M parameters, "
         f"{str(draft.dtype).removeprefix('torch.')}, distilled from its target on the target's own answers.",

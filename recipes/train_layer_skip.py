@@ -5,7 +5,7 @@
 
 An adapter is a copy of the target's final norm and a LoRA matrix on its output matrix (PEFT). The target is frozen, so
 its own output does not change; one forward pass of it serves all exit layers. With several exit layers the folder
-OUTPUT/layer-E holds the adapter of each.
+OUTPUT/layer-E holds the adapter of each, and `--push-to-hub user/name` makes a repository user/name-layer-E of each.
 """
 
 from __future__ import annotations
@@ -98,25 +98,26 @@ def save(
     exits = exits.to(target.dtype).eval()
     results = evaluate(settings, exits, target, tokenizer) if settings.evaluation else {}
     output = Path(settings.output)
+    several = len(exits.adapters) > 1
     for name, adapter in exits.adapters.items():
-        folder = output / f"layer-{name}" if len(exits.adapters) > 1 else output
+        folder = output / f"layer-{name}" if several else output
+        repository = settings.push_to_hub and settings.push_to_hub + (f"-layer-{name}" if several else "")
+        measured = agreement_section(settings.evaluation, results.get(name))
         save_exit_head(adapter, folder, target, settings.target)
         write_card(
             folder,
-            title=f"{folder.name}: an exit adapter (train_layer_skip.py)",
+            title=f"{folder.name}: an exit adapter",
+            recipe="train_layer_skip",
             base_model=settings.target,
             summary=f"Reads the target's next token from the hidden state behind its first {name} layers: a norm and a "
             f"LoRA matrix of rank {settings.rank} on the target's output matrix. The target itself is unchanged.",
-            usage=USAGE.format(
-                target=settings.target, exit_layer=name, adapter=settings.push_to_hub or settings.output
-            ),
+            usage=USAGE.format(target=settings.target, exit_layer=name, adapter=repository or folder),
             settings=settings,
-            measured=agreement_section(settings.evaluation, results.get(name)),
-            losses=losses if len(exits.adapters) == 1 else [],  # several exits share one sum
+            measured=measured + untrained_note(results.get(f"{name} untrained")),
+            losses=[] if several else losses,  # several exits share one sum
             library="peft",
-            notes=untrained_note(results.get(f"{name} untrained")),
         )
-    push(settings.output, settings.push_to_hub)
+        push(folder, repository)
 
 
 def evaluate(
@@ -142,7 +143,7 @@ def untrained_note(results: dict[str, Agreement] | None) -> str:
     if not results:
         return ""
     shares = ", ".join(f"{domain} {result.top1:.1%}" for domain, result in results.items())
-    return f"Without the adapter (the target's own final norm and output matrix), the same top-1 token: {shares}."
+    return f"\n\nWithout the adapter (the target's own final norm and output matrix), the same top-1 token: {shares}."
 
 
 if __name__ == "__main__":

@@ -144,10 +144,15 @@ def train(
         accelerator.load_state(str(checkpoint))
     stream = _endless(accelerator, loader, order, progress)
     size = accumulation(settings, accelerator.num_processes)
+    accelerator.print(
+        f"processes: {accelerator.num_processes}, precision: {accelerator.mixed_precision}, "
+        f"trained parameters: {sum(parameter.numel() for parameter in trained):,}, from step {progress.step}"
+    )
     bar = tqdm(total=settings.steps, initial=progress.step, disable=not accelerator.is_main_process, unit="step")
     module.train()
+    since_log: list[torch.Tensor] = []
     while progress.step < settings.steps:
-        loss = _step(accelerator, module, list(islice(stream, size)), loss_sum)
+        since_log.append(_step(accelerator, module, list(islice(stream, size)), loss_sum))
         accelerator.clip_grad_norm_(trained, settings.max_grad_norm)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
@@ -156,7 +161,7 @@ def train(
         progress.step += 1
         bar.update()
         if progress.step % settings.log_every == 0 or progress.step == settings.steps:
-            _log(accelerator, progress, loss, schedules[0], bar)
+            _log(accelerator, progress, since_log, schedules[0], bar)
         if settings.save_every and (progress.step % settings.save_every == 0 or progress.step == settings.steps):
             _save(accelerator, checkpoint)
     bar.close()
@@ -205,8 +210,13 @@ def _endless(accelerator: Accelerator, loader: Any, order: Any, progress: Progre
         progress.epoch, progress.batches = progress.epoch + 1, 0
 
 
-def _log(accelerator: Accelerator, progress: Progress, loss: torch.Tensor, schedule: LambdaLR, bar: Any) -> None:
-    value = float(cast(torch.Tensor, accelerator.reduce(loss, reduction="sum")))
+def _log(
+    accelerator: Accelerator, progress: Progress, since_log: list[torch.Tensor], schedule: LambdaLR, bar: Any
+) -> None:
+    """The mean over the steps since the last time: batches of long and of short answers differ much."""
+    mean = torch.stack(since_log).mean()
+    since_log.clear()
+    value = float(cast(torch.Tensor, accelerator.reduce(mean, reduction="sum")))
     progress.losses.append((progress.step, value))
     bar.set_postfix(loss=f"{value:.4f}")
     accelerator.log({"loss": value, "learning_rate": schedule.get_last_lr()[0]}, step=progress.step)
