@@ -26,7 +26,7 @@ EMBEDDED_MODEL = ASSETS / "reference-lm"
 EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
 EMBEDDED_DRAFT = ASSETS / "draft-lm"
 EMBEDDED_ADAPTER = ASSETS / "exit-adapter"
-PLAIN, PEER, NGRAM, DRAFT, SKIP = "plain", "Transformers' lookup", "n-grams", "draft model", "layer skip"
+PLAIN, PEER, NGRAM, DRAFT, SKIP = "plain", "prompt lookup", "n-grams", "draft model", "layer skip"
 OURS = (NGRAM, DRAFT, SKIP)
 
 # Greedy decoding of a small model falls into repetition where the answer is open, which flatters every n-gram method:
@@ -204,17 +204,17 @@ def table(results: Sequence[DomainResult]) -> Table:
     rows = [(result.domain, result.totals) for result in results]
     if len(rows) > 1:
         rows.append(("all", {name: sum((totals[name] for _, totals in rows), Total()) for name in names}))
-    view = Table(title="tokens per second, and speedup over plain generate", title_style="bold")
-    view.add_column("domain")
+    view = Table(title="tokens per second, and speedup over plain generate", title_style="bold", width=78)
+    view.add_column("domain", no_wrap=True)
     for name in names:
         view.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
-    view.add_column("same\ntokens", justify="right")
+    view.add_column("same\ntokens", justify="right", no_wrap=True)
     for domain, totals in rows:
         identical = all(totals[name].identical for name in OURS if name in totals)
         cells = [_cell(totals[name], totals[PLAIN]) for name in names]
         verdict = "[green]yes[/]" if identical else "[red]no[/]"
         view.add_row(domain, *cells, verdict, style="bold" if domain == "all" else "", end_section=True)
-    view.caption = "t/s: mean accepted length in tokens per step; %: accepted share of the guesses"
+    view.caption = "below: mean accepted length in tokens per step, and the share of guesses that were accepted"
     return view
 
 
@@ -225,7 +225,7 @@ def _cell(total: Total, plain: Total) -> str:
     if total is not plain:
         rate += f" ({total.tokens_per_second / plain.tokens_per_second:.2f}x)"
     if total.steps:
-        rate += f"\n{total.tokens_per_step:.2f} t/s, {total.acceptance_rate:.0%}"
+        rate += f"\n{total.tokens_per_step:.2f}, {total.acceptance_rate:.0%}"
     return rate
 
 
