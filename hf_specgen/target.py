@@ -10,7 +10,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import masks
 from hf_specgen.cache import SlotCache
-from hf_specgen.tree import DraftTree, ancestor_matrix, chain_parents, depths
+from hf_specgen.tree import DraftTree, ancestor_matrix, chain_parents
 
 OWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
 
@@ -111,7 +111,7 @@ class Target:
         if len(self._present) < tree.batch:
             tree = tree.select(self._present)
             inputs = {name: tensor[self._present] for name, tensor in inputs.items()}
-        depth = _depths(tree, self.device)
+        depth = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self.device)
         lengths = self.cache.lengths
         bases = [length + offset for length, offset in zip(lengths, self._offsets, strict=True)]
         return module(
@@ -238,12 +238,6 @@ def _extra_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             raise ValueError(f"candidate_generator= works with text-only inputs; leave out {name}")
     return extra
-
-
-def _depths(tree: DraftTree, device: torch.device) -> torch.Tensor:
-    """`[batch, 1 + nodes]` distance from the pending token."""
-    rows = [(0, *depths(parents), *(0,) * (tree.nodes - len(parents))) for parents in tree.parents]
-    return torch.tensor(rows, device=device)
 
 
 def _ancestors(tree: DraftTree, device: torch.device) -> torch.Tensor:

@@ -67,6 +67,11 @@ class DraftTree:
         """The node count of the largest row."""
         return self.tokens.shape[1]
 
+    def depths(self, row: int) -> list[int]:
+        """`1 + nodes` depths of a row: 0 for its last token, then each node's; padding counts as 0."""
+        parents = self.parents[row]
+        return [0, *depths(parents), *[0] * (self.nodes - len(parents))]
+
     def select(self, rows: Sequence[int]) -> DraftTree:
         """The same drafts for some of the rows."""
         chosen = list(rows)

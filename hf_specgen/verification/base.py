@@ -15,7 +15,7 @@ import torch
 
 from hf_specgen.scoring import Scorer
 from hf_specgen.sequences import Sequences
-from hf_specgen.tree import DraftTree, accepted_path, depths
+from hf_specgen.tree import DraftTree, accepted_path
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Verifier(ABC):
         lengths = [len(tokens) for tokens in self.sequences.generated]
         earliest = min(length for length, is_active in zip(lengths, active, strict=True) if is_active)
         return [
-            [(length if is_active else earliest) + depth for depth in node_depths(tree, row)]
+            [(length if is_active else earliest) + depth for depth in tree.depths(row)]
             for row, (length, is_active) in enumerate(zip(lengths, active, strict=True))
         ]
 
@@ -203,12 +203,6 @@ class _ColumnWalk:
         assert path is not None
         path.append(child)
         return True
-
-
-def node_depths(tree: DraftTree, row: int) -> list[int]:
-    """`1 + nodes` depths of a row: 0 for its last token, then each node's; padding counts as 0."""
-    parents = tree.parents[row]
-    return [0, *depths(parents), *[0] * (tree.nodes - len(parents))]
 
 
 def _along(values: torch.Tensor, verdict: Verdict) -> list[list[torch.Tensor]]:

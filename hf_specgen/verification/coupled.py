@@ -15,6 +15,7 @@ from hf_specgen.scoring import Scorer
 from hf_specgen.sequences import Sequences
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import Verifier
+from hf_specgen.verification.sampling import race
 
 
 class CoupledVerifier(Verifier):
@@ -32,7 +33,7 @@ class CoupledVerifier(Verifier):
             return scores.argmax(dim=-1)
         if self._tape is None:
             self._tape = NoiseTape(scores.shape[0], scores.shape[2], scores.device)
-        return (scores.softmax(dim=-1) / self._tape.at(steps)).argmax(dim=-1)
+        return race(scores.softmax(dim=-1), self._tape.at(steps))
 
     def sample_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """The winners of the same race, on the target's own noise: where q is near p, they mostly agree."""
@@ -41,7 +42,7 @@ class CoupledVerifier(Verifier):
         steps_on_tape = [[max(step, self._confirmed)] for step in steps]
         noise = self._tape.at(steps_on_tape)[:, 0].to(scores.device)  # [batch, vocab]
         vocab = min(scores.shape[-1], noise.shape[-1])
-        return (scores[:, :vocab].float().softmax(dim=-1) / noise[:, :vocab]).argmax(dim=-1)
+        return race(scores[:, :vocab].float().softmax(dim=-1), noise[:, :vocab])
 
     def max_lead(self) -> float:
         return self._tape.capacity if self._tape else super().max_lead()
