@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates
+from hf_specgen.demo import EMBEDDED_DRAFT
 from hf_specgen.split_target import NOT_DIVISIBLE
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
 
@@ -231,6 +232,19 @@ def test_different_tokenizers(reference_model, tokenizer, tmp_path) -> None:
         reference_model.generate(
             torch.tensor([[5]]), max_new_tokens=4, candidate_generator=DraftModelCandidates(str(tmp_path))
         )
+
+
+def test_a_draft_in_int8(reference_model, tokenizer) -> None:
+    """Loaded by us, quantised by torchao: other guesses, the same tokens."""
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    candidates = DraftModelCandidates(str(EMBEDDED_DRAFT), dtype="bfloat16", quantization_config=config)
+    ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
+    ours = reference_model.generate(ids, max_new_tokens=30, candidate_generator=candidates)
+    assert torch.equal(ours, reference_model.generate(ids, max_new_tokens=30))
+    assert candidates.speculation.accepted > 0
 
 
 def test_a_draft_given_by_name(reference_model, tmp_path, tokenizer) -> None:

@@ -30,7 +30,8 @@ class DraftModelCandidates(Candidates):
         k: greatest length of a draft, in tokens.
         confidence_threshold: stop a row's draft behind a token whose probability is below this; 0 never stops.
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
-            checkpoint, on the target's device. int8: `TorchAoConfig("int8_weight_only")` of Transformers.
+            checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
+            `Int8WeightOnlyConfig()`.
 
     Raises:
         ValueError: if a number is out of range, or loading options are given for a model that is loaded already; at
