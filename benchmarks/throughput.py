@@ -13,24 +13,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.common import OURS, PEERS, PLAIN, WIDE, Rows, ours, spread
 from benchmarks.widen import widen
+from hf_specgen import NgramHistory
 from hf_specgen.demo import DOMAINS, DemoSettings, domain_prompts, encode, load
 from hf_specgen.measure import Contender, Total, take_turns
 
-CONTENDERS = [PLAIN, *PEERS, OURS]
+
+def contenders() -> list[Contender]:
+    """All sides; the history begins empty and learns from one prompt for the next."""
+    history = NgramHistory()
+    return [PLAIN, *PEERS, OURS, Contender("ours k=16, history", partial(ours, k=16, history=history))]
 
 
 def domains(repeats: int, quick: bool, wide: bool = False) -> Rows:
     """Tokens per second in the five domains, batch 1."""
-    prompts = 2 if quick or wide else 5
+    prompts = 2 if quick or wide else 8
     settings = DemoSettings(prompts_per_domain=prompts, dtype="bfloat16" if wide else "float32")
     model, tokenizer = load(settings)
     if wide:
         model = widen(model, WIDE)
-    totals = [domain_totals(model, tokenizer, settings, CONTENDERS, seed) for seed in track(range(repeats), "repeats")]
+    totals = [
+        domain_totals(model, tokenizer, settings, contenders(), seed) for seed in track(range(repeats), "repeats")
+    ]
     rows: Rows = []
     for domain in (*DOMAINS, "all"):
         plain = [run[domain]["plain"].tokens_per_second for run in totals]
-        for contender in CONTENDERS:
+        for contender in contenders():
             runs = [run[domain][contender.name] for run in totals]
             speedups = [run.tokens_per_second / base for run, base in zip(runs, plain, strict=True)]
             row = {"domain": domain, "contender": contender.name, "tokens/s": median(r.tokens_per_second for r in runs)}
@@ -73,17 +80,13 @@ def batch(repeats: int, quick: bool) -> Rows:
         model = widen(model, WIDE) if wide else model
         mixed = [prompt for group in zip(*domain_prompts(settings).values(), strict=True) for prompt in group]
         prompts = mixed[: 8 if quick or wide else 16]
-        contenders = [PLAIN, Contender("ours k=5", partial(ours, k=5))]
+        sides = [PLAIN, Contender("ours k=5", partial(ours, k=5))]
         for name, generation in (("greedy", {}), ("sampled", DOMAINS["math"])):
             runs = [
-                list(
-                    take_turns(
-                        model, encode(tokenizer, prompts, 8), contenders, {"max_new_tokens": 128, **generation}, s
-                    )
-                )
+                list(take_turns(model, encode(tokenizer, prompts, 8), sides, {"max_new_tokens": 128, **generation}, s))
                 for s in track(range(repeats), f"batch {name}")
             ]
-            for contender in contenders[1:]:
+            for contender in sides[1:]:
                 speedups = [_ratio(run, contender.name) for run in runs]
                 same = all(torch.equal(s[contender.name].ids, s["plain"].ids) for run in runs for s in run)
                 target = "300M bf16" if wide else "embedded fp32"
