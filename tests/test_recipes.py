@@ -322,7 +322,7 @@ def test_heads_attach_to(architecture):
 def test_the_shipped_draft_and_exit_adapter_agree_with_their_target(reference_model):
     """Catches: artefacts that do not load, were saved before training, or belong to another target.
 
-    The floors lie well below the cards' figures for edit and json (draft 42% and 97%, exit 88% and 98%).
+    The floors lie well below the cards' figures for edit and json (88% and 98% or more, both).
     """
     assets = ROOT / "benchmarks" / "assets"
     tokenizer = AutoTokenizer.from_pretrained(assets / "draft-lm")
@@ -338,4 +338,4 @@ def test_the_shipped_draft_and_exit_adapter_agree_with_their_target(reference_mo
     with torch.no_grad():
         truth = output_logits(reference_model, target_states(reference_model, batch)[0]).argmax(-1)
         shares = {name: float((predict().argmax(-1) == truth).float().mean()) for name, predict in predictors.items()}
-    assert shares["draft"] > 0.5 and shares["exit"] > 0.8, shares
+    assert shares["draft"] > 0.8 and shares["exit"] > 0.8, shares
