@@ -10,21 +10,25 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[adapters]'
+	touch $@
+
+.venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 demo: .venv/installed
 	$(BIN)/hf-specgen demo
 
-test: .venv/installed
+test: .venv/installed-dev
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --quiet
 
-quality: .venv/installed
+quality: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/installed
+bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks.core
 
 clean:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +15,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Lossless spe
 @app.callback()
 def main() -> None:
     """Lossless speculative decoding for Transformers."""
-    # torchao, where installed, is imported by PEFT and then reports the GPU kernels that this machine cannot load.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -204,7 +205,9 @@ def table(results: Sequence[DomainResult]) -> Table:
     rows = [(result.domain, result.totals) for result in results]
     if len(rows) > 1:
         rows.append(("all", {name: sum((totals[name] for _, totals in rows), Total()) for name in names}))
-    view = Table(title="tokens per second, and speedup over plain generate", title_style="bold", width=78)
+    view = Table(
+        title="tokens per second, and speedup over plain generate", title_style="bold", box=SIMPLE, pad_edge=False
+    )
     view.add_column("domain", no_wrap=True)
     for name in names:
         view.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
@@ -213,7 +216,7 @@ def table(results: Sequence[DomainResult]) -> Table:
         identical = all(totals[name].identical for name in OURS if name in totals)
         cells = [_cell(totals[name], totals[PLAIN]) for name in names]
         verdict = "[green]yes[/]" if identical else "[red]no[/]"
-        view.add_row(domain, *cells, verdict, style="bold" if domain == "all" else "", end_section=True)
+        view.add_row(domain, *cells, verdict, style="bold" if domain == "all" else "")
     view.caption = "below: mean accepted length in tokens per step, and the share of guesses that were accepted"
     return view
 
