@@ -21,7 +21,7 @@ def provenance() -> dict[str, Any]:
     packages = ("hf-specgen", "torch", "transformers")
     return {
         "commit": _commit(),
-        "argv": sys.argv,
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
         "machine": {
             "processor": _processor(),
