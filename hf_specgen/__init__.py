@@ -9,6 +9,7 @@ from hf_specgen.candidates import (
     Candidates,
     DraftModelCandidates,
     LayerSkipCandidates,
+    MedusaCandidates,
     NgramCandidates,
     NgramHistory,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "DraftModelCandidates",
     "DraftTree",
     "LayerSkipCandidates",
+    "MedusaCandidates",
     "NgramCandidates",
     "NgramHistory",
     "SpeculativeOutput",

@@ -11,7 +11,7 @@ import yaml
 from hf_specgen.provenance import provenance
 
 # Where the run lives is nobody's business, and no part of the result.
-PRIVATE = ("output", "resume", "report_to", "push_to_hub", "log_every", "save_every")
+PRIVATE = ("output", "evaluate_every", "resume", "report_to", "push_to_hub", "log_every", "save_every")
 
 
 def write_card(

@@ -45,6 +45,7 @@ class TrainingSettings:
     streaming: bool = False
     seed: int = 0
     log_every: int = 10
+    evaluate_every: int = 0  # steps between evaluations on the way, where a recipe has them; 0: none
     save_every: int = 0  # steps between checkpoints, which lie in OUTPUT/checkpoint; 0: none
     resume: bool = False  # go on from OUTPUT/checkpoint, if there is one
     report_to: str = "none"  # "tensorboard", "wandb" or "none"
@@ -116,6 +117,7 @@ def train(
     settings: TrainingSettings,
     optimizers: Sequence[Optimizer] | None = None,
     name: str = "checkpoint",
+    evaluate: Callable[[], dict[str, float]] | None = None,
 ) -> Progress:
     """Train `module` in place for `settings.steps` steps.
 
@@ -126,6 +128,7 @@ def train(
             given, which is `module` as prepared for several processes.
         optimizers: AdamW over everything if None.
         name: of the checkpoint.
+        evaluate: called every `evaluate_every` steps in the main process; what it returns goes to the trackers.
 
     Returns:
         the progress, with the loss per answer token every `log_every` steps.
@@ -162,6 +165,8 @@ def train(
         bar.update()
         if progress.step % settings.log_every == 0 or progress.step == settings.steps:
             _log(accelerator, progress, since_log, schedules[0], bar)
+        if evaluate and settings.evaluate_every and progress.step % settings.evaluate_every == 0:
+            _evaluate(accelerator, evaluate, progress.step)
         if settings.save_every and (progress.step % settings.save_every == 0 or progress.step == settings.steps):
             _save(accelerator, checkpoint)
     bar.close()
@@ -220,6 +225,13 @@ def _log(
     progress.losses.append((progress.step, value))
     bar.set_postfix(loss=f"{value:.4f}")
     accelerator.log({"loss": value, "learning_rate": schedule.get_last_lr()[0]}, step=progress.step)
+
+
+def _evaluate(accelerator: Accelerator, evaluate: Callable[[], dict[str, float]], step: int) -> None:
+    values = evaluate() if accelerator.is_main_process else {}
+    accelerator.wait_for_everyone()
+    accelerator.print(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
+    accelerator.log(values, step=step)
 
 
 def _save(accelerator: Accelerator, checkpoint: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -59,19 +59,22 @@ def output_matrix(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def output_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+def output_logits(
+    model: PreTrainedModel, hidden: torch.Tensor, matrix: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
     """The model's logits for states that its decoder returned.
 
     Lets a caller choose positions first, so that vocabulary-sized tensors exist for those only.
 
     Args:
         hidden: `[..., hidden]`, from `decoder(model)(...).last_hidden_state`.
+        matrix: what takes the place of the model's own output matrix.
 
     Returns:
         `[..., vocab]`, scaled and capped as the model's own forward pass does.
     """
     config = model.config.get_text_config()
-    logits = output_matrix(model)(hidden)
+    logits = (matrix or output_matrix(model))(hidden)
     # Which of them a model reads is its own affair; no architecture has a field of these names that it ignores.
     if (scale := getattr(config, "logit_scale", None)) is not None:
         logits = logits * scale

@@ -49,7 +49,7 @@ class ExitHead(nn.Module):
         layers = len(decoder_layers(model))
         if exit_layer is not None and not 0 < exit_layer < layers:
             raise ValueError(f"exit_layer must be between 1 and {layers - 1} for this target, not {exit_layer}.")
-        return cls(copy.deepcopy(final_norm(model)), _shared(output_matrix(model)), exit_layer)
+        return cls(copy.deepcopy(final_norm(model)), shared_linear(output_matrix(model)), exit_layer)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` to `[..., vocab]`."""
@@ -124,7 +124,7 @@ def _sizes(model: PreTrainedModel) -> dict[str, int]:
     }
 
 
-def _shared(matrix: nn.Linear) -> nn.Linear:
+def shared_linear(matrix: nn.Linear) -> nn.Linear:
     """The same numbers in the same memory under parameters of their own, so that freezing them stays ours."""
     twin = nn.Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None, device="meta")
     twin.weight = nn.Parameter(matrix.weight.detach(), requires_grad=False)

@@ -78,17 +78,30 @@ class Verifier(ABC):
         """Whether a draft that was drawn at random should carry the probabilities it was drawn with (`DraftTree.q`)."""
         return False
 
+    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+        """How much this verifier would welcome each token as a guess: the best guess has the largest weight.
+
+        Args:
+            scores: `[batch, places, draft vocab]` the draft's scores after its processors, on any device.
+            steps: `[batch][places]` which generated token each guess is for; those of a row which takes no part do not
+                matter.
+
+        Returns:
+            `[batch, places, draft vocab]`, not negative. Here the draft's own probabilities.
+        """
+        return scores.float().softmax(dim=-1)
+
     def sample_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """Draw draft tokens in the way that makes this verifier accept most of them; here the draft's favourites.
+        """Draw draft tokens in the way that makes this verifier accept most of them.
 
         Args:
             scores: `[batch, draft vocab]` the draft's scores after its processors, on any device.
-            steps: which generated token each row's guess is for; that of a row which takes no part does not matter.
+            steps: which generated token each row's guess is for.
 
         Returns:
             `[batch]` tokens.
         """
-        return scores.argmax(dim=-1)
+        return self.draft_weights(scores[:, None], [[step] for step in steps])[:, 0].argmax(dim=-1)
 
     def max_lead(self) -> float:
         """How many tokens a row may be ahead of the slowest one."""

@@ -35,14 +35,14 @@ class CoupledVerifier(Verifier):
             self._tape = NoiseTape(scores.shape[0], scores.shape[2], scores.device)
         return race(scores.softmax(dim=-1), self._tape.at(steps))
 
-    def sample_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """The winners of the same race, on the target's own noise: where q is near p, they mostly agree."""
+    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+        """What decides the same race, on the target's own noise: where q is near p, the winners mostly agree."""
         if self._tape is None:  # greedy, or nothing has been verified yet
-            return super().sample_draft(scores, steps)
-        steps_on_tape = [[max(step, self._confirmed)] for step in steps]
-        noise = self._tape.at(steps_on_tape)[:, 0].to(scores.device)  # [batch, vocab]
+            return super().draft_weights(scores, steps)
+        steps_on_tape = [[max(step, self._confirmed) for step in row] for row in steps]
+        noise = self._tape.at(steps_on_tape).to(scores.device)  # [batch, places, vocab]
         vocab = min(scores.shape[-1], noise.shape[-1])
-        return race(scores[:, :vocab].float().softmax(dim=-1), noise[:, :vocab])
+        return scores[..., :vocab].float().softmax(dim=-1) / noise[..., :vocab]
 
     def max_lead(self) -> float:
         return self._tape.capacity if self._tape else super().max_lead()

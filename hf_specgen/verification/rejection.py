@@ -39,9 +39,9 @@ class RejectionVerifier(Verifier):
     def wants_q(self) -> bool:
         return self.do_sample
 
-    def sample_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """Drawn from `softmax(scores)`, which is the q to report, with random numbers of the draft's own."""
-        return self._drafts.sample(scores) if self._drafts else super().sample_draft(scores, steps)
+    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+        """A race of the draft's own: its winners, best first, are drawn from `softmax(scores)` without replacement."""
+        return self._drafts.weights(scores) if self._drafts else super().draft_weights(scores, steps)
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]

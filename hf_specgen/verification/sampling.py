@@ -37,9 +37,9 @@ class DraftSampler:
         self._seed = int(torch.randint(2**62, ()))
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def sample(self, scores: torch.Tensor) -> torch.Tensor:
-        """Draw from `softmax(scores)`: `[batch, vocab]` to `[batch]`, on the device of the scores."""
+    def weights(self, scores: torch.Tensor) -> torch.Tensor:
+        """`[…, vocab]` a race on `softmax(scores)`: the largest is drawn first, the next largest then, and so on."""
         device = scores.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return race(scores.float().softmax(dim=-1), exponential(scores.shape, device, self._generators[device]))
+        return scores.float().softmax(dim=-1) / exponential(scores.shape, device, self._generators[device])

@@ -46,9 +46,9 @@ class TypicalVerifier(Verifier):
         super().begin(scorer, sequences, do_sample, keep_scores)
         self._drafts = DraftSampler() if do_sample else None
 
-    def sample_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """Drawn from `softmax(scores)`, with random numbers of the draft's own."""
-        return self._drafts.sample(scores) if self._drafts else super().sample_draft(scores, steps)
+    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+        """A race of the draft's own: its winner is drawn from `softmax(scores)`."""
+        return self._drafts.weights(scores) if self._drafts else super().draft_weights(scores, steps)
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]

@@ -1,0 +1,174 @@
+"""Medusa: extra heads guess the tokens after the next one from the target's last state, as a tree.
+
+Drafting takes no forward pass of any model: the state that chose a row's last token is still there, and all heads read
+it at once. Each head gives a few guesses; the tree says which of their combinations are verified.
+
+Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
+from hf_specgen.candidates.rank_tree import RankTree
+from hf_specgen.candidates.tree_plan import ConfidentTree, FixedTree, TreePlan
+from hf_specgen.cost import CostCurve
+from hf_specgen.heads.acceptance import RANKS, Acceptance
+from hf_specgen.heads.anatomy import output_matrix
+from hf_specgen.heads.fingerprint import check_fingerprint
+from hf_specgen.heads.formats import load_medusa
+from hf_specgen.heads.lora import load_lora
+from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
+from hf_specgen.heads.reader import MedusaReader
+from hf_specgen.state_target import StateTarget
+from hf_specgen.tree import DraftTree
+
+Paths = Sequence[Sequence[int]]
+
+
+class MedusaCandidates(Candidates):
+    """Guesses with Medusa heads.
+
+    Args:
+        heads: loaded heads, or a folder or Hub id of heads in any known format (our own, Medusa v1 and v2, TGI, vLLM).
+        tree: "auto" verifies at each step the tree that promises most tokens per second, by how sure the heads are
+            (from what `hf-specgen tune` measured and saved with the heads; from rough assumptions without that). A
+            number is how many guesses to verify at each step. A list of paths such as `[[0], [0, 0], [1]]` is a fixed
+            tree: each path names the rank of a guess of head 0, then of head 1, and so on.
+        lora: the `PeftModel` of deltas on the output matrix, for heads that are given loaded and were trained so.
+
+    Raises:
+        ValueError: for something that is no tree; at the first call, if the heads were made for another target.
+
+    Example:
+        >>> MedusaCandidates("org/medusa-heads", tree=[[0], [1], [0, 0]])
+        MedusaCandidates('org/medusa-heads', tree=[[0], [1], [0, 0]])
+    """
+
+    def __init__(self, heads: MedusaHeads | str, tree: str | int | Paths = "auto", *, lora: Any = None):
+        if isinstance(tree, str) and tree != "auto":
+            raise ValueError(f'tree must be "auto", a number of nodes or a list of paths, got {tree!r}')
+        if isinstance(tree, int) and tree < 1:
+            raise ValueError(f"tree must have at least 1 node, got {tree}")
+        if not isinstance(tree, str | int):
+            RankTree.from_paths(tree)
+        self.tree = tree
+        self._name = heads if isinstance(heads, str) else str(heads.name_or_path)
+        self._heads = None if isinstance(heads, str) else heads
+        self._lora = lora
+        self._reader: tuple[PreTrainedModel, MedusaReader] | None = None
+
+    @classmethod
+    def from_pretrained(cls, heads: str, tree: str | int | Paths = "auto") -> MedusaCandidates:
+        """`MedusaCandidates(heads, tree)`, in the words of Transformers; the heads are loaded at the first call."""
+        return cls(heads, tree)
+
+    def make_target(
+        self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> StateTarget:
+        self._on(model)
+        return StateTarget(model, generation_config, model_kwargs)
+
+    def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
+        if model is None or not isinstance(context.target, StateTarget):
+            raise ValueError("MedusaCandidates works with generate(candidate_generator=…) only")
+        reader = self._on(model)
+        return MedusaDrafter(context, context.target, reader, self._plan(reader.heads.config))
+
+    def _on(self, model: PreTrainedModel) -> MedusaReader:
+        """The heads on their target, in its dtype on its device; kept for the next call with the same target."""
+        if self._reader is None or self._reader[0] is not model:
+            heads = self._heads if self._heads is not None else load_medusa(self._name, model)
+            what = f"the set of heads {self._name!r}"
+            check_fingerprint(
+                {"hidden_size": heads.config.hidden_size, "vocab_size": heads.config.vocab_size}, model, what
+            )
+            check_fingerprint(heads.config.base, model, what)
+            matrix = output_matrix(model)
+            cast(Any, heads).to(device=matrix.weight.device, dtype=matrix.weight.dtype).eval()
+            lora = self._lora
+            if lora is None and heads.config.lora_rank:
+                lora = load_lora(matrix, heads.config.num_heads, self._name)
+            self._heads, self._reader = heads, (model, MedusaReader(heads, model, lora))
+        return self._reader[1]
+
+    def _plan(self, config: MedusaConfig) -> TreePlan:
+        if not isinstance(self.tree, str | int):
+            return FixedTree(self.tree, config.num_heads, config.vocab_size)
+        measured = config.acceptance
+        acceptance = Acceptance.from_lists(measured) if measured else Acceptance.untuned(config.num_heads)
+        if isinstance(self.tree, int):
+            return ConfidentTree(acceptance, budget=self.tree)
+        return ConfidentTree(acceptance, CostCurve(**config.cost)) if config.cost else ConfidentTree(acceptance)
+
+    def __repr__(self) -> str:
+        return f"MedusaCandidates({self._name!r}, tree={self.tree!r})"
+
+
+class MedusaDrafter(Drafter):
+    """The state of one call.
+
+    Args:
+        context: of the call.
+        target: keeps the states that the heads read.
+        reader: the heads on their target.
+        plan: chooses the tree.
+    """
+
+    def __init__(self, context: DraftContext, target: StateTarget, reader: MedusaReader, plan: TreePlan):
+        self.context, self._target, self._reader, self._plan = context, target, reader, plan
+        self.ranks = min(RANKS, reader.heads.config.vocab_size)
+        if isinstance(plan, FixedTree):
+            self.ranks = max(self.ranks, plan.tree((), 1).width)
+
+    @torch.no_grad()
+    def draft(self, context: DraftContext) -> DraftTree:
+        if max(context.budget) == 0:
+            return DraftTree.empty(len(context.budget))
+        scores, tokens, confidences = self.guess(context)
+        rows = sum(budget > 0 for budget in context.budget)
+        trees = [
+            self._plan.tree(confidence, rows).cut(budget)
+            for confidence, budget in zip(confidences, context.budget, strict=True)
+        ]
+        wants_q = self._wants_q
+        if wants_q:
+            trees = [tree.drawn_in_order for tree in trees]
+        nodes = max(len(tree.ranks) for tree in trees)
+        places = torch.zeros(len(trees), nodes, dtype=torch.long)
+        for row, tree in enumerate(trees):
+            places[row, : len(tree.ranks)] = tree.places(self.ranks)
+        places = places.to(tokens.device)
+        q = None
+        if wants_q:
+            index = (places // self.ranks).unsqueeze(-1).expand(-1, -1, scores.shape[-1])
+            q = scores.softmax(dim=-1).gather(1, index)  # [batch, nodes, vocab]
+        return DraftTree(tokens.flatten(1).gather(1, places), tuple(tree.parents for tree in trees), q)
+
+    def guess(self, context: DraftContext) -> tuple[torch.Tensor, torch.Tensor, list[list[float]]]:
+        """What the heads say.
+
+        Returns:
+            `[batch, heads, vocab]` scores after the score-only processors; `[batch, heads, ranks]` tokens, the best
+            first; `[batch][heads]` how sure each head is of its first.
+        """
+        pending = torch.tensor([text[-1] for text in context.generated])
+        logits = self._reader.logits(self._target.states, pending).float()  # [batch, heads, vocab]
+        verifier = context.verifier
+        assert verifier is not None
+        scores = verifier.scorer.warp(logits.flatten(0, 1)).view(logits.shape)
+        steps = [range(len(text), len(text) + logits.shape[1]) for text in context.generated]
+        weights = verifier.draft_weights(scores, steps)
+        best, tokens = weights.topk(self.ranks, dim=-1)
+        # In rejection sampling the shape of the tree must not depend on what was drawn.
+        confidence = scores.softmax(dim=-1).amax(dim=-1) if self._wants_q else best[..., 0] / weights.sum(dim=-1)
+        return scores, tokens, confidence.tolist()
+
+    @property
+    def _wants_q(self) -> bool:
+        return self.context.verifier is not None and self.context.verifier.wants_q

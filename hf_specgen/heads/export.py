@@ -1,0 +1,135 @@
+"""Writing Medusa heads in the formats that other programs serve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from hf_specgen.heads.anatomy import output_matrix
+from hf_specgen.heads.lora import load_lora, stacked_deltas
+from hf_specgen.heads.medusa import MedusaHeads
+
+FORMATS = ("medusa", "tgi", "vllm")
+Tensors = dict[str, torch.Tensor]
+
+
+def export_medusa(heads: MedusaHeads, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:
+    """Write heads in another program's format.
+
+    Heads with LoRA deltas get output matrices of their own: the target's, with each head's delta added.
+
+    Args:
+        heads: as loaded.
+        folder: where to.
+        to: "medusa" (v2, or v1 where the heads have output matrices of their own), "tgi" or "vllm".
+        target: needed where its output matrix goes into the files: "vllm" with shared matrices, and heads with LoRA.
+
+    Returns:
+        the files written.
+
+    Raises:
+        ValueError: for another format, heads that it cannot express, or a missing target.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"unknown format {to!r}; there are {', '.join(FORMATS)}")
+    if heads.config.reads_token:
+        raise ValueError(f"{to} has no heads that read the next token (reads_token=True); train heads without it")
+    outputs = _outputs(heads, target, to)
+    writers = {"medusa": _medusa, "tgi": _tgi, "vllm": _vllm}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config, name, tensors = writers[to](heads, outputs, target)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    if name.endswith(".pt"):
+        torch.save(tensors, folder / name)
+    else:
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    return [folder / "config.json", folder / name]
+
+
+def _outputs(heads: MedusaHeads, target: PreTrainedModel | None, to: str) -> list[torch.Tensor]:
+    """Each head's own output matrix `[vocab, hidden]`; none if they share the target's."""
+    if heads.config.own_outputs:
+        return [head.weight for head in heads.lm_heads]  # type: ignore[misc]
+    if heads.config.lora_rank:
+        if target is None:
+            raise ValueError(f"heads with LoRA deltas are merged into the target's matrix for {to}; give the target")
+        matrix = output_matrix(target)
+        down, up = stacked_deltas(load_lora(matrix, heads.config.num_heads, str(heads.name_or_path)))
+        return [matrix.weight + (d @ u).T.to(matrix.weight) for d, u in zip(down, up, strict=True)]
+    return []
+
+
+def _layers(heads: MedusaHeads, pattern: str) -> Tensors:
+    """The residual layers under other names; `pattern` has places for head, layer and kind."""
+    tensors = {}
+    for name, tensor in heads.blocks.state_dict().items():
+        head, _, layer, kind = name.split(".")
+        tensors[pattern.format(head, layer, kind)] = tensor
+    return tensors
+
+
+def _base_name(heads: MedusaHeads) -> Any:
+    return (heads.config.base or {}).get("name_or_path")
+
+
+def _medusa(
+    heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
+) -> tuple[dict[str, Any], str, Tensors]:
+    config = heads.config
+    tensors = _layers(heads, "{}.{}.linear.{}")
+    tensors |= {f"{head}.{config.num_layers}.weight": matrix for head, matrix in enumerate(outputs)}
+    written = {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "base_model_name_or_path": _base_name(heads),
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+    }
+    if outputs:
+        return written, "medusa_lm_head.pt", tensors
+    return written | {"version": "2"}, "medusa_lm_head.safetensors", tensors
+
+
+def _tgi(
+    heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
+) -> tuple[dict[str, Any], str, Tensors]:
+    if not outputs and heads.config.num_layers != 1:
+        raise ValueError(f"TGI reads heads of one layer that share the output matrix, not {heads.config.num_layers}")
+    config, _, tensors = _medusa(heads, outputs, target)
+    return config, "medusa_lm_head.safetensors", tensors
+
+
+def _vllm(
+    heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
+) -> tuple[dict[str, Any], str, Tensors]:
+    if not outputs and target is None:
+        raise ValueError("vLLM's files hold the target's output matrix, which these heads share; give the target")
+    config = heads.config
+    tensors = _layers(heads, "blocks.{}.layers.{}.{}")
+    if outputs:
+        tensors |= {f"lm_heads.{head}.weight": matrix for head, matrix in enumerate(outputs)}
+    elif target is not None:
+        tensors["lm_head.weight"] = output_matrix(target).weight
+    return (
+        {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "truncated_vocab_size": config.vocab_size,
+            "num_heads": config.num_heads,
+            "num_hidden_layers": config.num_layers,
+            "medusa_fc_bias": True,
+            "original_lm_head": not outputs,
+            "base_model_name_or_path": _base_name(heads),
+        },
+        "model.safetensors",
+        tensors,
+    )

@@ -1,0 +1,67 @@
+"""What a set of heads belongs to: heads of another model would run, and be wrong all the time."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_specgen.heads.anatomy import decoder_layers, output_matrix
+
+Fingerprint = dict[str, Any]
+COMPARED = {
+    "model_type": "architecture",
+    "hidden_size": "hidden size",
+    "vocab_size": "vocabulary size",
+    "num_hidden_layers": "number of layers",
+}
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> Fingerprint:
+    """What tells a base model from another.
+
+    Args:
+        model: the base model.
+        tokenizer: for the chat template; None leaves it open.
+
+    Returns:
+        name, architecture, sizes, and a hash of the chat template (None if there is none or it is not known).
+    """
+    matrix = output_matrix(model)
+    template = getattr(tokenizer, "chat_template", None)
+    return {
+        "name_or_path": model.name_or_path,
+        "model_type": model.config.get_text_config().model_type,
+        "hidden_size": matrix.in_features,
+        "vocab_size": matrix.out_features,
+        "num_hidden_layers": len(decoder_layers(model)),
+        "chat_template": None if template is None else chat_template_hash(template),
+    }
+
+
+def chat_template_hash(template: str) -> str:
+    """The first 16 hexadecimal digits of its SHA-256."""
+    return hashlib.sha256(template.encode()).hexdigest()[:16]
+
+
+def check_fingerprint(base: Fingerprint | None, model: PreTrainedModel, what: str) -> None:
+    """Raise unless `model` can be what `base` describes.
+
+    Args:
+        base: the fingerprint that travelled with the heads; fields that are not known are not compared.
+        model: the target at hand.
+        what: how to call the heads in the message.
+
+    Raises:
+        ValueError: naming the first field that differs, with both values.
+    """
+    own = fingerprint(model)
+    for field, name in COMPARED.items():
+        wanted = (base or {}).get(field)
+        if wanted is not None and wanted != own[field]:
+            origin = (base or {}).get("name_or_path")
+            raise ValueError(
+                f"{what} was made for a target with {name} {wanted}{f' ({origin})' if origin else ''}, but this target "
+                f"has {own[field]}; load the heads that belong to it"
+            )

@@ -1,0 +1,160 @@
+"""Medusa heads: small networks that read the target's last hidden state and predict the tokens after the next one.
+
+    state that predicted token t+1 ─┬─► target's output matrix ─► token t+1   (the target itself)
+                                    ├─► head 0 ─► output matrix ─► token t+2
+                                    ├─► head 1 ─► output matrix ─► token t+3
+                                    └─► …
+
+Every head shares the target's output matrix unless a checkpoint brings matrices of its own. For an 8B Llama (hidden
+4,096, vocabulary 128,256) five own matrices are 2.6 billion parameters; shared ones are none, and five heads of one
+layer 84 million.
+
+Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section
+2.1; for `reads_token` Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+
+from hf_specgen.heads.anatomy import output_matrix
+from hf_specgen.heads.fingerprint import fingerprint
+
+
+class MedusaConfig(PreTrainedConfig):
+    """The shape of a set of heads, and what belongs to them.
+
+    Args:
+        hidden_size: width of the target's hidden state.
+        vocab_size: of the target's output matrix.
+        num_heads: head h predicts the token h + 2 places after the one that the state stands at.
+        num_layers: residual blocks in each head.
+        own_outputs: whether each head has an output matrix of its own rather than the target's.
+        reads_token: whether the heads also read the token that the target has just chosen (as Hydra's do).
+        lora_rank: rank of a PEFT adapter in the folder `lora`, on the output matrix as each head sees it; 0: none.
+        base: what the heads were trained for, see `hf_specgen.heads.fingerprint`.
+        acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `hf_specgen.heads.acceptance`.
+        cost: T(q) of the target where that was done, the fields of a `CostCurve`.
+
+    Example:
+        >>> MedusaConfig(hidden_size=64, vocab_size=99, num_heads=3).num_layers
+        1
+    """
+
+    model_type = "medusa_heads"
+
+    hidden_size: int = 0
+    vocab_size: int = 0
+    num_heads: int = 4
+    num_layers: int = 1
+    own_outputs: bool = False
+    reads_token: bool = False
+    lora_rank: int = 0
+    base: dict[str, Any] | None = None
+    acceptance: list[list[list[float]]] | None = None
+    cost: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        for name in ("num_heads", "num_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class ResidualBlock(nn.Module):
+    """`x + SiLU(Linear(x))`, layer after layer; zero weights make it the identity."""
+
+    def __init__(self, hidden_size: int, num_layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.silu(layer(x))
+        return x
+
+
+class MedusaHeads(PreTrainedModel):
+    """A set of Medusa heads. Fresh heads say exactly what the target's own head says.
+
+    Saves, loads and goes to the Hub like any model of Transformers; `hf_specgen.heads.load_medusa` also reads the
+    formats of the original Medusa, TGI and vLLM.
+
+    Args:
+        config: the shape.
+
+    Example:
+        >>> heads = MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=20, num_heads=2))
+        >>> heads(torch.zeros(3, 8)).shape  # [..., heads, hidden]
+        torch.Size([3, 2, 8])
+    """
+
+    config_class = MedusaConfig
+    config: MedusaConfig
+    base_model_prefix = ""
+
+    def __init__(self, config: MedusaConfig):
+        super().__init__(config)
+        size, count = config.hidden_size, range(config.num_heads)
+        self.blocks = nn.ModuleList(ResidualBlock(size, config.num_layers) for _ in count)
+        if config.reads_token:
+            self.token_maps = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in count)
+        if config.own_outputs:
+            self.lm_heads = nn.ModuleList(nn.Linear(size, config.vocab_size, bias=False) for _ in count)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Zeros: see `from_target` for output matrices."""
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, tokenizer: Any = None, **shape: Any) -> MedusaHeads:
+        """Fresh heads for a target, in float32 on its device.
+
+        Args:
+            target: the model that they will draft for.
+            tokenizer: its chat template becomes a part of the fingerprint.
+            shape: fields of `MedusaConfig` that differ from its defaults.
+
+        Raises:
+            ValueError: if the target has no linear output matrix.
+        """
+        matrix = output_matrix(target)
+        sizes: dict[str, Any] = {"hidden_size": matrix.in_features, "vocab_size": matrix.out_features}
+        heads = cls(MedusaConfig(**sizes, base=fingerprint(target, tokenizer), **shape))
+        if heads.config.own_outputs:
+            for head in heads.lm_heads:
+                cast(nn.Linear, head).weight.data.copy_(matrix.weight)
+        return cast(MedusaHeads, cast(Any, heads).to(matrix.weight.device))
+
+    def forward(self, hidden: torch.Tensor, token: torch.Tensor | None = None) -> torch.Tensor:
+        """The states that the output matrices read.
+
+        Args:
+            hidden: `[..., hidden]` what the target's output matrix read when it predicted the next token.
+            token: `[..., hidden]` the target's embedding of that next token, for heads with `reads_token`.
+
+        Returns:
+            `[..., heads, hidden]`.
+        """
+        return torch.stack([self.head_state(head, hidden, token) for head in range(self.config.num_heads)], dim=-2)
+
+    def head_state(self, head: int, hidden: torch.Tensor, token: torch.Tensor | None = None) -> torch.Tensor:
+        """`[..., hidden]`, the state of one head only."""
+        if self.config.reads_token:
+            if token is None:
+                raise ValueError("these heads read the next token too (reads_token=True); give its embedding")
+            hidden = hidden + self.token_maps[head](token)
+        return cast(torch.Tensor, self.blocks[head](hidden))
+
+
+AutoConfig.register(MedusaConfig.model_type, MedusaConfig, exist_ok=True)
+AutoModel.register(MedusaConfig, MedusaHeads, exist_ok=True)

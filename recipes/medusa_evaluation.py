@@ -1,0 +1,147 @@
+"""How good Medusa heads are: each head's accuracy on the target's own answers, and what speculation makes of them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from answers import answer_batch, batches_by_domain
+from corpus import Batch, chat_prompt, collate, encode_row, read_rows
+from distillation import DistillationSettings, target_states
+from hf_specgen import MedusaCandidates
+from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.heads.reader import MedusaReader
+
+RANKS = 5
+GENERATED_PER_DOMAIN = 4
+NEW_TOKENS = 128
+
+
+@dataclass
+class HeadScores:
+    """Of one domain."""
+
+    hits: torch.Tensor  # [heads, RANKS] how often the guess of each rank was the answer's token
+    seen: torch.Tensor  # [heads] of how many
+    tokens: int = 0
+    steps: int = 0
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    def accuracy(self, ranks: int) -> list[float]:
+        """Share of tokens among the first `ranks` guesses of each head."""
+        return (self.hits[:, :ranks].sum(dim=1) / self.seen.clamp(min=1)).tolist()
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of real generations."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+
+class Evaluation:
+    """Measures heads on held-out prompts while they are being trained.
+
+    Args:
+        settings: `evaluation`, `evaluation_per_domain` and `generation` are read.
+        heads, lora: may go on changing; a copy is measured.
+        target: the model that they belong to, which answers the prompts once in each measurement.
+        tokenizer: its tokenizer.
+    """
+
+    def __init__(
+        self,
+        settings: DistillationSettings,
+        heads: MedusaHeads,
+        lora: Any,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+    ):
+        self._settings, self._heads, self._lora = settings, heads, lora
+        self._target, self._tokenizer = target, tokenizer
+        self._rows: dict[str, list[dict[str, Any]]] = {}
+        assert settings.evaluation is not None
+        for row in read_rows(settings.evaluation):
+            if len(self._rows.setdefault(row["domain"], [])) < settings.evaluation_per_domain:
+                self._rows[row["domain"]].append(row)
+
+    def summary(self) -> dict[str, float]:
+        """Mean accuracy of each head over the domains, and mean tokens per step."""
+        scores = list(self.measure().values())
+        names = [f"head {head} top-1" for head in range(len(scores[0].seen))]
+        top = torch.tensor([score.accuracy(1) for score in scores]).mean(dim=0).tolist()
+        mean = sum(score.tokens_per_step for score in scores) / len(scores)
+        return dict(zip(names, top, strict=True)) | {"tokens per step": mean}
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, HeadScores]:
+        """By domain."""
+        heads = cast(MedusaHeads, cast(Any, copy.deepcopy(self._heads)).to(self._target.dtype).eval())
+        reader = MedusaReader(heads, self._target, self._lora)
+        candidates = MedusaCandidates(heads, lora=self._lora)
+        count = heads.config.num_heads
+        result = {}
+        for seed, (domain, rows) in enumerate(self._rows.items()):
+            scores = result[domain] = HeadScores(torch.zeros(count, RANKS), torch.zeros(count))
+            for members in batches_by_domain(rows, 32):
+                generation = self._settings.generation
+                answers = list(answer_batch(self._target, self._tokenizer, members, generation, NEW_TOKENS, seed))
+                for first in range(0, len(answers), 8):
+                    encoded = [encode_row(self._tokenizer, row, 4096) for row in answers[first : first + 8]]
+                    self._count(scores, reader, collate([r for r in encoded if r["length"] > r["answer_start"]]))
+            for number, row in enumerate(rows[:GENERATED_PER_DOMAIN]):
+                self._generate(scores, candidates, row, number)
+        return result
+
+    def _count(self, scores: HeadScores, reader: MedusaReader, cpu_batch: Batch) -> None:
+        batch = {name: tensor.to(self._target.device) for name, tensor in cpu_batch.items()}
+        hidden = target_states(self._target, batch)[0]  # [positions, hidden]
+        following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
+        rows = batch["predicts"].nonzero()[:, 0]
+        guesses = reader.logits(hidden, following).topk(RANKS, dim=-1).indices  # [positions, heads, RANKS]
+        for head in range(guesses.shape[1]):
+            later = torch.arange(head + 1, len(rows), device=rows.device)
+            later = later[rows[later] == rows[later - head - 1]]
+            right = guesses[later - head - 1, head] == following[later, None]
+            scores.hits[head] += right.float().sum(dim=0).cpu()
+            scores.seen[head] += len(later)
+
+    def _generate(self, scores: HeadScores, candidates: MedusaCandidates, row: dict[str, Any], seed: int) -> None:
+        special = not self._tokenizer.chat_template
+        prompt = chat_prompt(self._tokenizer, row["prompt"])
+        inputs = self._tokenizer(prompt, return_tensors="pt", add_special_tokens=special).to(self._target.device)
+        generation = self._settings.generation
+        torch.manual_seed(seed)
+        model: Any = self._target
+        model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=NEW_TOKENS,
+            candidate_generator=candidates,
+            **generation.get(row["domain"], generation["default"]),
+        )
+        assert candidates.speculation is not None
+        scores.steps += candidates.speculation.steps
+        scores.tokens += sum(step.emitted for steps in candidates.speculation.rows for step in steps)
+
+
+def evaluation_section(prompts: str | None, results: dict[str, HeadScores]) -> str:
+    """For a model card: how it was measured, and a row per domain."""
+    if not results:
+        return "Nothing was measured: the recipe was given no `evaluation` prompts."
+    heads = range(len(next(iter(results.values())).seen))
+    lines = [
+        f"On answers that the target itself gave to held-out prompts (`{prompts}`), with each domain's own decoding "
+        f"settings: how often each head's first guess, and one of its first {RANKS}, was the answer's token. *Tokens "
+        f"per step* counts real generations with `MedusaCandidates`, {GENERATED_PER_DOMAIN} a domain, the target's own "
+        "token included.\n",
+        "| domain | " + " | ".join(f"head {head}" for head in heads) + " | tokens per step |",
+        "|---" * (len(heads) + 2) + "|",
+    ]
+    for domain, scores in results.items():
+        pairs = zip(scores.accuracy(1), scores.accuracy(RANKS), strict=True)
+        cells = " | ".join(f"{first:.0%} / {several:.0%}" for first, several in pairs)
+        lines.append(f"| {domain} | {cells} | {scores.tokens_per_step:.2f} |")
+    return "\n".join(lines)

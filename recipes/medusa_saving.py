@@ -1,0 +1,70 @@
+"""The output folder of Medusa heads: weights, card, and the code that `custom_generate=` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cards import push, write_card
+from hf_specgen.heads.lora import FOLDER
+from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.heads.publishing import write_custom_generate
+from medusa_evaluation import HeadScores, evaluation_section
+
+ADAPTER = "adapter"
+USAGE = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_specgen import MedusaCandidates
+
+target = AutoModelForCausalLM.from_pretrained("{target}"){adapt}
+tokenizer = AutoTokenizer.from_pretrained("{target}")
+inputs = tokenizer("Hello", return_tensors="pt")
+target.generate(**inputs, candidate_generator=MedusaCandidates.from_pretrained("{heads}"))
+"""
+ADAPT = """
+target.load_adapter("{heads}", adapter_kwargs={{"subfolder": "adapter"}})  # these heads belong to the adapted target"""
+
+
+@dataclass
+class Trained:
+    """What a run has made: heads, the `PeftModel` of their LoRA matrices, and of stage 2 the adapted target."""
+
+    heads: MedusaHeads
+    lora: Any
+    adapted: Any
+
+
+def save(settings: Any, trained: Trained, results: dict[str, HeadScores], losses: list[tuple[int, float]]) -> None:
+    """Write the folder, and upload it if asked to."""
+    folder, heads = Path(settings.output), trained.heads
+    heads.save_pretrained(folder)
+    if trained.lora is not None:
+        trained.lora.save_pretrained(folder / FOLDER)
+    if trained.adapted is not None:
+        trained.adapted.save_pretrained(folder / ADAPTER)
+    name = settings.push_to_hub or settings.output
+    write_custom_generate(folder, name)
+    config = heads.config
+    parameters = sum(parameter.numel() for parameter in heads.parameters())
+    write_card(
+        folder,
+        title=f"{folder.name}: Medusa heads",
+        recipe="train_medusa",
+        base_model=settings.target,
+        summary=f"{config.num_heads} Medusa heads of {config.num_layers} layers, {parameters / 1e6:.1f}M parameters, "
+        + ("with output matrices of their own" if config.own_outputs else "that share the target's output matrix")
+        + (
+            ", trained together with an adapter of the target: **the target is the adapted model** (folder `adapter`)."
+            if trained.adapted is not None
+            else ". The target itself is unchanged."
+        ),
+        usage=USAGE.format(
+            target=settings.target, heads=name, adapt=ADAPT.format(heads=name) if trained.adapted is not None else ""
+        )
+        + f'\n# or:\ntarget.generate(**inputs, custom_generate="{name}", trust_remote_code=True)\n',
+        settings=settings,
+        measured=evaluation_section(settings.evaluation, results),
+        losses=losses,
+    )
+    push(folder, settings.push_to_hub)

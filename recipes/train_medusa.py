@@ -1,0 +1,158 @@
+"""Trains Medusa heads on a target's own answers.
+
+    accelerate launch recipes/train_medusa.py --config recipes/configs/medusa_reference.yaml
+    accelerate launch recipes/train_medusa.py --config recipes/configs/medusa_reference.yaml --stage 2 --heads HEADS
+
+Stage 1: the target is frozen; all heads learn at once from the hidden states of one forward pass without gradients.
+Stage 2: LoRA matrices in the target (PEFT) learn together with the heads, with the target's own loss and a learning
+rate of their own. The result is an adapter and heads that belong together: the target is then the adapted model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from common import parse_config
+from corpus import Batch
+from distillation import DistillationSettings, answers, draft_states, load_target, target_states
+from hf_specgen.heads.anatomy import output_logits, output_matrix
+from hf_specgen.heads.formats import load_medusa
+from hf_specgen.heads.lora import load_lora, new_lora, output_of
+from hf_specgen.heads.medusa import MedusaHeads
+from medusa_evaluation import Evaluation
+from medusa_loss import medusa_loss
+from medusa_saving import Trained, save
+from training import start, train
+
+DEFAULT_LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+
+
+@dataclass(kw_only=True)
+class Settings(DistillationSettings):
+    """Which heads, and how they are trained."""
+
+    stage: int = 1
+    heads: str | None = None  # heads to go on from, a folder or Hub id, instead of fresh ones
+    num_heads: int = 4
+    num_layers: int = 1
+    own_outputs: bool = False  # an output matrix for each head, instead of the target's
+    reads_token: bool = False  # the heads also see the token that the target has just chosen
+    lora_rank: int = 0  # of a LoRA matrix for each head on the output matrix that they share
+    lora: dict[str, Any] = field(
+        default_factory=lambda: dict(DEFAULT_LORA)
+    )  # stage 2: PEFT's LoraConfig, in the target
+    base_learning_rate: float = 1e-4  # stage 2: of those matrices
+    heads_weight: float = 0.2  # stage 2: of the heads' loss beside the target's own
+
+
+class HeadsTraining(nn.Module):
+    """Stage 1. Called once per batch, so that gradients are averaged over processes."""
+
+    def __init__(self, heads: MedusaHeads, lora: Any):
+        super().__init__()
+        self.heads, self.lora = heads, lora
+
+    def forward(self, batch: Batch, target: list[PreTrainedModel], hidden: torch.Tensor) -> torch.Tensor:
+        """The heads' loss over a batch; `hidden` as from `target_states`, `[]` hides the target from DDP."""
+        tokens = None
+        if self.heads.config.reads_token:
+            with torch.no_grad():
+                following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
+                tokens = cast(Any, target[0]).get_input_embeddings()(following)
+        rows = batch["predicts"].nonzero()[:, 0]
+        return medusa_loss(target[0], self.heads, self.outputs(target[0]), hidden, tokens, rows)
+
+    def outputs(self, target: PreTrainedModel) -> list[nn.Module]:
+        """The output matrix of each head."""
+        count = range(self.heads.config.num_heads)
+        if self.heads.config.own_outputs:
+            return list(self.heads.lm_heads)
+        return [output_of(self.lora, head) if self.lora else output_matrix(target) for head in count]
+
+
+class JointTraining(HeadsTraining):
+    """Stage 2: the adapted target (a `PeftModel`) learns too."""
+
+    def __init__(self, heads: MedusaHeads, lora: Any, adapted: Any, heads_weight: float):
+        super().__init__(heads, lora)
+        self.adapted, self.heads_weight = adapted, heads_weight
+
+    def forward(self, batch: Batch, *_: Any) -> torch.Tensor:
+        """The target's cross-entropy on the answers, and the heads' loss, which reaches the target's layers too."""
+        target = self.adapted.get_base_model()
+        hidden = draft_states(target, batch)
+        following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
+        own = cross_entropy(output_logits(target, hidden).float(), following, reduction="sum")
+        return own + self.heads_weight * super().forward(batch, [target], hidden)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, load, train, save."""
+    settings = parse_config(Settings, __doc__, arguments)
+    if settings.stage not in (1, 2):
+        raise ValueError(f"stage must be 1 or 2, not {settings.stage}.")
+    accelerator = start(settings, "train_medusa")
+    target, tokenizer = load_target(settings.target, accelerator)
+    heads, lora = make_heads(settings, target, tokenizer)
+    loader = answers(settings, tokenizer, accelerator)
+    module, optimizers = prepare(settings, target, heads, lora)
+
+    def loss_sum(module: nn.Module, batch: Batch) -> torch.Tensor:
+        states = target_states(target, batch)[0] if settings.stage == 1 else None
+        return cast(torch.Tensor, module(batch, [target], states))
+
+    evaluation = Evaluation(settings, heads, lora, target, tokenizer) if settings.evaluation else None
+    summary = evaluation.summary if evaluation else None
+    progress = train(accelerator, module, loader, loss_sum, settings, optimizers, evaluate=summary)
+    if accelerator.is_main_process:
+        adapted = module.adapted if isinstance(module, JointTraining) else None
+        results = evaluation.measure() if evaluation else {}
+        save(settings, Trained(cast(Any, heads).to(target.dtype), lora, adapted), results, progress.losses)
+    accelerator.end_training()
+
+
+def make_heads(settings: Settings, target: PreTrainedModel, tokenizer: Any) -> tuple[MedusaHeads, Any]:
+    """Heads in float32 (small steps would be lost in bfloat16), and the `PeftModel` of their LoRA matrices or None."""
+    matrix = output_matrix(target)
+    if settings.heads is not None:
+        heads = load_medusa(settings.heads, target).float().to(matrix.weight.device)
+        count, rank = heads.config.num_heads, heads.config.lora_rank
+        lora = load_lora(matrix, count, settings.heads) if rank else None
+    else:
+        names = ("num_heads", "num_layers", "own_outputs", "reads_token", "lora_rank")
+        shape = {name: getattr(settings, name) for name in names}
+        heads = MedusaHeads.from_target(target, tokenizer, **shape)
+        lora = new_lora(matrix, settings.num_heads, settings.lora_rank) if settings.lora_rank else None
+    if lora is not None:
+        for name, parameter in lora.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()
+                parameter.requires_grad_()
+    return heads.train(), lora
+
+
+def prepare(settings: Settings, target: PreTrainedModel, heads: MedusaHeads, lora: Any) -> tuple[Any, Any]:
+    """The module of the stage, and its optimizers (None: one AdamW over everything)."""
+    if settings.stage == 1:
+        return HeadsTraining(heads, lora), None
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(target, LoraConfig(task_type="CAUSAL_LM", **settings.lora))
+    module = JointTraining(heads, lora, adapted, settings.heads_weight)
+    decay = settings.weight_decay
+    base = {id(parameter) for parameter in adapted.parameters()}
+    groups = [
+        ([p for p in module.parameters() if p.requires_grad and id(p) not in base], settings.learning_rate),
+        ([p for p in adapted.parameters() if p.requires_grad], settings.base_learning_rate),
+    ]
+    return module, [torch.optim.AdamW(group, lr=rate, betas=(0.9, 0.95), weight_decay=decay) for group, rate in groups]
+
+
+if __name__ == "__main__":
+    main()
