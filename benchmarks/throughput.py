@@ -63,7 +63,9 @@ def domain_totals(
     for domain, prompts in domain_prompts(settings).items():
         result[domain] = {c.name: Total() for c in contenders}
         generation = {"max_new_tokens": settings.max_new_tokens, **DOMAINS[domain]}
-        for samples in take_turns(model, encode(tokenizer, prompts, 1), contenders, generation, 1000 * seed):
+        for samples in take_turns(
+            model, encode(tokenizer, prompts, settings.batch_size), contenders, generation, 1000 * seed
+        ):
             for name, sample in samples.items():
                 result[domain][name].add(sample, samples[PLAIN.name])
         for name, total in result[domain].items():

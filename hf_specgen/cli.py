@@ -1,4 +1,4 @@
-"""The command line: `hf-specgen demo`."""
+"""The command line: `hf-specgen demo | tune | export`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def demo(
     branches: Annotated[int, typer.Option(help="Continuations verified at once, as a tree.")] = 1,
     draft: Annotated[str, typer.Option(help="Hub id or folder of a draft model for it.")] = "",
     adapter: Annotated[str, typer.Option(help="Hub id or folder of an exit adapter for it.")] = "",
+    heads: Annotated[str, typer.Option(help="Hub id or folder of Medusa heads for it.")] = "",
     batch_size: Annotated[int, typer.Option(help="Prompts per generate call.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …")] = "cpu",
@@ -52,6 +53,7 @@ def demo(
         branches=branches,
         draft=draft,
         adapter=adapter,
+        heads=heads,
         batch_size=batch_size,
         dtype=dtype,
         device=device,
@@ -77,3 +79,54 @@ def demo(
         json_file.write_text(json.dumps(demonstration.to_json(settings, results), indent=2))
     if differences and dtype == "float32":
         raise typer.Exit(1)
+
+
+@app.command()
+def tune(
+    heads: Annotated[str, typer.Argument(help="Folder or Hub id of Medusa heads.")],
+    target: Annotated[str, typer.Option(help="Hub id or folder of the model that they draft for.")],
+    output: Annotated[Path, typer.Option(help="Folder to write the tuned heads to; may be the heads' own.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL rows {domain, prompt}; the embedded ones if left out.")
+    ] = None,
+    prompts_per_domain: Annotated[int, typer.Option(help="How many of each domain to generate from.")] = 10,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …")] = "cpu",
+) -> None:
+    """Measure acceptance on a dataset and the target's cost on this machine, and save both with the heads.
+
+    `MedusaCandidates(tree="auto")` then verifies, at each step, the tree that promises most tokens per second.
+    """
+    from hf_specgen import tuning
+
+    console = Console()
+    settings = tuning.TuneSettings(heads, target, output, prompts, prompts_per_domain, max_new_tokens, dtype, device)
+    try:
+        console.print(tuning.run(settings, console))
+    except (OSError, ValueError) as error:
+        console.print(f"[red]error:[/] {error}")
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def export(
+    heads: Annotated[str, typer.Argument(help="Folder or Hub id of Medusa heads.")],
+    to: Annotated[str, typer.Option(help="medusa, tgi or vllm.")],
+    output: Annotated[Path, typer.Option(help="Folder to write to.")],
+    target: Annotated[str, typer.Option(help="The model that they draft for, where its matrix is needed.")] = "",
+) -> None:
+    """Write Medusa heads in the format of another program."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_specgen.heads import load_medusa
+    from hf_specgen.heads.export import export_medusa
+
+    console = Console()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto") if target else None
+        for file in export_medusa(load_medusa(heads, model), output, to, model):
+            console.print(str(file))
+    except (OSError, ValueError) as error:
+        console.print(f"[red]error:[/] {error}")
+        raise typer.Exit(2) from None

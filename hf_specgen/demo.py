@@ -17,7 +17,13 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.candidates import (
+    Candidates,
+    DraftModelCandidates,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+)
 from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.measure import Contender, Sample, Total, take_turns
 from hf_specgen.provenance import provenance
@@ -27,8 +33,9 @@ EMBEDDED_MODEL = ASSETS / "reference-lm"
 EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
 EMBEDDED_DRAFT = ASSETS / "draft-lm"
 EMBEDDED_ADAPTER = ASSETS / "exit-adapter"
-PLAIN, PEER, NGRAM, DRAFT, SKIP = "plain", "prompt lookup", "n-grams", "draft model", "layer skip"
-OURS = (NGRAM, DRAFT, SKIP)
+EMBEDDED_HEADS = ASSETS / "medusa-heads"
+PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
+OURS = (NGRAM, DRAFT, SKIP, MEDUSA)
 
 # Greedy decoding of a small model falls into repetition where the answer is open, which flatters every n-gram method:
 # those domains are sampled, with a seed, so that identity can still be checked token by token.
@@ -47,6 +54,7 @@ class DemoSettings:
     branches: int = 1
     draft: str = ""
     adapter: str = ""
+    heads: str = ""
     batch_size: int = 1
     dtype: str = "float32"
     device: str = "cpu"
@@ -148,13 +156,16 @@ def encode(
 
 def _contenders(settings: DemoSettings) -> list[Contender]:
     strategies: dict[str, Candidates] = {NGRAM: NgramCandidates(k=settings.k, branches=settings.branches)}
-    draft, adapter = settings.draft, settings.adapter
+    draft, adapter, heads = settings.draft, settings.adapter, settings.heads
     if not settings.model:
         draft, adapter = draft or str(EMBEDDED_DRAFT), adapter or str(EMBEDDED_ADAPTER)
+        heads = heads or str(EMBEDDED_HEADS)
     if draft:
         strategies[DRAFT] = DraftModelCandidates(draft, k=4, dtype=settings.dtype)
     if adapter:
-        strategies[SKIP] = LayerSkipCandidates(exit_layer_of(adapter), k=3, adapter=adapter)
+        strategies[SKIP] = LayerSkipCandidates(exit_layer_of(adapter), k=2, adapter=adapter)
+    if heads:
+        strategies[MEDUSA] = MedusaCandidates(heads)
     return [
         Contender(PLAIN, dict),
         Contender(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),

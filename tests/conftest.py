@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specgen  # noqa: F401  (installs the keyword)
 
+pytest_plugins = ["tests.recipe_helpers"]
+
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE_LM = ROOT / "benchmarks" / "assets" / "reference-lm"
 

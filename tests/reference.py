@@ -6,11 +6,13 @@ The tuning constants are those of the package, so that tuning them breaks no tes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from hypothesis import strategies as st
 
 from hf_specgen.candidates import ngram as tuning
+from hf_specgen.heads.anatomy import output_logits
 
 SEPARATOR = -1
 
@@ -199,3 +201,19 @@ def trusted_length(matches: Sequence[Match]) -> int:
             agreements.append(agreed)
     evidence = max(agreements) if agreements else tuning.LONE_MATCH
     return max(0, evidence + tuning.TOKENS_PER_MATCHED_TOKEN * (first.length - 1))
+
+
+def naive_medusa_loss(
+    model: Any, heads: Any, hidden: torch.Tensor, tokens: torch.Tensor, rows: list[int], decay: float
+) -> torch.Tensor:
+    """Head by head and position by position: head h at position i learns what the target said at i + h + 1."""
+    p = output_logits(model, hidden).float().softmax(dim=-1)
+    total = torch.zeros(())
+    for head in range(heads.config.num_heads):
+        for i in range(len(hidden)):
+            later = i + head + 1
+            if later < len(hidden) and rows[later] == rows[i]:
+                state = heads.blocks[head](hidden[i] + heads.token_maps[head](tokens[i]))
+                q = output_logits(model, state).float().softmax(dim=-1)
+                total = total + decay**head * (p[later] * (p[later].log() - q.log())).sum()
+    return total

@@ -4,65 +4,32 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.nn.functional import kl_div
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import build_distillation_set
 import pretrain_reference
 import train_draft
 import train_layer_skip
+import train_medusa
 from agreement import replay_steps
 from common import build_config
 from corpus import LengthGroupedBatches, collate, encode_row
 from distillation import draft_states, kl_sum, target_states
 from hf_specgen.heads import ExitHead, load_exit_head
 from hf_specgen.heads.anatomy import decoder, layer_outputs, output_logits
-from tests.conftest import REFERENCE_LM, ROOT
+from tests.conftest import ROOT
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
+from tests.recipe_helpers import FAST, arguments, run_in_processes, stop_at
 
 CONFIGS = ROOT / "recipes" / "configs"
-FAST = ["--steps", "2", "--batch-size", "4", "--micro-batch-size", "2", "--max-length", "64", "--precision", '"no"']
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    """Accelerate keeps its state for the whole process; each recipe run is to have its own."""
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target with the embedded model's tokenizer, and a few conversations."""
-    path = tmp_path_factory.mktemp("recipes")
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 8192}
-    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = LlamaConfig(num_hidden_layers=4, tie_word_embeddings=True, **sizes, **special)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path / "target")
-    AutoTokenizer.from_pretrained(REFERENCE_LM).save_pretrained(path / "target")
-    lines = (ROOT / "benchmarks" / "assets" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines[::12]]
-    short = [{**row, "prompt": row["prompt"][:60], "response": row["response"][:60]} for row in rows]
-    (path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short), encoding="utf-8")
-    (path / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short[:2]), encoding="utf-8")
-    return path
-
-
-def arguments(folder: Path, output: str, *more: str) -> list[str]:
-    data = ["--target", str(folder / "target"), "--data", str(folder / "data.jsonl"), "--output", str(folder / output)]
-    return [*data, *FAST, *more]
 
 
 def test_a_draft_from_layers_is_trained_saved_and_measured(folder):
@@ -179,18 +146,6 @@ def test_the_distillation_set_is_the_targets_own_text_and_resumes(folder):
     assert resumed.read_bytes() == whole.read_bytes()
 
 
-def run_in_processes(count: int, *command: str) -> str:
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
-    launch += ["--dynamo_backend", "no", "--num_processes", str(count)]
-    # `--cpu` starts one process only, whatever the number (accelerate 1.15); this is its launcher of several.
-    launch += ["--multi_gpu"] if count > 1 else ["--cpu"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *command], capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 def test_two_processes_train_what_one_trains(folder):
     """Catches: answer tokens weighed by process, a batch seen twice, gradients added up instead of averaged.
 
@@ -225,14 +180,6 @@ def test_a_run_resumes_at_its_step(folder, capsys):
         torch.testing.assert_close(whole[name], resumed[name], rtol=0, atol=1e-6)
 
 
-def stop_at(step: int) -> Any:
-    def log(accelerator, progress, *others):
-        if progress.step == step:
-            raise KeyboardInterrupt
-
-    return log
-
-
 def test_bad_settings_get_one_sentence(folder, capsys):
     """Catches: a mistyped key that is dropped silently."""
     with pytest.raises(ValueError, match=r"unknown key 'stesp'; did you mean 'steps'\?"):
@@ -253,7 +200,12 @@ def test_the_shipped_configs_are_valid_and_name_files_that_exist(path):
     """Catches: a config that outlived a renamed key or a moved file."""
     import yaml
 
-    recipes = {"distillation": build_distillation_set, "draft": train_draft, "exit": train_layer_skip}
+    recipes = {
+        "distillation": build_distillation_set,
+        "draft": train_draft,
+        "exit": train_layer_skip,
+        "medusa": train_medusa,
+    }
     recipe: Any = recipes.get(path.stem.split("_")[0], pretrain_reference)
     settings = build_config(recipe.Settings, yaml.safe_load(path.read_text()), str(path))
     for key in ("target", "tokenizer", "data", "prompts", "exclude", "evaluation", "draft"):

@@ -36,6 +36,7 @@ class MedusaCandidates(Candidates):
 
     Args:
         heads: loaded heads, or a folder or Hub id of heads in any known format (our own, Medusa v1 and v2, TGI, vLLM).
+            They take the target's device and dtype.
         tree: "auto" verifies at each step the tree that promises most tokens per second, by how sure the heads are
             (from what `hf-specgen tune` measured and saved with the heads; from rough assumptions without that). A
             number is how many guesses to verify at each step. A list of paths such as `[[0], [0, 0], [1]]` is a fixed
