@@ -9,9 +9,7 @@ import evaluate
 
 from hf_specgen.intervals import speedup_interval
 
-_DESCRIPTION = (
-    """Speedup: tokens per second over those of plain decoding; sums of tokens over sums of time."""
-)
+_DESCRIPTION = """Speedup: tokens per second over those of plain decoding; sums of tokens over sums of time."""
 _INPUTS = """
 Args:
     tokens, seconds: of each request.
