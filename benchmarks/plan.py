@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 QUICK = {
     "domains": ("embedded",),
     "prompts": 1,
-    "max_new_tokens": 24,
+    "max_new_tokens": 16,
     "repeats": 1,
     "sweep_prompts": 1,
     "batches": (4,),
-    "temperatures": (1.0,),
-    "contexts": (256,),
-    "trace_texts": 2,
+    "temperatures": (),
+    "contexts": (),
+    "trace_texts": 1,
 }
 
 
@@ -29,7 +29,7 @@ class Plan:
         tuning_prompts: further conversations per domain, on which each strategy's setting is chosen.
         max_new_tokens: per answer.
         repeats: of everything in the domains.
-        sweep_prompts: prompts for each temperature and context length.
+        sweep_prompts: prompts or batches at each point of a sweep, answered at half the length.
         batches, temperatures, contexts: what is swept; nothing for no sweep.
         trace_texts: recorded texts to replay, and texts of synthetic acceptance; 0 for none.
         seed: of sampling; each prompt and repeat has its own from there.
@@ -44,7 +44,7 @@ class Plan:
     tuning_prompts: int = 1
     max_new_tokens: int = 64
     repeats: int = 2
-    sweep_prompts: int = 2
+    sweep_prompts: int = 3
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0, 1.3)
     contexts: tuple[int, ...] = (128, 512, 1024)

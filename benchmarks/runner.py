@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.console import Console
@@ -114,10 +115,11 @@ class Bench:
         found: Record = {"section": unit.section, "cell": unit.cell, "number": unit.number, "repeat": unit.repeat}
         found |= {"contender": name, "rows": len(sample.ids), "tokens": sample.tokens, "seconds": sample.seconds}
         found |= {"first_token": sample.first_token, "peak": asdict(sample.peak) if sample.peak else {}}
-        difference = first_difference(self.model, plain, sample) if name != PLAIN.name else None
-        found["identical"] = plain.ids.shape == sample.ids.shape and difference is None
-        found["difference"] = asdict(difference) if difference else None
+        found["sampled"] = bool(unit.generation.get("do_sample"))
+        found["identical"] = torch.equal(plain.ids, sample.ids)
         if sample.speculation is not None:
+            difference = None if found["identical"] else first_difference(self.model, plain, sample)
+            found["difference"] = asdict(difference) if difference else None
             rows = sample.speculation.rows
             found["steps"] = [[s.drafted, s.depth, s.accepted, s.emitted] for row in rows for s in row]
             found["times"] = sample.speculation.seconds
@@ -150,14 +152,15 @@ def _measure(
     if bench.state.is_main_process:
         outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
     tuning = list(tuning_units(plan, domains, bench.tokenizer, families))
-    draft_setting = [PLAIN, *(family.contender(next(iter(family.settings))) for family in families)]
-    later = sum(unit.weight for unit in measured_units(plan, domains, bench.tokenizer, draft_setting))
+    any_setting = [PLAIN, *(family.contender(next(iter(family.settings))) for family in families)]
+    mine = [f.contender(next(iter(f.settings))).name for f in families if f.ours]
+    later = sum(unit.weight for unit in measured_units(plan, domains, bench.tokenizer, any_setting, mine))
     task = bar.add_task("tuning", total=sum(unit.weight for unit in tuning) + later) if bar else None
     bench.work(tuning, bar, task)
     outcome.chosen = choose(families, bench.gathered())
     contenders = [PLAIN, *(family.contender(outcome.chosen[family.name]) for family in families)]
     outcome.ours = [f.contender(outcome.chosen[f.name]).name for f in families if f.ours]
-    bench.work(list(measured_units(plan, domains, bench.tokenizer, contenders)), bar, task)
+    bench.work(list(measured_units(plan, domains, bench.tokenizer, contenders, outcome.ours)), bar, task)
     if plan.trace_texts and bench.state.is_main_process:
         outcome.scripted = {"traces": traces(1, texts=plan.trace_texts), "synthetic": synthetic(plan.trace_texts)}
 

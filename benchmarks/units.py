@@ -65,26 +65,31 @@ def tuning_units(
 
 
 def measured_units(
-    plan: Plan, domains: Sequence[Domain], tokenizer: PreTrainedTokenizerBase, contenders: list[Contender]
+    plan: Plan,
+    domains: Sequence[Domain],
+    tokenizer: PreTrainedTokenizerBase,
+    contenders: list[Contender],
+    ours: Sequence[str],
 ) -> Iterator[Unit]:
-    """The domains, then the sweeps."""
+    """The domains with everybody, then the sweeps with plain decoding and ours."""
     for repeat in range(plan.repeats):
         for domain in domains:
             for number, turns in enumerate(domain.conversations[: plan.prompts]):
                 yield _unit(plan, "domains", domain, number, repeat, turns, tokenizer, contenders)
     mixed = mixed_prompts(domains)
-    length = {"max_new_tokens": plan.max_new_tokens}
-    for size in plan.batches:
-        inputs = first_turns(tokenizer, (mixed * size)[:size])
-        yield Unit("batch", str(size), 0, 0, inputs, {**length, **SAMPLED}, contenders)
-    for number, prompt in enumerate(mixed[: plan.sweep_prompts]):
+    swept = [contender for contender in contenders if contender is PLAIN or contender.name in ours]
+    settings = {"max_new_tokens": max(1, plan.max_new_tokens // 2), **SAMPLED}
+    for number in range(plan.sweep_prompts):
+        for size in plan.batches:
+            prompts = [mixed[(number * size + row) % len(mixed)] for row in range(size)]
+            yield Unit("batch", str(size), number, 0, first_turns(tokenizer, prompts), settings, swept)
+        inputs = first_turns(tokenizer, [mixed[number % len(mixed)]])
         for temperature in plan.temperatures:
-            sampling = {**SAMPLED, "temperature": temperature} if temperature else {"do_sample": False}
-            inputs = first_turns(tokenizer, [prompt])
-            yield Unit("temperature", str(temperature), number, 0, inputs, {**length, **sampling}, contenders)
+            sampling = {"temperature": temperature} if temperature else {"do_sample": False, "temperature": None}
+            yield Unit("temperature", str(temperature), number, 0, inputs, {**settings, **sampling}, swept)
         for context in plan.contexts:
-            inputs = of_length(tokenizer, prompt, mixed, context)
-            yield Unit("context", str(context), number, 0, inputs, {**length, **SAMPLED}, contenders)
+            inputs = of_length(tokenizer, mixed[number % len(mixed)], mixed, context)
+            yield Unit("context", str(context), number, 0, inputs, settings, swept)
 
 
 def mixed_prompts(domains: Sequence[Domain]) -> list[str]:

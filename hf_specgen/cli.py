@@ -1,4 +1,4 @@
-"""The command line: `hf-specgen demo`."""
+"""The command line: `hf-specgen demo` and `hf-specgen bench`."""
 
 from __future__ import annotations
 
@@ -77,3 +77,11 @@ def demo(
         json_file.write_text(json.dumps(demonstration.to_json(settings, results), indent=2))
     if differences and dtype == "float32":
         raise typer.Exit(1)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Measure acceptance and speed per task domain: `benchmarks/run.py`, with its options; see `bench --help`."""
+    from hf_specgen.benchmark import command
+
+    command()(context.args, prog_name="hf-specgen bench")
