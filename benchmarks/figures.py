@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.common import Rows
 
@@ -27,7 +28,7 @@ VARIABLES = {
     INK: "--ink",
     GRID: "--grid",
 }
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hf_specgen",
     "font.size": 10,
@@ -118,7 +119,7 @@ def _positions(rows: Rows) -> Figure:
         shares = [float(share) for share in row["by position"].split()]
         axes.plot(range(1, len(shares) + 1), shares, "o-", color=colour_of(row["contender"]), label=row["contender"])
     axes.set(xlabel="position in the draft", ylabel="accepted up to there", ylim=(0, 1))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     return _with_legend(figure, axes)
 

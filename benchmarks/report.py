@@ -13,7 +13,7 @@ from benchmarks.summary import ALL
 from benchmarks.tables import cell
 
 STYLE = Path(__file__).with_name("report.css")
-NARROW_TEXT = ("verdict", "by position", "contender", "round", "trace", "identical")
+TEXT_COLUMNS = ("setting", "verdict", "by position", "contender", "round", "trace", "identical")
 ABOUT_SPEED = (
     "Tokens per second, sums of tokens over sums of time, with the 95% bootstrap interval; green is faster, red "
     "slower, no colour no difference shown. Ours in bold. Edit and json are decoded greedily, the others sampled at "
@@ -134,7 +134,7 @@ def _speed(result: dict[str, Any], picture: str) -> str:
     rows = [row for row in result["tables"].get("speed", []) if "speedup" in row]
     if not rows:
         return ""
-    domains = list(dict.fromkeys(row["domain"] for row in rows))
+    domains = sorted(dict.fromkeys(row["domain"] for row in rows), key=lambda domain: domain != ALL)
     body = []
     for contender in dict.fromkeys(row["contender"] for row in rows):
         mine = {row["domain"]: row for row in rows if row["contender"] == contender}
@@ -145,11 +145,16 @@ def _speed(result: dict[str, Any], picture: str) -> str:
     about = "".join(f"<li><b>{escape(n)}</b>: {escape(text)}</li>" for n, text in result["domains"].items())
     return (
         f"<h2>Speedup over plain generate, by domain</h2><p>{ABOUT_SPEED}</p>"
-        f'<div class="card"><div class="scroll"><table><tr><th></th>{heads}</tr>{"".join(body)}</table></div>'
+        f'<div class="card"><div class="scroll"><table class="speeds"><tr><th></th>{heads}</tr>{"".join(body)}</table></div>'
         f"<details><summary>all numbers</summary>{_table(result['tables']['speed'])}</details></div>"
         f'<div class="grid below"><figure class="card">{picture}</figure>'
-        f'<div class="card"><h3>The domains</h3><ul>{about}</ul></div></div>'
+        f'<div class="card"><h3>The domains</h3><ul>{about}</ul>{_settings(result)}</div></div>'
     )
+
+
+def _settings(result: dict[str, Any]) -> str:
+    rows = [{"strategy": family, "setting": setting} for family, setting in result["chosen"].items()]
+    return f"<h3>The best settings, from the sweep below</h3>{_table(rows)}" if rows else ""
 
 
 def _speed_cell(row: dict[str, Any] | None) -> str:
@@ -165,7 +170,10 @@ def _section(name: str, tables: dict[str, Rows], pictures: dict[str, str], extra
     if name not in tables:
         return ""
     title, about = SECTIONS[name]
-    table = _table(tables[name])
+    over_all = [row for row in tables[name] if row.get("domain") == ALL]
+    table = _table(over_all or tables[name])
+    if over_all:
+        table += f"<details><summary>by domain</summary>{_table(tables[name])}</details>"
     if name in pictures:
         inside = (
             f'<div class="grid"><figure class="card">{pictures[name]}</figure><div class="card">{table}</div></div>'
@@ -186,27 +194,27 @@ def _card(name: str, tables: dict[str, Rows], pictures: dict[str, str]) -> str:
 
 
 def _texts(texts: list[dict[str, Any]]) -> str:
-    """One answer of each domain, guessed and accepted tokens marked."""
-    cards = []
+    """One answer of each domain, guessed and accepted tokens marked; the first strategy's are open."""
+    shown: list[str] = []
+    folded: list[str] = []
     for text in texts:
         tokens = "".join(f"<b>{escape(t)}</b>" if guessed else escape(t) for t, guessed in text["tokens"])
         share = sum(guessed for _, guessed in text["tokens"]) / max(1, len(text["tokens"]))
-        cards.append(
-            f'<details class="card"><summary>{escape(text["domain"])}, {escape(text["contender"])}: {share:.0%} of the '
-            f'tokens were guessed</summary><div class="answer">{tokens}</div></details>'
-        )
-    if not cards:
+        title = f"<h3>{escape(text['domain'])}, {escape(text['contender'])}: {share:.0%} guessed</h3>"
+        place = shown if text["contender"] == texts[0]["contender"] else folded
+        place.append(f'<div class="card">{title}<div class="answer">{tokens}</div></div>')
+    if not shown:
         return ""
-    cards[0] = cards[0].replace("<details", "<details open", 1)
     note = "Marked tokens were guessed and accepted; the others are the target's own."
-    return f'<h2>Along a text</h2><p>{note}</p><div class="grid">{"".join(cards)}</div>'
+    more = f'<details><summary>the other strategies</summary><div class="grid below">{"".join(folded)}</div></details>'
+    return f'<h2>Along a text</h2><p>{note}</p><div class="grid">{"".join(shown)}</div>{more if folded else ""}'
 
 
 def _table(rows: Rows) -> str:
     columns = list(dict.fromkeys(column for row in rows for column in row))
 
     def kind(column: str) -> str:
-        return ' class="text"' if column in NARROW_TEXT else ""
+        return ' class="text"' if column in TEXT_COLUMNS else ""
 
     head = "".join(f"<th{kind(column)}>{escape(column)}</th>" for column in columns)
     lines = [

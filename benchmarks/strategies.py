@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -17,7 +17,7 @@ from hf_specgen.measure import Contender
 
 PLAIN = Contender("plain", dict)
 DRAFT_LENGTHS, EXIT_LENGTHS = (2, 4, 6), (2, 3, 5)
-NGRAM_SETTINGS = ({"k": 4}, {"k": 8}, {"k": 16}, {"k": 8, "branches": 4})
+NGRAM_SETTINGS: tuple[dict[str, Any], ...] = ({"k": 4}, {"k": 8}, {"k": 16}, {"k": 8, "branches": 4})
 LOOKUP_SETTINGS = [
     {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": n} for k, n in ((3, 2), (10, 2), (10, 3), (20, 3))
 ]
@@ -38,7 +38,7 @@ class Family:
     """
 
     name: str
-    settings: dict[str, Callable[[], dict[str, Any]]]
+    settings: Mapping[str, Callable[[], dict[str, Any]]]
     ours: bool
 
     def contender(self, setting: str) -> Contender:
@@ -85,7 +85,7 @@ def _ngram(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
     if source:
         raise StrategyError(f"ngram takes nothing behind '=', got {source!r}")
     mine = {_named(settings): _ours(NgramCandidates(**settings)) for settings in NGRAM_SETTINGS}
-    theirs = {
+    theirs: dict[str, Callable[[], dict[str, Any]]] = {
         f"k={settings['prompt_lookup_num_tokens']} n={settings['max_matching_ngram_size']}": partial(dict, **settings)
         for settings in LOOKUP_SETTINGS
     }
@@ -124,7 +124,7 @@ def _ours(candidates: Candidates) -> Callable[[], dict[str, Any]]:
     return partial(dict, candidate_generator=candidates)
 
 
-def _named(settings: dict[str, int]) -> str:
+def _named(settings: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
 

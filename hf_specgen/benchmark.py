@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import cast
 
 import typer
 
@@ -23,4 +22,4 @@ def command() -> typer.Typer:
         sys.path.insert(0, str(REPOSITORY))
     from benchmarks.run import app
 
-    return cast(typer.Typer, app)
+    return app
