@@ -145,7 +145,8 @@ def _speed(result: dict[str, Any], picture: str) -> str:
     about = "".join(f"<li><b>{escape(n)}</b>: {escape(text)}</li>" for n, text in result["domains"].items())
     return (
         f"<h2>Speedup over plain generate, by domain</h2><p>{ABOUT_SPEED}</p>"
-        f'<div class="card"><div class="scroll"><table class="speeds"><tr><th></th>{heads}</tr>{"".join(body)}</table></div>'
+        f'<div class="card"><div class="scroll"><table class="speeds"><tr><th></th>{heads}</tr>'
+        f"{''.join(body)}</table></div>"
         f"<details><summary>all numbers</summary>{_table(result['tables']['speed'])}</details></div>"
         f'<div class="grid below"><figure class="card">{picture}</figure>'
         f'<div class="card"><h3>The domains</h3><ul>{about}</ul>{_settings(result)}</div></div>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -89,13 +90,12 @@ def test_all_sides_have_the_same_tokens_to_write(finished) -> None:
 
 
 def test_counts_are_those_of_the_steps(finished) -> None:
+    """The first token of an answer comes from the prompt, all others from steps."""
     outcome, _, _ = finished
     for r in outcome.records:
         if "steps" in r:
-            assert (
-                sum(emitted for *_, emitted in r["steps"]) + r["rows"] * (2 if r["cell"] == "chat" else 1)
-                == r["tokens"]
-            )
+            answers = r["rows"] * (2 if (r["section"], r["cell"]) == ("domains", "chat") else 1)
+            assert sum(emitted for *_, emitted in r["steps"]) + answers == r["tokens"]
 
 
 def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
@@ -134,7 +134,7 @@ def test_repeats_of_a_prompt_are_one_request() -> None:
 
 
 def test_limits_follow_the_formulas() -> None:
-    """Every second draft of 4 stops at its first guess, the others at the end: alpha = 8 / 10 (4 + 4 accepted, 2 not)."""
+    """Of two pairs of drafts of 4 one is accepted, one stops at its first guess: alpha = 8 / (8 + 2)."""
     steps = [[4, 4, 4, 5], [4, 4, 0, 1], [4, 4, 4, 5], [4, 4, 0, 1]]
     times = {"forward": 0.04, "draft": 0.016}
     base = {"cell": "c", "number": 0, "tokens": 12, "identical": True, "sampled": False}
@@ -163,7 +163,7 @@ def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypat
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         rounds.append(1)
-        if len(rounds) == 6:  # two to warm up, one to tune, two of the four repeats
+        if len(rounds) == 5:  # one to warm up, one to tune, two of the four repeats
             raise KeyboardInterrupt
         return race(*arguments, **options)
 
@@ -171,7 +171,7 @@ def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypat
     first = run(plan, tmp_path, quiet())
     assert first is not None and "interrupted" in first.notes[-1]
     kept = {r["unit"] for r in first.records}
-    assert len([unit for unit in kept if unit.startswith("domains")]) == 2 - (len(rounds) != 6)
+    assert len([unit for unit in kept if unit.startswith("domains")]) == 2
     assert "speed" in result(first)["tables"]
     monkeypatch.setattr(runner, "race", race)
     second = run(plan, tmp_path, quiet(), resume=True)
@@ -250,20 +250,14 @@ def test_a_different_token_fails_the_run(finished, tmp_path: Path, monkeypatch: 
 
 
 def test_two_processes_share_the_prompts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    command += [
-        "--main_process_port",
-        "29611",
-        "benchmarks/run.py",
-        "--strategies",
-        "ngram",
-        "--peers",
-        "",
-        "--domains",
-    ]
-    command += ["edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4", "--batches", ""]
+    # `--cpu` starts one process only, whatever the number (accelerate 1.15); this is its launcher of several.
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += ["--main_process_port", "29611", "benchmarks/run.py", "--strategies", "ngram", "--peers", ""]
+    command += ["--domains", "edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4", "--batches", ""]
     command += ["--temperatures", "", "--contexts", "", "--traces", "0", "--out", str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr[-2000:]
     shards = [file.read_text().splitlines()[1:] for file in sorted(tmp_path.glob("records-*.jsonl"))]
     units = [{json.loads(line)["unit"] for line in lines} for lines in shards]
@@ -320,13 +314,23 @@ def test_page_opens_in_a_browser_without_errors(finished, tmp_path: Path) -> Non
         "--disable-gpu",
         f"--user-data-dir={tmp_path / 'profile'}",
     ]
-    command += ["--enable-logging", f"--log-file={log}", "--v=0", "--window-size=390,900", "--dump-dom", page.as_uri()]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0 and "Speculative decoding, measured" in ended.stdout
-    spoken = (
-        [line for line in log.read_text(errors="replace").splitlines() if "CONSOLE" in line] if log.exists() else []
-    )
-    assert spoken == []
+    command += ["--enable-logging", f"--log-file={log}", "--v=0", "--window-size=390,900", "--dump-dom"]
+    broken = tmp_path / "broken.html"
+    broken.write_text("<script>nonsense(</script>")
+    assert "Speculative decoding, measured" in _opened([*command, page.as_uri()])
+    assert "CONSOLE" not in _log(log)
+    _opened([*command, broken.as_uri()])
+    assert "CONSOLE" in _log(log), "an error on a page would not have been seen"
+
+
+def _opened(command: list[str]) -> str:
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def _log(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def test_tables_are_written_between_their_markers(finished, tmp_path: Path) -> None:
