@@ -34,6 +34,7 @@ class Plan:
         trace_texts: recorded texts to replay, and texts of synthetic acceptance; 0 for none.
         seed: of sampling; each prompt and repeat has its own from there.
         dtype, device: of the target.
+        widen: parameters of the same function with more weights (`widen.py`), to be measured instead; 0 for none.
     """
 
     model: str = ""
@@ -52,6 +53,7 @@ class Plan:
     seed: int = 0
     dtype: str = "float32"
     device: str = "cpu"
+    widen: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompts", "tuning_prompts", "max_new_tokens", "repeats", "sweep_prompts"):

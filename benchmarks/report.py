@@ -105,10 +105,13 @@ def _head(result: dict[str, Any]) -> str:
     plan, origin = result["plan"], result["provenance"]
     machine, versions = origin["machine"], origin["versions"]
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in result["notes"])
+    target = Path(plan["model"]).name or "the embedded model"
+    if plan["widen"]:
+        target += f" widened to {plan['widen'] / 1e6:.0f}M parameters (the same function, a cost model)"
     hardware = machine["gpu"] or f"{machine['processor']}, {machine['threads']} threads"
     return (
         "<h1>Speculative decoding, measured</h1>"
-        f'<p class="soft">{escape(Path(plan["model"]).name or "the embedded model")} in {plan["dtype"]} on '
+        f'<p class="soft">{escape(target)} in {plan["dtype"]} on '
         f"{escape(hardware)} &middot; torch {versions['torch']}, transformers {versions['transformers']} &middot; "
         f"commit {escape((origin['commit'] or 'unknown')[:12])}</p>{_headline(result)}{notes}"
     )

@@ -52,6 +52,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of the sampled domains.")] = DEFAULT.seed,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = DEFAULT.dtype,
     device: Annotated[str, typer.Option(help="cpu, cuda …")] = DEFAULT.device,
+    widen: Annotated[int, typer.Option(help="Measure the same function with so many parameters.")] = DEFAULT.widen,
     quick: Annotated[bool, typer.Option("--quick", help="Little of everything: a look, no figures to quote.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --out.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmark-report"),
@@ -76,6 +77,7 @@ def main(
             seed=seed,
             dtype=dtype,
             device=device,
+            widen=widen,
         )
         _measure(plan.quick() if quick else plan, out, resume, console)
     except ImportError as error:

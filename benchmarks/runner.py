@@ -23,6 +23,7 @@ from benchmarks.replay import traces
 from benchmarks.strategies import PLAIN, Family, build
 from benchmarks.synthetic import synthetic
 from benchmarks.units import Unit, measured_units, mixed_prompts, tuning_units
+from benchmarks.widen import widen
 from hf_specgen.cost import QUERIES, CostCurve, measure_cost_curve
 from hf_specgen.demo import DemoSettings, first_difference, load
 from hf_specgen.measure import Contender, Sample, race
@@ -67,6 +68,8 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     state = PartialState(cpu=plan.device == "cpu")
     device = plan.device if plan.device == "cpu" else str(state.device)
     model, tokenizer = load(DemoSettings(model=plan.model, dtype=plan.dtype, device=device))
+    if plan.widen:
+        model = widen(model, plan.widen)
     outcome = Outcome(plan)
     domains = _domains(plan, model, tokenizer, outcome.notes)
     outcome.about = {domain.name: domain.about for domain in domains}

@@ -8,8 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
-from html.parser import HTMLParser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +16,21 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import report, runner, summary
+from benchmarks import runner, summary
 from benchmarks.journal import Journal, JournalError
-from benchmarks.plan import Plan
 from benchmarks.results import differing, result
-from benchmarks.runner import Outcome, choose, run
+from benchmarks.runner import choose, run
 from benchmarks.strategies import Family
 from benchmarks.synthetic import synthetic
-from benchmarks.tables import BEGIN, END, cell
-from benchmarks.tables import main as write_tables
 from hf_specgen import benchmark
 from hf_specgen.cli import app
 from hf_specgen.cost import CostCurve
+from tests.bench_run import SMALL
 from tests.conftest import ROOT
-
-SMALL = Plan(
-    strategies=("ngram", "layerskip"),
-    domains=("edit", "prose", "chat"),
-    prompts=1,
-    max_new_tokens=6,
-    repeats=2,
-    sweep_prompts=1,
-    batches=(3,),
-    temperatures=(0.0, 1.3),
-    contexts=(64,),
-    trace_texts=1,
-)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def quiet() -> Console:
     return Console(quiet=True)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> tuple[Outcome, dict[str, Any], Path]:
-    """One small run with everything in it, and its report."""
-    folder = tmp_path_factory.mktemp("bench")
-    outcome = run(SMALL, folder, quiet())
-    assert outcome is not None
-    found = result(outcome)
-    return outcome, found, report.write(found, folder)
 
 
 def test_every_part_is_measured(finished) -> None:
@@ -267,84 +240,6 @@ def test_two_processes_share_the_prompts(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "report.json").read_text())
     over_all = [row for row in saved["tables"]["speed"] if row["domain"] == "all" and row["contender"] != "plain"]
     assert len(over_all) == 1 and "low" in over_all[0]  # 4 requests, from both processes
-
-
-class _Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: Any) -> None:
-        self.tags.append(tag)
-        self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href") and value]
-
-
-def test_page_holds_itself(finished) -> None:
-    """Nothing is fetched, no script runs, and each figure has a table with the numbers that it draws."""
-    _, found, page = finished
-    text = page.read_text()
-    parsed = _Page()
-    parsed.feed(text)
-    assert [link for link in parsed.links if not link.startswith(("#", "data:"))] == []
-    assert "script" not in parsed.tags and "@import" not in text and "url(http" not in text
-    assert parsed.tags.count("svg") == 6 == len(list((page.parent / "plots").glob("*.png")))
-    for name in ("speed", "acceptance", "cost", "batch", "temperature", "context"):
-        for row in found["tables"][name]:
-            assert all(cell(value) in text for value in row.values() if isinstance(value, float)), (name, row)
-    assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
-
-
-def test_json_says_where_it_comes_from(finished) -> None:
-    _, found, page = finished
-    saved = json.loads((page.parent / "report.json").read_text())
-    assert saved == json.loads(json.dumps(found))
-    assert {"commit", "versions", "machine", "argv"} <= set(saved["provenance"])
-    assert saved["seed"] == 0 and saved["plan"] == json.loads(json.dumps(asdict(SMALL)))
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to open the page in")
-def test_page_opens_in_a_browser_without_errors(finished, tmp_path: Path) -> None:
-    _, _, page = finished
-    log = tmp_path / "console.log"
-    command = [
-        str(CHROMIUM),
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
-    command += ["--enable-logging", f"--log-file={log}", "--v=0", "--window-size=390,900", "--dump-dom"]
-    broken = tmp_path / "broken.html"
-    broken.write_text("<script>nonsense(</script>")
-    assert "Speculative decoding, measured" in _opened([*command, page.as_uri()])
-    assert "CONSOLE" not in _log(log)
-    _opened([*command, broken.as_uri()])
-    assert "CONSOLE" in _log(log), "an error on a page would not have been seen"
-
-
-def _opened(command: list[str]) -> str:
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
-def _log(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def test_tables_are_written_between_their_markers(finished, tmp_path: Path) -> None:
-    _, _, page = finished
-    (tmp_path / "results" / "embedded").mkdir(parents=True)
-    shutil.copy(page.parent / "report.json", tmp_path / "results" / "embedded")
-    shutil.copy(ROOT / "benchmarks" / "results" / "loop.json", tmp_path / "results")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    for _ in range(2):
-        write_tables(tmp_path / "results", readme)
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert text.count("### loop") == 1 == text.count("#### speed") and "| domain | contender |" in text
 
 
 def test_installed_package_says_where_the_benchmark_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
