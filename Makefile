@@ -30,6 +30,8 @@ quality: .venv/installed-dev
 
 bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks.core
+	$(BIN)/python benchmarks/run.py --out benchmarks/results/embedded
+	$(BIN)/python -m benchmarks.tables benchmarks/results --write benchmarks/README.md
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -57,12 +57,13 @@ def main(
     for name in sections or SECTIONS:
         section = SECTIONS[name]
         rows = section(1 if quick else repeats, quick)
-        console.print(_table(name, rows))
+        console.print(table(name, rows))
         result = {"section": name, "quick": quick, "repeats": repeats, "rows": rows, "provenance": provenance()}
         (out / f"{name}.json").write_text(json.dumps(result, indent=2))
 
 
-def _table(title: str, rows: Rows) -> Table:
+def table(title: str, rows: Rows) -> Table:
+    """Rows for the terminal."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     view = Table(title=title, title_style="bold")
     for column in columns:

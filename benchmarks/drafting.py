@@ -13,6 +13,7 @@ from benchmarks.common import PLAIN, WIDE, Rows, spread
 from benchmarks.throughput import domain_totals
 from benchmarks.widen import widen
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates
+from hf_specgen.analysis import speedup_limit
 from hf_specgen.demo import DOMAINS, EMBEDDED_ADAPTER, EMBEDDED_DRAFT, DemoSettings, load
 from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.measure import Contender, Total
@@ -67,10 +68,7 @@ def _contenders(model: PreTrainedModel) -> list[Contender]:
 
 
 def _limit(total: Total, plain: Total) -> float:
-    """The speedup if steps cost nothing but drafting and the target's forward: tokens/step over (T(q) + draft) / T(1).
-
-    T(1) is what plain `generate` takes for a token, its own loop included.
-    """
+    """What `speedup_limit` gives for the steps that were measured."""
     seconds = [sample.speculation.seconds for sample in total.samples if sample.speculation is not None]
-    steps_take = sum(s["draft"] + s["forward"] for s in seconds) / total.steps
-    return total.tokens_per_step * (plain.seconds / plain.tokens) / steps_take
+    forward, draft = (sum(s[part] for s in seconds) / total.steps for part in ("forward", "draft"))
+    return speedup_limit(total.tokens_per_step, forward, draft, plain.seconds / plain.tokens)

@@ -101,12 +101,12 @@ def load_scripts(name: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
     return [(encode(row["prompt"]), encode(row["response"])) for row in rows]
 
 
-def traces(repeats: int, quick: bool) -> Rows:
-    """Tokens per forward pass on recorded outputs of a 7B model."""
+def traces(repeats: int, quick: bool = False, texts: int | None = None) -> Rows:
+    """Tokens per forward pass on recorded outputs of a 7B model; counted, so once is enough."""
     _, tokenizer = load(DemoSettings())
     rows: Rows = []
     for name in ("cnn", "hagrid"):
-        scripts = load_scripts(name, tokenizer)[: 5 if quick else None]
+        scripts = load_scripts(name, tokenizer)[: 5 if quick else texts]
         history = NgramHistory()
         sides: dict[str, Callable[[], dict[str, Any]]] = {c.name: c.arguments for c in PEERS}
         sides["ours k=10"] = partial(ours, k=10)

@@ -1,4 +1,8 @@
-"""The recorded results as Markdown: `python -m benchmarks.tables benchmarks/results > tables.md`."""
+"""Recorded results as Markdown.
+
+python -m benchmarks.tables benchmarks/results                                  # print them
+python -m benchmarks.tables benchmarks/results --write benchmarks/README.md     # put them between its two markers
+"""
 
 from __future__ import annotations
 
@@ -10,29 +14,33 @@ import typer
 
 from benchmarks.common import Rows
 
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+
 
 def markdown(result: dict[str, Any]) -> str:
-    """One section: a heading, where the numbers come from, a table."""
+    """One result file: where its numbers come from, and its table or tables."""
     origin = result["provenance"]
     machine, versions = origin["machine"], origin["versions"]
-    return "\n".join(
-        [
-            f"### {result['section']}",
-            "",
-            f"`python -m benchmarks.core {result['section']} --repeats {result['repeats']}`: commit "
-            f"{(origin['commit'] or 'unknown')[:12]}, torch {versions['torch']}, transformers "
-            f"{versions['transformers']}, {machine['processor']}, {machine['threads']} threads",
-            "",
-            *_table(result["rows"]),
-            "",
-        ]
+    made = (
+        f"commit {(origin['commit'] or 'unknown')[:12]}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, {machine['processor']}, {machine['threads']} threads"
     )
+    if "section" in result:
+        command = f"python -m benchmarks.core {result['section']} --repeats {result['repeats']}"
+        parts = [f"### {result['section']}", f"`{command}`: {made}", "\n".join(lines(result["rows"]))]
+    else:
+        command = " ".join(["python", f"benchmarks/{origin['argv'][0]}", *origin["argv"][1:]])
+        parts = ["### The report's tables", f"`{command}`: {made}", *result["notes"]]
+        for name, rows in result["tables"].items():
+            parts += [f"#### {name}", "\n".join(lines(rows))]
+    return "\n\n".join(parts) + "\n"
 
 
-def _table(rows: Rows) -> list[str]:
+def lines(rows: Rows) -> list[str]:
+    """A Markdown table."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return lines + ["| " + " | ".join(cell(row.get(column, "")) for column in columns) + " |" for row in rows]
+    made = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return made + ["| " + " | ".join(cell(row.get(column, "")) for column in columns) + " |" for row in rows]
 
 
 def cell(value: Any) -> str:
@@ -42,10 +50,20 @@ def cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def main(folder: Annotated[Path, typer.Argument(help="Where the JSON files are.")]) -> None:
-    """Print every section."""
-    for path in sorted(folder.glob("*.json")):
-        typer.echo(markdown(json.loads(path.read_text(encoding="utf-8"))))
+def main(
+    folder: Annotated[Path, typer.Argument(help="Where the JSON files are.")],
+    write: Annotated[Path | None, typer.Option(help="A Markdown file with the two markers.")] = None,
+) -> None:
+    """Print every table, or write them into a file."""
+    files = [*sorted(folder.glob("*/report.json")), *sorted(folder.glob("*.json"))]
+    text = "\n".join(markdown(json.loads(path.read_text(encoding="utf-8"))) for path in files)
+    if write is None:
+        typer.echo(text)
+        return
+    page = write.read_text(encoding="utf-8")
+    if BEGIN not in page or END not in page:
+        raise typer.BadParameter(f"{write} has no place for the tables; put {BEGIN} and {END} into it")
+    write.write_text(f"{page.split(BEGIN)[0]}{BEGIN}\n\n{text}\n{END}{page.split(END, 1)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: `hf-specgen demo | tune | export`."""
+"""The command line: `hf-specgen demo | bench | tune | export`."""
 
 from __future__ import annotations
 
@@ -130,3 +130,11 @@ def export(
     except (OSError, ValueError) as error:
         console.print(f"[red]error:[/] {error}")
         raise typer.Exit(2) from None
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Measure acceptance and speed per task domain: `benchmarks/run.py`, with its options; see `bench --help`."""
+    from hf_specgen.benchmark import command
+
+    command()(context.args, prog_name="hf-specgen bench")

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
+from hf_specgen.memory import Peak, peak_memory, reset_peak_memory
 from hf_specgen.statistics import Statistics
 
 
@@ -34,15 +36,19 @@ class Sample:
 
     Args:
         tokens: generated tokens, padding left out.
-        seconds: wall time of the whole `generate` call.
+        seconds: wall time of the whole `generate` call; of all calls, for a chat of several turns.
         ids: `[batch, prompt + generated]`.
         speculation: statistics, from contenders that are ours.
+        first_token: seconds until the first new token is there.
+        peak: most memory in use while it ran; None if that was not measured.
     """
 
     tokens: int
     seconds: float
     ids: torch.Tensor
     speculation: Statistics | None
+    first_token: float = 0.0
+    peak: Peak | None = None
 
 
 @dataclass
@@ -108,23 +114,91 @@ def take_turns(
         for each batch the sample of each contender, by name.
     """
     for number, inputs in enumerate(batches):
-        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-        able = [c for c in contenders if c.batched or len(inputs["input_ids"]) == 1]
-        # The order rotates, so that no contender is always the one that runs after a certain other.
-        turns = able[number % len(able) :] + able[: number % len(able)]
-        yield {c.name: _run(model, inputs, {**settings, **c.arguments()}, seed + number) for c in turns}
+        yield race(model, inputs, contenders, settings, seed + number, first=number)
 
 
-def _run(model: PreTrainedModel, inputs: dict[str, torch.Tensor], arguments: dict[str, Any], seed: int) -> Sample:
+def race(
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    contenders: Sequence[Contender],
+    settings: dict[str, Any],
+    seed: int,
+    *,
+    first: int = 0,
+    followups: Sequence[torch.Tensor] = (),
+) -> dict[str, Sample]:
+    """One round: every contender that can generates for the same inputs.
+
+    Args:
+        model, contenders, settings: as for `take_turns`.
+        inputs: `input_ids` and `attention_mask` `[batch, prompt]`.
+        seed: for each contender alike.
+        first: who begins; counts on from round to round, so that no contender always runs after a certain other.
+        followups: for a chat (one row) the tokens `[1, length]` of every further turn, from the end of the answer
+            before it; each turn goes on from the cache of the one before.
+
+    Returns:
+        the sample of each contender, by name, in the order of `contenders`.
+    """
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    able = [c for c in contenders if c.batched or len(inputs["input_ids"]) == 1]
+    turns = able[first % len(able) :] + able[: first % len(able)]
+    samples = {c.name: _run(model, inputs, followups, {**settings, **c.arguments()}, seed) for c in turns}
+    return {c.name: samples[c.name] for c in able}
+
+
+def _run(
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    followups: Sequence[torch.Tensor],
+    arguments: dict[str, Any],
+    seed: int,
+) -> Sample:
     torch.manual_seed(seed)
+    clock = _FirstToken()
+    generator = arguments.get("candidate_generator")
+    arguments = {**arguments, "streamer": clock, **({"return_dict_in_generate": True} if followups else {})}
+    tokens, speculation = 0, None
+    reset_peak_memory(model.device)
     wait(model.device)
-    begin = perf_counter()
-    ids = cast(Any, model).generate(**inputs, **arguments)
+    clock.begin = begin = perf_counter()
+    output: Any = None
+    for followup in [None, *followups]:
+        if followup is not None:
+            inputs = _next_turn(output, followup.to(model.device))
+        output = cast(Any, model).generate(**inputs, **arguments)
+        ids = output.sequences if followups else output
+        tokens += _count(model, ids[:, inputs["input_ids"].shape[1] :])
+        if generator is not None:
+            speculation = generator.speculation if speculation is None else speculation + generator.speculation
     wait(model.device)
     seconds = perf_counter() - begin
-    generator = arguments.get("candidate_generator")
-    speculation = None if generator is None else generator.speculation
-    return Sample(_count(model, ids[:, inputs["input_ids"].shape[1] :]), seconds, ids.cpu(), speculation)
+    return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds, peak_memory(model.device))
+
+
+def _next_turn(output: Any, followup: torch.Tensor) -> dict[str, Any]:
+    """The inputs of a chat's next turn; an end token that the answer already has is not repeated."""
+    text = output.sequences
+    if int(text[0, -1]) == int(followup[0, 0]):
+        followup = followup[:, 1:]
+    ids = torch.cat([text, followup], dim=1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": output.past_key_values}
+
+
+class _FirstToken(BaseStreamer):
+    """Notes when the first token comes: what is put first is the prompt."""
+
+    begin = 0.0
+    seconds = 0.0
+    _puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._puts += 1
+        if self._puts == 2:
+            self.seconds = perf_counter() - self.begin
+
+    def end(self) -> None:
+        pass
 
 
 def _count(model: PreTrainedModel, generated: torch.Tensor) -> int:

@@ -80,6 +80,43 @@ class Statistics:
             while steps and steps[-1].emitted == 0:
                 steps.pop()
 
+    @classmethod
+    def of_steps(
+        cls,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+        *,
+        emitted: Sequence[int] | None = None,
+        depths: Sequence[int] | None = None,
+    ) -> Statistics:
+        """The statistics of steps that were counted elsewhere.
+
+        Args:
+            drafted: draft tokens of each step.
+            accepted: how many of them were accepted.
+            emitted: tokens that each step brought; accepted + 1 if left out.
+            depths: longest path of each draft; `drafted` if left out, which is right for chains.
+
+        Raises:
+            ValueError: if the lists differ in length, or a step accepts more than its draft is deep.
+        """
+        emitted = [count + 1 for count in accepted] if emitted is None else emitted
+        depths = drafted if depths is None else depths
+        columns = (drafted, depths, accepted, emitted)
+        if len({len(column) for column in columns}) != 1:
+            raise ValueError(f"need a number for each step in every list, got {[len(column) for column in columns]}")
+        steps = [RowStep(*map(int, step)) for step in zip(*columns, strict=True)]
+        for step in steps:
+            if not 0 <= step.accepted <= step.depth <= step.drafted:
+                raise ValueError(f"need 0 <= accepted <= depth <= drafted, got {step}")
+        return cls([steps], [1 + sum(step.emitted for step in steps)])
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """Both calls together, their rows side by side."""
+        names = {**self.seconds, **other.seconds}
+        seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
+        return Statistics(self.rows + other.rows, self.lengths + other.lengths, seconds)
+
     def row(self, index: int) -> Statistics:
         """The statistics of one row alone (times are those of the whole batch)."""
         return Statistics([self.rows[index]], [self.lengths[index]], self.seconds)

@@ -41,3 +41,11 @@ def edit_prompts() -> list[str]:
     lines = (ROOT / "benchmarks" / "assets" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [row["prompt"] for row in rows if row["domain"] == "edit"]
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A small benchmark run with everything in it."""
+    from tests.bench_run import measured
+
+    return measured(tmp_path_factory.mktemp("bench"))

@@ -52,7 +52,8 @@ class LayerSkipCandidates(Candidates):
         if model is None or not isinstance(context.target, SplitTarget):
             raise ValueError("LayerSkipCandidates works with generate(candidate_generator=…) only")
         if isinstance(self.adapter, str) and self._head is None:
-            self._head = load_exit_head(model, self.adapter)
+            with torch.random.fork_rng():  # a new module draws its first weights: not from the noise of the call
+                self._head = load_exit_head(model, self.adapter)
         return _LayerSkipDrafter(context, context.target, self.k, vocabulary_size(model), self._head)
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-HEADS = 'benchmarks/assets/medusa-heads'
+HEADS = "benchmarks/assets/medusa-heads"
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,169 @@
+"""The pictures of a report: one drawing for the files (PNG, SVG) and for the page, which puts its own colours in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from benchmarks.common import Rows
+
+# Strategies of one kind, ours and Transformers', share a colour; theirs is the paler one.
+KINDS = {"n-grams": 0, "prompt lookup": 0, "draft model": 1, "assistant_model": 1}
+KINDS |= {"layer skip": 2, "assistant_early_exit": 2, "Medusa": 3}
+PEERS = ("prompt lookup", "assistant_model", "assistant_early_exit")
+COLOURS = ["#0b7a75", "#c8553d", "#6a4c93", "#3a6ea5"]
+PALE = ["#93c9c6", "#ebb5a8", "#c0b1d4", "#a9c4de"]
+INK, GRID = "#202428", "#d5d9dd"
+VARIABLES = {
+    **{colour: f"--kind{i}" for i, colour in enumerate(COLOURS)},
+    **{colour: f"--pale{i}" for i, colour in enumerate(PALE)},
+    INK: "--ink",
+    GRID: "--grid",
+}
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hf_specgen",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def figures(tables: dict[str, Rows]) -> dict[str, Figure]:
+    """The pictures that the tables give, by the name of their table."""
+    drawers: dict[str, Callable[[Rows], Figure]] = {
+        "speed": _speedups,
+        "acceptance": _positions,
+        "cost": _cost,
+        "batch": lambda rows: _sweep(rows, "batch", "rows at once"),
+        "temperature": lambda rows: _sweep(rows, "temperature", "temperature"),
+        "context": lambda rows: _sweep(rows, "context", "tokens of context"),
+    }
+    with rc_context(STYLE):
+        return {name: draw(tables[name]) for name, draw in drawers.items() if len(tables.get(name, [])) > 1}
+
+
+def save(drawn: dict[str, Figure], folder: Path) -> None:
+    """Each as a PNG and an SVG file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with rc_context(STYLE):
+        for name, figure in drawn.items():
+            for kind in ("png", "svg"):
+                figure.savefig(folder / f"{name}.{kind}", dpi=160, facecolor="white")
+
+
+def inline(figure: Figure) -> str:
+    """An `<svg>` without a background that takes the page's width, font and colours."""
+    text = StringIO()
+    with rc_context(STYLE):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r"font: (\d+)px [^;\"]*", r"font-size: \1px", svg)
+    for colour, variable in VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return svg
+
+
+def colour_of(contender: str) -> str:
+    """The colour of a contender's kind; black for one that has none."""
+    for kind, number in KINDS.items():
+        if contender.startswith(kind):
+            return (PALE if kind in PEERS else COLOURS)[number]
+    return INK
+
+
+def _speedups(rows: Rows) -> Figure:
+    """Bars by domain, one for each contender, with their intervals."""
+    rows = [row for row in rows if "speedup" in row]
+    domains = list(dict.fromkeys(row["domain"] for row in rows))
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    figure, axes = _axes(0.9 + 0.17 * len(rows))
+    height = 0.82 / len(contenders)
+    for place, contender in enumerate(contenders):
+        mine = {row["domain"]: row for row in rows if row["contender"] == contender}
+        at = [domains.index(domain) + (place - (len(contenders) - 1) / 2) * height for domain in mine]
+        values = [row["speedup"] for row in mine.values()]
+        lower = [max(0.0, row["speedup"] - row.get("low", row["speedup"])) for row in mine.values()]
+        upper = [max(0.0, row.get("high", row["speedup"]) - row["speedup"]) for row in mine.values()]
+        error: dict[str, Any] = {"ecolor": INK, "elinewidth": 0.8, "capsize": 0}
+        axes.barh(at, values, height, xerr=[lower, upper], color=colour_of(contender), label=contender, error_kw=error)
+    axes.axvline(1, color=INK, linewidth=1)
+    axes.set_yticks(range(len(domains)), domains)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("speedup over plain generate, with 95% interval")
+    return _with_legend(figure, axes)
+
+
+def _positions(rows: Rows) -> Figure:
+    """Shares by position over all domains, a line for each of ours."""
+    figure, axes = _axes(3.2)
+    for row in [row for row in rows if row["domain"] == "all"]:
+        shares = [float(share) for share in row["by position"].split()]
+        axes.plot(range(1, len(shares) + 1), shares, "o-", color=colour_of(row["contender"]), label=row["contender"])
+    axes.set(xlabel="position in the draft", ylabel="accepted up to there", ylim=(0, 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    return _with_legend(figure, axes)
+
+
+def _cost(rows: Rows) -> Figure:
+    figure, axes = _axes(2.8)
+    axes.plot([row["q"] for row in rows], [row["T(q)/T(1)"] for row in rows], "o-", color=COLOURS[3])
+    axes.axhline(1, color=INK, linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([row["q"] for row in rows], [str(row["q"]) for row in rows])
+    axes.set(xlabel="tokens in one forward pass, q", ylabel="T(q) / T(1)")
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def _sweep(rows: Rows, column: str, label: str) -> Figure:
+    """Speedup along what was swept, a line for each contender."""
+    rows = [row for row in rows if "speedup" in row]
+    points = list(dict.fromkeys(row[column] for row in rows))
+    figure, axes = _axes(3.0)
+    for contender in dict.fromkeys(row["contender"] for row in rows):
+        mine = [row for row in rows if row["contender"] == contender]
+        places = [points.index(row[column]) for row in mine]
+        axes.plot(places, [row["speedup"] for row in mine], "o-", color=colour_of(contender), label=contender)
+        if all("low" in row for row in mine):
+            low, high = ([row[end] for row in mine] for end in ("low", "high"))
+            axes.fill_between(places, low, high, color=colour_of(contender), alpha=0.15, linewidth=0)
+    axes.axhline(1, color=INK, linewidth=1)
+    axes.set_xticks(range(len(points)), points)
+    axes.set(xlabel=label, ylabel="speedup over plain")
+    axes.set_ylim(bottom=0)
+    return _with_legend(figure, axes)
+
+
+def _axes(height: float) -> tuple[Figure, Axes]:
+    """As wide as a phone, so that the page never shrinks its letters."""
+    figure = Figure(figsize=(4.6, height), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _with_legend(figure: Figure, axes: Axes) -> Figure:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=9, handlelength=1.2)
+    return figure

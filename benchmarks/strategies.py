@@ -1,0 +1,137 @@
+"""Who takes part: our strategies and Transformers' own, each with the settings that the sweep tries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.candidates.vocabulary import check_vocabularies
+from hf_specgen.demo import EMBEDDED_ADAPTER, EMBEDDED_DRAFT, EMBEDDED_MODEL
+from hf_specgen.heads.exit_head import exit_layer_of
+from hf_specgen.measure import Contender
+
+PLAIN = Contender("plain", dict)
+DRAFT_LENGTHS, EXIT_LENGTHS = (2, 4, 6), (2, 3, 5)
+NGRAM_SETTINGS: tuple[dict[str, Any], ...] = ({"k": 4}, {"k": 8}, {"k": 16}, {"k": 8, "branches": 4})
+LOOKUP_SETTINGS = [
+    {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": n} for k, n in ((3, 2), (10, 2), (10, 3), (20, 3))
+]
+
+
+class StrategyError(ValueError):
+    """A strategy that is unknown, incomplete, or does not fit the model."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One strategy with all settings that are tried.
+
+    Args:
+        name: for tables.
+        settings: arguments of `generate` for each setting, by the setting's name.
+        ours: whether it is this package's.
+    """
+
+    name: str
+    settings: Mapping[str, Callable[[], dict[str, Any]]]
+    ours: bool
+
+    def contender(self, setting: str) -> Contender:
+        """The family with one of its settings."""
+        return Contender(f"{self.name} {setting}", self.settings[setting], batched=self.ours)
+
+
+def build(strategies: Sequence[str], peers: Sequence[str], model: PreTrainedModel) -> list[Family]:
+    """The families that take part.
+
+    Args:
+        strategies: "ngram", "draft=MODEL", "layerskip=ADAPTER", "medusa=HEADS" (ids or folders); without "=…" what
+            ships for the embedded model.
+        peers: "transformers" for the counterparts of the given strategies in Transformers itself, or nothing.
+        model: the target.
+
+    Raises:
+        StrategyError: for anything else, and for a draft or adapter that does not fit.
+    """
+    if unknown := sorted(set(peers) - {"transformers"}):
+        raise StrategyError(f"unknown peer {unknown[0]!r}; there is transformers")
+    families: list[Family] = []
+    for text in strategies:
+        name, _, source = text.partition("=")
+        if name not in BUILDERS:
+            raise StrategyError(f"unknown strategy {name!r}; there are {', '.join(BUILDERS)}")
+        try:
+            mine, theirs = BUILDERS[name](source or _shipped(name, model), model)
+        except (OSError, ValueError) as error:
+            raise StrategyError(f"{text}: {error}") from error
+        families += [mine, *([theirs] if theirs is not None and peers else [])]
+    return families
+
+
+def _shipped(name: str, model: PreTrainedModel) -> str:
+    if name == "ngram":
+        return ""
+    if str(model.name_or_path) != str(EMBEDDED_MODEL) or name not in SHIPPED:
+        raise StrategyError(f"{name} needs a file or id here: {name}=…")
+    return SHIPPED[name]
+
+
+def _ngram(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
+    if source:
+        raise StrategyError(f"ngram takes nothing behind '=', got {source!r}")
+    mine = {_named(settings): _ours(NgramCandidates(**settings)) for settings in NGRAM_SETTINGS}
+    theirs: dict[str, Callable[[], dict[str, Any]]] = {
+        f"k={settings['prompt_lookup_num_tokens']} n={settings['max_matching_ngram_size']}": partial(dict, **settings)
+        for settings in LOOKUP_SETTINGS
+    }
+    return Family("n-grams", mine, ours=True), Family("prompt lookup", theirs, ours=False)
+
+
+def _draft(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
+    draft = AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype, device_map=model.device).eval()
+    check_vocabularies(draft, model)
+    mine = {f"k={k}": _ours(DraftModelCandidates(draft, k=k)) for k in DRAFT_LENGTHS}
+    theirs = {f"k={k}": _assisted(draft, k, assistant_model=draft) for k in DRAFT_LENGTHS}
+    return Family("draft model", mine, ours=True), Family("assistant_model", theirs, ours=False)
+
+
+def _layer_skip(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
+    layers = exit_layer_of(source)
+    mine = {f"k={k}": _ours(LayerSkipCandidates(layers, k=k, adapter=source)) for k in EXIT_LENGTHS}
+    theirs = {f"k={k}": _assisted(model, k, assistant_early_exit=layers) for k in EXIT_LENGTHS}
+    return Family("layer skip", mine, ours=True), Family("assistant_early_exit", theirs, ours=False)
+
+
+def _medusa(source: str, model: PreTrainedModel) -> tuple[Family, None]:
+    return Family("Medusa", {"default": _ours(MedusaCandidates(source))}, ours=True), None
+
+
+Builder = Callable[[str, PreTrainedModel], tuple[Family, Family | None]]
+BUILDERS: dict[str, Builder] = {"ngram": _ngram, "draft": _draft, "layerskip": _layer_skip, "medusa": _medusa}
+SHIPPED = {"draft": str(EMBEDDED_DRAFT), "layerskip": str(EMBEDDED_ADAPTER)}
+
+
+def _ours(candidates: Candidates) -> Callable[[], dict[str, Any]]:
+    return partial(dict, candidate_generator=candidates)
+
+
+def _named(settings: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _assisted(drafting: PreTrainedModel, k: int, **arguments: Any) -> Callable[[], dict[str, Any]]:
+    """Transformers reads its k from the generation config of the model that drafts; as an argument it is ignored."""
+
+    def set_and_give() -> dict[str, Any]:
+        config = cast(Any, drafting).generation_config
+        config.num_assistant_tokens = k
+        config.num_assistant_tokens_schedule = "constant"
+        config.assistant_confidence_threshold = 0.0
+        return arguments
+
+    return set_and_give
