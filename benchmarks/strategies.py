@@ -9,13 +9,15 @@ from typing import Any, cast
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.candidates.vocabulary import check_vocabularies
-from hf_specgen.demo import EMBEDDED_ADAPTER, EMBEDDED_DRAFT, EMBEDDED_MODEL
+from hf_specgen.demo import EMBEDDED_ADAPTER, EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
+from hf_specgen.heads import load_medusa
 from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.measure import Contender
 
 PLAIN = Contender("plain", dict)
+MEDUSA_TREES: tuple[str | int, ...] = ("auto", 4, 8, 16)
 DRAFT_LENGTHS, EXIT_LENGTHS = (2, 4, 6), (2, 3, 5)
 NGRAM_SETTINGS: tuple[dict[str, Any], ...] = ({"k": 4}, {"k": 8}, {"k": 16}, {"k": 8, "branches": 4})
 LOOKUP_SETTINGS = [
@@ -108,12 +110,14 @@ def _layer_skip(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
 
 
 def _medusa(source: str, model: PreTrainedModel) -> tuple[Family, None]:
-    return Family("Medusa", {"default": _ours(MedusaCandidates(source))}, ours=True), None
+    heads = load_medusa(source, model)
+    trees = {f"tree={tree}": _ours(MedusaCandidates(heads, tree)) for tree in MEDUSA_TREES}
+    return Family("Medusa", trees, ours=True), None
 
 
 Builder = Callable[[str, PreTrainedModel], tuple[Family, Family | None]]
 BUILDERS: dict[str, Builder] = {"ngram": _ngram, "draft": _draft, "layerskip": _layer_skip, "medusa": _medusa}
-SHIPPED = {"draft": str(EMBEDDED_DRAFT), "layerskip": str(EMBEDDED_ADAPTER)}
+SHIPPED = {"draft": str(EMBEDDED_DRAFT), "layerskip": str(EMBEDDED_ADAPTER), "medusa": str(EMBEDDED_HEADS)}
 
 
 def _ours(candidates: Candidates) -> Callable[[], dict[str, Any]]:

@@ -7,12 +7,13 @@ from pathlib import Path
 CUSTOM_GENERATE = '''"""Decodes with the Medusa heads of this repository: the tokens of plain generate(), sooner."""
 
 from functools import lru_cache
+from typing import Any
 
 HEADS = {heads!r}
 
 
 @lru_cache(maxsize=1)
-def candidates():
+def candidates() -> Any:
     """The heads, loaded once."""
     try:
         from hf_specgen import MedusaCandidates
@@ -21,7 +22,7 @@ def candidates():
     return MedusaCandidates.from_pretrained(HEADS)
 
 
-def generate(model, **arguments):
+def generate(model: Any, **arguments: Any) -> Any:
     """What `model.generate(candidate_generator=...)` returns."""
     arguments = {{name: value for name, value in arguments.items() if value is not None}}
     return model.generate(candidate_generator=candidates(), **arguments)
