@@ -131,7 +131,7 @@ def _cost(rows: Rows) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks([row["q"] for row in rows], [str(row["q"]) for row in rows])
     axes.set(xlabel="tokens in one forward pass, q", ylabel="T(q) / T(1)")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return figure
 
 
@@ -150,7 +150,7 @@ def _sweep(rows: Rows, column: str, label: str) -> Figure:
     axes.axhline(1, color=INK, linewidth=1)
     axes.set_xticks(range(len(points)), points)
     axes.set(xlabel=label, ylabel="speedup over plain")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return _with_legend(figure, axes)
 
 

@@ -41,7 +41,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
         "Latency and memory",
         "Whole requests of all domains; peak memory of the process, weights of every contender included.",
     ),
-    "batch": ("Batches", "Mixed prompts, sampled at 0.8; peers take one row at a time and are not here."),
+    "batch": ("Batches", "Mixed prompts, sampled at 0.8; Transformers' own take one row at a time and are not here."),
     "temperature": ("Temperature", "Mixed prompts, one row; 0.0 is greedy decoding."),
     "context": ("Length of context", "Mixed prompts behind other text, one row, sampled at 0.8."),
     "tuning": (

@@ -74,7 +74,7 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     domains = _domains(plan, model, tokenizer, outcome.notes)
     outcome.about = {domain.name: domain.about for domain in domains}
     families = build(plan.strategies, plan.peers, model)
-    bench = Bench(model, tokenizer, Journal(folder, plan, state.process_index, resume=resume), state)
+    bench = Bench(model, tokenizer, Journal(folder, plan, state.process_index, resume=resume), state, plan.seed)
     try:
         with _progress(console) if state.is_main_process else nullcontext() as bar:
             _measure(plan, domains, families, bench, outcome, bar)
@@ -89,16 +89,21 @@ class Bench:
     """The target, and where its measurements go."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, journal: Journal, state: PartialState
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        journal: Journal,
+        state: PartialState,
+        seed: int,
     ):
-        self.model, self.tokenizer, self.journal, self.state = model, tokenizer, journal, state
+        self.model, self.tokenizer, self.journal, self.state, self.seed = model, tokenizer, journal, state, seed
 
     def work(self, units: Sequence[Unit], bar: Progress | None, task: TaskID | None) -> None:
         """This process's share of the rounds, less those that an earlier run has done."""
         for place in range(self.state.process_index, len(units), self.state.num_processes):
             unit = units[place]
             if unit.key not in self.journal:
-                seed = 1000 * unit.repeat + unit.number
+                seed = self.seed + 1000 * unit.repeat + unit.number
                 samples = race(
                     self.model,
                     unit.inputs,

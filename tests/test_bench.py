@@ -130,14 +130,16 @@ def test_synthetic_acceptance_comes_out_as_it_went_in() -> None:
 
 def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(SMALL, strategies=("ngram",), domains=("edit",), batches=(), temperatures=(), contexts=())
-    plan = replace(plan, repeats=4, trace_texts=0)
+    plan = replace(plan, repeats=4, trace_texts=0, seed=7)
     rounds: list[int] = []
+    seeds: list[int] = []
     race = runner.race
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         rounds.append(1)
         if len(rounds) == 5:  # one to warm up, one to tune, two of the four repeats
             raise KeyboardInterrupt
+        seeds.append(arguments[4])
         return race(*arguments, **options)
 
     monkeypatch.setattr(runner, "race", interrupted)
@@ -145,6 +147,7 @@ def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypat
     assert first is not None and "interrupted" in first.notes[-1]
     kept = {r["unit"] for r in first.records}
     assert len([unit for unit in kept if unit.startswith("domains")]) == 2
+    assert seeds == [0, 7, 7, 1007]  # the warm-up, the tuning prompt, two repeats of one prompt
     assert "speed" in result(first)["tables"]
     monkeypatch.setattr(runner, "race", race)
     second = run(plan, tmp_path, quiet(), resume=True)
