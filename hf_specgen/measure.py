@@ -117,10 +117,10 @@ def take_turns(
 
 def _run(model: PreTrainedModel, inputs: dict[str, torch.Tensor], arguments: dict[str, Any], seed: int) -> Sample:
     torch.manual_seed(seed)
-    _wait(model.device)
+    wait(model.device)
     begin = perf_counter()
     ids = cast(Any, model).generate(**inputs, **arguments)
-    _wait(model.device)
+    wait(model.device)
     seconds = perf_counter() - begin
     generator = arguments.get("candidate_generator")
     speculation = None if generator is None else generator.speculation
@@ -137,6 +137,7 @@ def _count(model: PreTrainedModel, generated: torch.Tensor) -> int:
     return int(before_end.sum())
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until the device has done all that it was given."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
