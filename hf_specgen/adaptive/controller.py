@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_specgen.adaptive.chances import Chances
+import numpy as np
+
+from hf_specgen.adaptive.chances import BatchChances, Chances
 from hf_specgen.adaptive.costs import MeasuredCosts, StepCosts, shared_costs
-from hf_specgen.adaptive.optimum import Plan, best_plan
+from hf_specgen.adaptive.optimum import Plan, best_depth, best_depths
 from hf_specgen.adaptive.policy import Policy, State, Step
 from hf_specgen.adaptive.probing import Probes
 from hf_specgen.statistics import RowStep
 
 LONGEST = 32
-PRIOR, FADE, LEAN = 0.7, 0.9, 1.0
+PRIOR, FADE, LEAN = 0.7, 0.95, 2.0
+OFTEN_WITHOUT_DRAFT = 0.9
+SLOW_START = 3
+"""Greatest depth until the first guess is accepted."""
+EVERY_STEP, LATER = 6, 4
+"""The first drafts are counted one by one, later ones four at a time: that costs a third."""
 
 
 class Controller(Policy):
@@ -20,7 +27,7 @@ class Controller(Policy):
 
     Three things are learnt in each call. How likely each position of a draft is to be accepted (`Chances`); from the
     same counts, how likely a strategy is to have a draft that long; and what a step of each width costs on this
-    machine, which is kept for the next call with the same model, batch and length. A plain step is chosen where no draft
+    machine, which is kept for later calls with the same model, batch and length. A plain step is chosen where no draft
     pays, and then a draft is tried now and then, so rarely that it does not show in the time (`Probes`).
 
     Decisions depend on counts and on costs. With costs that were measured beforehand they are repeatable; with tensor
@@ -45,67 +52,102 @@ class Controller(Policy):
         self.given_costs, self.margin = costs, margin
 
     def begin(self, state: State) -> None:
-        rows, self._k = len(state.room), min(state.k, LONGEST)
-        drafted_prior = 0.9 if state.cheap else 1.0
-        self._gained = Chances(rows, self._k, PRIOR * drafted_prior, FADE, LEAN)
-        self._drafted = Chances(rows, self._k, drafted_prior, FADE, LEAN)
+        self._k = min(state.k, LONGEST)
+        first = OFTEN_WITHOUT_DRAFT if state.cheap else 1.0
+        self._gained = _chances(len(state.room), self._k, PRIOR * first)
+        self._drafted = _chances(len(state.room), self._k, first)
+        self._always_full = not state.cheap
         self._costs: StepCosts | MeasuredCosts = self.given_costs or shared_costs(state)
         self._probes = Probes()
         self._breadth = 1.0
+        self._news: list[tuple[Sequence[int], Sequence[RowStep | None]]] = []
+        self._counted = 0
         self._plan: Plan | None = None
-        self._planned_for: object = None
+        self._seconds = [1.0] * (self._k + 1)
+        self._something_accepted = False
+        self._room: list[int] = []
 
     def depths(self, state: State) -> list[int]:
         self._costs.prepare(state)
         if self._costs.wants_plain_step:
             return [0] * len(state.room)
         plan = self.plan(state)
-        if plan.gain > 1 + self.margin:
+        if self.pays(plan):
             return plan.depths
-        depth = self._probes.depth()
+        depth = self._probes.depth(self._seconds)
         return [min(depth, free) for free in state.room]
+
+    def pays(self, plan: Plan) -> bool:
+        """Whether drafting is expected to be faster than plain steps."""
+        return plan.gain > 1 + self.margin
 
     def plan(self, state: State) -> Plan:
         """The depths that are best by what is known, and what is expected of them."""
-        room = [min(free, self._k) for free in state.room]
-        known = (room, self._costs.version)
-        if self._plan is None or known != self._planned_for:
-            seconds = self._costs.by_depth(state, self._k, self._breadth)
-            self._plan = best_plan(self._gained.cumulative(), self._drafted.cumulative(), seconds, room)
-            self._planned_for = known
+        k = self._k
+        room = [free if free < k else k for free in state.room]
+        patience = 1 if self._counted < EVERY_STEP or self._plan is None or not self.pays(self._plan) else LATER
+        if len(self._news) >= patience:
+            self._count_news()
+        elif self._plan is not None and room == self._room:
+            return self._plan
+        self._room = room
+        self._plan = self._best([min(free, SLOW_START) for free in room] if not self._something_accepted else room)
         return self._plan
+
+    def _best(self, room: list[int]) -> Plan:
+        seconds = self._costs.by_depth(self._k, self._breadth)
+        self._seconds = seconds.tolist()
+        if isinstance(self._gained, Chances) and isinstance(self._drafted, Chances):
+            drafted = [1.0] * self._k if self._always_full else self._drafted.cumulative()
+            return best_depth(self._gained.cumulative(), drafted, self._seconds, room[0])
+        gained = np.asarray(self._gained.cumulative())
+        reached = np.ones_like(gained) if self._always_full else np.asarray(self._drafted.cumulative())
+        return best_depths(gained, reached, seconds, room)
 
     def observe(self, state: State, step: Step) -> None:
         self._costs.observe(step)
-        self._probes.observe(step, self._extra(state, step.depth))
         if any(step.asked):
-            self.learn(step.asked, step.rows)
+            self._news.append((step.asked, step.rows))
+            self._probes.observe(step, self._seconds[min(step.depth, self._k)] / self._seconds[0] - 1)
 
-    def _extra(self, state: State, depth: int) -> float:
-        """What a draft of this depth costs more than a plain step, in plain steps."""
-        seconds = self._costs.by_depth(state, self._k, self._breadth)
-        return float(seconds[min(depth, self._k)] / seconds[0]) - 1
-
-    def learn(self, asked: Sequence[int], rows: Sequence[RowStep | None]) -> None:
-        """Count what came of a draft."""
-        gained, drafted = zip(*map(_trials, asked, rows), strict=True)
-        self._gained.observe(*zip(*gained, strict=True))
-        self._drafted.observe(*zip(*drafted, strict=True))
-        nodes, depth = (max((getattr(row, name) for row in rows if row), default=0) for name in ("drafted", "depth"))
+    def _count_news(self) -> None:
+        """Count what came of the last drafts."""
+        asked, judged, accepted, reached, depths = [], [], [], [], []
+        nodes = depth = 0
+        for wanted, rows in self._news:
+            trials = [_trials(*pair) for pair in zip(wanted, rows, strict=True)]
+            for counts, column in zip(
+                (asked, judged, accepted, reached, depths), zip(*trials, strict=True), strict=True
+            ):
+                counts.append(column)
+            nodes += max((row.drafted for row in rows if row is not None), default=0)
+            depth += max(depths[-1])
+        self._gained.observe(asked, judged, accepted)
+        self._always_full = self._always_full and depths == asked
+        if not self._always_full:
+            self._drafted.observe(asked, reached, depths)
         if depth:
-            self._breadth += 0.2 * (nodes / depth - self._breadth)
-        self._plan = None
+            self._breadth += 0.3 * (nodes / depth - self._breadth)
+        self._something_accepted = self._something_accepted or any(map(any, accepted))
+        self._counted += len(self._news)
+        self._news.clear()
 
     def __repr__(self) -> str:
         return f"Controller({'' if self.given_costs is None else self.given_costs!r})"
 
 
-def _trials(asked: int, row: RowStep | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(positions seen, positions that came off) of one row: first for gained, then for drafted.
+def _chances(rows: int, k: int, prior: float) -> Chances | BatchChances:
+    if rows == 1:
+        return Chances(k, prior, FADE, LEAN)
+    return BatchChances(rows, k, prior, FADE, LEAN)
+
+
+def _trials(asked: int, row: RowStep | None) -> tuple[int, int, int, int, int]:
+    """Positions asked for; seen and come off, first as *gained*, then as *drafted*.
 
     A row that emits no token of the target's own was cut off by its end: nothing behind its last guess was seen.
     """
     if row is None or asked == 0:
-        return (0, 0), (0, 0)
+        return 0, 0, 0, 0, 0
     judged = row.accepted + (row.emitted > row.accepted)
-    return (min(asked, judged), row.accepted), (min(asked, row.depth + 1), row.depth)
+    return asked, min(asked, judged), row.accepted, min(asked, row.depth + 1), row.depth

@@ -49,17 +49,12 @@ class StepCosts:
         self._curve = curves[0]
         self._by_depth = lru_cache(maxsize=64)(self._compute)
 
-    @property
-    def version(self) -> Hashable:
-        """Changes whenever `by_depth` would."""
-        return id(self._curve)
-
     def prepare(self, state: State) -> None:
         """A step with this batch and context comes next."""
         if len(self.curves) > 1:
             self._curve = min(self.curves, key=lambda curve: _distance(state.batch, state.context, curve))
 
-    def by_depth(self, state: State, k: int, breadth: float) -> Array:
+    def by_depth(self, k: int, breadth: float) -> Array:
         """`[k + 1]` seconds of a step by the depth of its draft, with `breadth` nodes per position."""
         return self._by_depth(self._curve, k, round(4 * breadth) / 4)
 
@@ -81,7 +76,7 @@ class Table:
     """
 
     def __init__(self, prior: Callable[[Array], Array]):
-        self._prior = prior
+        self._prior = _snapshot(prior)
         self._times: dict[int, deque[float]] = {}
         self._unsure: set[int] = set()
         self.known: dict[int, float] = {}
@@ -150,8 +145,7 @@ class MeasuredCosts:
         self._by_depth: tuple[Hashable, Array] | None = None
 
     @property
-    def version(self) -> Hashable:
-        """Changes whenever `by_depth` would."""
+    def _version(self) -> Hashable:
         return (*self._size, self._publications, self._table.version)
 
     @property
@@ -175,10 +169,10 @@ class MeasuredCosts:
             self._publications += 1
         self._steps += 1
 
-    def by_depth(self, state: State, k: int, breadth: float) -> Array:
+    def by_depth(self, k: int, breadth: float) -> Array:
         """`[k + 1]` seconds of a step by the depth of its draft, with `breadth` nodes per position."""
         breadth = round(4 * breadth) / 4
-        known = (self.version, k, breadth)
+        known = (self._version, k, breadth)
         if self._by_depth is None or self._by_depth[0] != known:
             self._by_depth = known, self._table(1 + breadth * np.arange(k + 1))
         return self._by_depth[1]
@@ -207,6 +201,14 @@ def shared_costs(state: State) -> MeasuredCosts:
 def _guess(cheap: bool) -> Callable[[Array], Array]:
     slope = VERIFY_SLOPE + (0.0 if cheap else DRAFT_SLOPE)
     return lambda widths: 1 + slope * (np.asarray(widths, dtype=float) - 1)
+
+
+def _snapshot(curve: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """A curve as it is now; beyond its widest point it goes on as it did there."""
+    widths = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64], dtype=float)
+    values = curve(widths)
+    slope = (values[-1] - values[-2]) / (widths[-1] - widths[-2])
+    return lambda wanted: np.interp(wanted, widths, values) + slope * np.maximum(0, wanted - widths[-1])
 
 
 def _frozen(known: dict[int, float], cheap: bool) -> Table:

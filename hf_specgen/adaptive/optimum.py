@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,24 +24,42 @@ class Plan(NamedTuple):
     gain: float
 
 
-def best_plan(gained: Array, drafted: Array, seconds: Array, room: list[int]) -> Plan:
-    """Maximise expected tokens over expected time of a step.
+def best_depth(gained: Sequence[float], drafted: Sequence[float], seconds: Sequence[float], room: int) -> Plan:
+    """Maximise expected tokens over expected time of a step of one row. With the depth d,
 
-    A step is as wide as its deepest draft, and every row pays for it. So the rows share one limit, as long as each
-    deserves it: a row whose drafts are longer than those of others, but seldom right, is held back. With the limit d,
-
-        tokens(d) = rows + sum over rows and i <= d of P(i accepted)
-        time(d)   = C(0) + sum over i <= d of P(some draft reaches i) (C(i) - C(i - 1))
+        tokens(d) = 1 + sum over i <= d of P(i accepted)
+        time(d)   = C(0) + sum over i <= d of P(the draft reaches i) (C(i) - C(i - 1))
 
     Args:
-        gained: `[rows, k]` the chance that position i is drafted and accepted, if it is asked for.
-        drafted: `[rows, k]` the chance that a draft reaches position i, if it is asked for.
-        seconds: `[k + 1]` C(i), time of a step whose deepest draft has depth i; C(0) is a plain step.
-        room: of each row; rows with 0 take no part.
+        gained: `[k]` the chance that position i is drafted and accepted, if it is asked for.
+        drafted: `[k]` the chance that a draft reaches position i, if it is asked for.
+        seconds: `[k + 1]` C(i), time of a step whose draft has depth i; C(0) is a plain step.
+        room: the greatest depth.
 
     Example:
-        >>> best_plan(np.array([[0.8, 0.6, 0.3]]), np.ones((1, 3)), np.array([1, 1.1, 1.2, 1.6]), [5]).depths
+        >>> best_depth([0.8, 0.6, 0.3], [1, 1, 1], [1, 1.1, 1.2, 1.6], room=5).depths
         [2]
+    """
+    tokens, time, best, plain = 1.0, seconds[0], 0, 1 / seconds[0]
+    rate = plain
+    for depth in range(1, min(room, len(gained)) + 1):
+        tokens += gained[depth - 1]
+        time += drafted[depth - 1] * (seconds[depth] - seconds[depth - 1])
+        if tokens > rate * time:
+            best, rate = depth, tokens / time
+    return Plan([best], rate, rate / plain)
+
+
+def best_depths(gained: Array, drafted: Array, seconds: Array, room: list[int]) -> Plan:
+    """The same for the rows of a batch.
+
+    A step is as wide as its deepest draft, and every row pays for it. So the rows share one limit, as long as each
+    deserves it: a row whose drafts are longer than those of others, but seldom right, is held back.
+
+    Args:
+        gained, drafted: `[rows, k]`, otherwise as for `best_depth`.
+        seconds: `[k + 1]`, of the whole batch.
+        room: of each row; rows with 0 take no part.
     """
     k = gained.shape[1]
     free = np.array(room)
@@ -53,8 +72,6 @@ def best_plan(gained: Array, drafted: Array, seconds: Array, room: list[int]) ->
     steps = np.diff(seconds)  # [k] what one more position costs
     plain = rows / float(seconds[0])
     depth, rate = _common(gained, drafted, steps, float(seconds[0]), rows)
-    if rows == 1 or len(room) == 1:
-        return Plan([min(depth, n) for n in room], rate, rate / plain)
     together = np.minimum(depth, free)
     alone = _worthwhile(gained, drafted, steps, plain)
     choices = [together, alone, np.minimum(together, _worthwhile(gained, _own_share(drafted, together), steps, rate))]
@@ -65,11 +82,8 @@ def best_plan(gained: Array, drafted: Array, seconds: Array, room: list[int]) ->
 
 def _common(gained: Array, drafted: Array, steps: Array, plain_seconds: float, rows: int) -> tuple[int, float]:
     """The best limit that is the same for all rows, and its rate."""
-    if len(gained) == 1:
-        tokens, times = gained[0], drafted[0] * steps
-    else:
-        tokens, times = gained.sum(axis=0), _any(drafted) * steps
-    rates = (rows + np.cumsum(tokens)) / (plain_seconds + np.cumsum(times))
+    tokens = rows + np.cumsum(gained.sum(axis=0))
+    rates = tokens / (plain_seconds + np.cumsum(_any(drafted) * steps))
     best = int(rates.argmax())
     plain = rows / plain_seconds
     return (best + 1, float(rates[best])) if rates[best] > plain else (0, plain)
