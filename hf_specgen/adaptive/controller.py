@@ -18,8 +18,10 @@ PRIOR, FADE, LEAN = 0.7, 0.95, 2.0
 OFTEN_WITHOUT_DRAFT = 0.9
 SLOW_START = 3
 """Greatest depth until the first guess is accepted."""
-EVERY_STEP, LATER = 6, 4
-"""The first drafts are counted one by one, later ones four at a time: that costs a third."""
+EVERY_STEP, LATER, LATER_IN_BATCHES = 6, 4, 12
+"""The first drafts are counted one by one, later ones several at a time: that costs a fraction."""
+TRIED_AT_LEAST = 2
+"""So many drafts are made before they can be given up: the first may have been bad luck."""
 
 
 class Controller(Policy):
@@ -61,7 +63,7 @@ class Controller(Policy):
         self._probes = Probes()
         self._breadth = 1.0
         self._news: list[tuple[Sequence[int], Sequence[RowStep | None]]] = []
-        self._counted = 0
+        self._counted, self._later = 0, LATER if len(state.room) == 1 else LATER_IN_BATCHES
         self._plan: Plan | None = None
         self._seconds = [1.0] * (self._k + 1)
         self._something_accepted = False
@@ -74,7 +76,7 @@ class Controller(Policy):
         plan = self.plan(state)
         if self.pays(plan):
             return plan.depths
-        depth = self._probes.depth(self._seconds)
+        depth = SLOW_START - 1 if self._counted < TRIED_AT_LEAST else self._probes.depth(self._seconds)
         return [min(depth, free) for free in state.room]
 
     def pays(self, plan: Plan) -> bool:
@@ -85,7 +87,7 @@ class Controller(Policy):
         """The depths that are best by what is known, and what is expected of them."""
         k = self._k
         room = [free if free < k else k for free in state.room]
-        patience = 1 if self._counted < EVERY_STEP or self._plan is None or not self.pays(self._plan) else LATER
+        patience = 1 if self._counted < EVERY_STEP or self._plan is None or not self.pays(self._plan) else self._later
         if len(self._news) >= patience:
             self._count_news()
         elif self._plan is not None and room == self._room:
