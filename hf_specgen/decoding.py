@@ -67,6 +67,7 @@ def speculative_decode(
         model, input_ids, candidates, verifier, logits_processor, stopping_criteria, generation_config, model_kwargs
     )
     call.pace = Pace(policy or candidates.policy, call.state(candidates), call.sequences.generated, monitor)
+    call.context.policy = call.pace.policy
     call.emission = Emission(call.sequences, stopping_criteria, streamer, call.keep_scores, call.output_scores)
     decode_mode = getattr(model, "_optimize_model_for_decode", nullcontext)
     try:

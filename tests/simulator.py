@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hf_specgen.adaptive import Fixed, Policy, State
 from hf_specgen.adaptive.pace import Pace
@@ -44,13 +45,14 @@ class Simulation:
         self.alpha, self.curve, self.k, self.rows, self.draft_token = alpha, curve, k, rows, draft_token
         self.lengths, self.noise, self.seed, self.cheap = lengths, noise, seed, cheap
         self.depths: list[list[int]] = []
+        self.model: Any = None
 
     def run(self, policy: Policy, steps: int) -> float:
         """Tokens per second over all steps; the depths that were asked for are in `depths` afterwards."""
         chance, jitter = random.Random(self.seed), random.Random(self.seed + 1)
         texts: list[list[int]] = [[0] for _ in range(self.rows)]
         statistics = Statistics([[] for _ in range(self.rows)])
-        state = State(self.k, [0] * self.rows, [100] * self.rows, [1] * self.rows, statistics, cheap=self.cheap)
+        state = State(self.k, [0] * self.rows, [100] * self.rows, [1] * self.rows, statistics, model=self.model, cheap=self.cheap)
         pace = Pace(policy, state, texts)
         seconds = dict.fromkeys(("draft", "forward", "verify"), 0.0)
         tokens = 0

@@ -18,7 +18,7 @@ PRIOR, FADE, LEAN = 0.7, 0.95, 2.0
 OFTEN_WITHOUT_DRAFT = 0.9
 SLOW_START = 3
 """Greatest depth until the first guess is accepted."""
-EVERY_STEP, LATER, LATER_IN_BATCHES = 6, 4, 12
+EVERY_STEP, LATER, LATER_IN_BATCHES = 4, 5, 12
 """The first drafts are counted one by one, later ones several at a time: that costs a fraction."""
 TRIED_AT_LEAST = 2
 """So many drafts are made before they can be given up: the first may have been bad luck."""
@@ -70,21 +70,25 @@ class Controller(Policy):
         self._room: list[int] = []
 
     def depths(self, state: State) -> list[int]:
-        self._costs.prepare(state)
-        if self._costs.wants_plain_step:
-            return [0] * len(state.room)
         plan = self.plan(state)
-        if self.pays(plan):
-            return plan.depths
-        depth = SLOW_START - 1 if self._counted < TRIED_AT_LEAST else self._probes.depth(self._seconds)
-        return [min(depth, free) for free in state.room]
+        if plan is None:
+            return [0] * len(state.room)
+        return plan.depths if self.pays(plan) else self.probe(state)
 
     def pays(self, plan: Plan) -> bool:
         """Whether drafting is expected to be faster than plain steps."""
         return plan.gain > 1 + self.margin
 
-    def plan(self, state: State) -> Plan:
-        """The depths that are best by what is known, and what is expected of them."""
+    def probe(self, state: State) -> list[int]:
+        """Depths for a step in which this strategy does not seem best; seldom other than 0."""
+        depth = SLOW_START - 1 if self._counted < TRIED_AT_LEAST else self._probes.depth(self._seconds)
+        return [min(depth, free) for free in state.room]
+
+    def plan(self, state: State) -> Plan | None:
+        """The depths that are best by what is known; None if it is not even known what a plain step takes."""
+        self._costs.prepare(state)
+        if self._costs.wants_plain_step:
+            return None
         k = self._k
         room = [free if free < k else k for free in state.room]
         patience = 1 if self._counted < EVERY_STEP or self._plan is None or not self.pays(self._plan) else self._later
@@ -105,6 +109,18 @@ class Controller(Policy):
         gained = np.asarray(self._gained.cumulative())
         reached = np.ones_like(gained) if self._always_full else np.asarray(self._drafted.cumulative())
         return best_depths(gained, reached, seconds, room)
+
+    def rate(self, depths: Sequence[int]) -> float:
+        """Expected tokens per second of a step in which drafts of these depths were found."""
+        gained, drafted = (np.atleast_2d(chances.cumulative()) for chances in (self._gained, self._drafted))
+        right = np.minimum(1, gained / np.maximum(drafted, 1e-6)).cumsum(axis=1)  # given that it was drafted
+        tokens = sum(1 + float(right[row, min(depth, self._k) - 1]) for row, depth in enumerate(depths) if depth)
+        rows = sum(free > 0 for free in self._room)
+        return (tokens + rows - sum(depth > 0 for depth in depths)) / self._seconds[min(max(depths), self._k)]
+
+    def observe_plain(self, step: Step) -> None:
+        """Learn from a step in which this strategy was not asked."""
+        self._costs.observe(step)
 
     def observe(self, state: State, step: Step) -> None:
         self._costs.observe(step)
@@ -135,7 +151,7 @@ class Controller(Policy):
         self._news.clear()
 
     def __repr__(self) -> str:
-        return f"Controller({'' if self.given_costs is None else self.given_costs!r})"
+        return "Controller()" if self.given_costs is None else f"Controller({self.given_costs!r})"
 
 
 def _chances(rows: int, k: int, prior: float) -> Chances | BatchChances:

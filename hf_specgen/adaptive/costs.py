@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 KEPT = 7
 PLAIN_STEPS = 2
-NEWS = 0.02
+NEWS = 0.05
 VERIFY_SLOPE, DRAFT_SLOPE = 0.03, 0.1
 
 
@@ -164,7 +164,8 @@ class MeasuredCosts:
             self._size = size
             self._own = self._find(Place(self._strategy, self._device, self._dtype, *size))
             self._published: Table | None = None
-        if self._together and (self._steps & (self._steps - 1) == 0 or self._steps % 64 == 0):
+        due = self._published is None or self._steps & (self._steps - 1) == 0 or self._steps % 64 == 0
+        if self._together and due:
             self._published = _frozen(from_first_rank(dict(self._own.known)), self._cheap)
             self._publications += 1
         self._steps += 1

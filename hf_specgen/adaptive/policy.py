@@ -125,4 +125,4 @@ class Fixed(Policy):
         return [state.k if self.k is None else self.k] * len(state.room)
 
     def __repr__(self) -> str:
-        return f"Fixed({'' if self.k is None else self.k})"
+        return "Fixed()" if self.k is None else f"Fixed({self.k})"

@@ -41,6 +41,7 @@ class DraftContext:
         verifier: what will judge the guesses: its `sample_draft` draws tokens in the way that it accepts most of, its
             `wants_q` says whether they should carry their probabilities. None inside Transformers' own loop.
         target: the target as the loop sees it; None inside Transformers' own loop.
+        policy: what sets the budget; None inside Transformers' own loop.
     """
 
     prompts: list[list[int]]
@@ -48,6 +49,7 @@ class DraftContext:
     budget: list[int] = field(default_factory=list)
     verifier: Verifier | None = None
     target: Target | None = None
+    policy: Policy | None = None
 
 
 class Drafter(ABC):
@@ -55,7 +57,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, context: DraftContext) -> DraftTree:
-        """Guess what comes next in each row; a row with budget 0 gets no nodes."""
+        """Guess what comes next in each row; a row with budget 0 gets no nodes.
+
+        Called in every step, with nothing but zeros where a plain step is wanted: then nothing should be computed that
+        the next draft can catch up on.
+        """
 
     def observe(self, verdict: Verdict) -> None:
         """Learn what the target made of the last draft."""
