@@ -103,7 +103,7 @@ def speculate(
 
 
 def install() -> None:
-    """Teach `GenerationMixin.generate` the keywords `candidate_generator`, `verification`, `policy`, `monitor`. Idempotent.
+    """Teach `GenerationMixin.generate` our keywords: candidate_generator, verification, policy, monitor. Idempotent.
 
     Without the keyword, `generate` does exactly what it did before. `import hf_specgen` calls this.
     """

@@ -64,8 +64,8 @@ class SpeculationMonitor:
                 if self._counters is not None:
                     self._counters.add(row.drafted, row.accepted)
         sums = [sum(asked for asked, _ in taken), sum(r.drafted for _, r in taken), sum(r.accepted for _, r in taken)]
-        asked, drafted, accepted = (value / len(taken) for value in sums)
-        self.timeline.append((asked, drafted, accepted, step.total_seconds))
+        means = [value / len(taken) for value in sums]
+        self.timeline.append((means[0], means[1], means[2], step.total_seconds))
 
     def end(self, state: State) -> None:
         """A call is over: log what it brought."""
@@ -73,7 +73,7 @@ class SpeculationMonitor:
             return
         s, steps = state.statistics, max(1, max(map(len, state.statistics.rows)))
         logger.info(
-            "%s: %d tokens, %d steps, %.2f tokens per step, drafted %d, accepted %d (%.0f%%), %.2f s, policy %.0f us a step",
+            "%s: %d tokens, %d steps, %.2f tokens per step, drafted %d, accepted %d (%.0f%%), %.2f s, policy %.0f us",
             state.strategy,
             s.emitted,
             s.steps,

@@ -68,7 +68,9 @@ def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
     timeline.set_ylim(0, 1.3 * max(1, *asked))
     timeline.legend(frameon=False, ncols=3, loc="upper right")
     counts = monitor.histogram
-    histogram.bar(range(max(counts, default=0) + 1), [counts[n] for n in range(max(counts, default=0) + 1)], color=ACCEPTED)
+    histogram.bar(
+        range(max(counts, default=0) + 1), [counts[n] for n in range(max(counts, default=0) + 1)], color=ACCEPTED
+    )
     histogram.set(xlabel="tokens accepted of a draft", ylabel="drafts")
     histogram.xaxis.get_major_locator().set_params(integer=True)
     for axes in (timeline, histogram):

@@ -52,7 +52,9 @@ class Simulation:
         chance, jitter = random.Random(self.seed), random.Random(self.seed + 1)
         texts: list[list[int]] = [[0] for _ in range(self.rows)]
         statistics = Statistics([[] for _ in range(self.rows)])
-        state = State(self.k, [0] * self.rows, [100] * self.rows, [1] * self.rows, statistics, model=self.model, cheap=self.cheap)
+        state = State(
+            self.k, [0] * self.rows, [100] * self.rows, [1] * self.rows, statistics, model=self.model, cheap=self.cheap
+        )
         pace = Pace(policy, state, texts)
         seconds = dict.fromkeys(("draft", "forward", "verify"), 0.0)
         tokens = 0

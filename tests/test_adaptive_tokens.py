@@ -214,7 +214,9 @@ def test_off_above_a_temperature_and_for_short_outputs() -> None:
 def test_a_policy_of_ones_own_in_ten_lines() -> None:
     class WhileItBrings(Policy):
         def depths(self, state):
-            return [state.k if any(s.accepted for s in row[-3:]) or len(row) < 3 else 0 for row in state.statistics.rows]
+            return [
+                state.k if any(s.accepted for s in row[-3:]) or len(row) < 3 else 0 for row in state.statistics.rows
+            ]
 
     depths = _depths(WhileItBrings(), accuracy=0.0)[0]
     assert max(depths[:3]) == 8 and max(depths[3:]) == 0
@@ -264,5 +266,5 @@ def test_repeatable_with_given_costs() -> None:
 def test_default_is_opt_in() -> None:
     assert isinstance(NgramCandidates().policy, Fixed) and isinstance(NgramCandidates(k="auto").policy, Controller)
     assert NgramCandidates().k == 5 and NgramCandidates(k="auto").k == 16
-    with pytest.raises(ValueError, match='k must be at least 1, got .many.; or give "auto"'):
+    with pytest.raises(ValueError, match=r'k must be at least 1, got .many.; or give "auto"'):
         NgramCandidates(k="many")  # type: ignore[arg-type]

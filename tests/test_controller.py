@@ -124,7 +124,13 @@ def test_never_pays(curve: str, rows: int, draft_token: float, learns: bool) -> 
     for seed in SEEDS:
         noise = 0.1 if learns else 0.0
         simulation = Simulation(
-            lambda *_: 0.0, CURVES[curve], rows=rows, draft_token=draft_token, seed=seed, noise=noise, cheap=not draft_token
+            lambda *_: 0.0,
+            CURVES[curve],
+            rows=rows,
+            draft_token=draft_token,
+            seed=seed,
+            noise=noise,
+            cheap=not draft_token,
         )
         plain = simulation.fixed(128, [0])[0]
         ratios.append(simulation.run(_controller(simulation, learns), 128) / plain)

@@ -36,7 +36,8 @@ dist.destroy_process_group()
 def test_two_ranks_agree(tmp_path: Path, together: str) -> None:
     """Ranks of one model use what rank 0 measured; ranks that work side by side decide by their own clocks."""
     outs = [tmp_path / f"{rank}.json" for rank in range(2)]
-    arguments = [[sys.executable, "-c", WORKER, str(r), str(tmp_path / "store"), str(outs[r]), together] for r in (0, 1)]
+    start, store = [sys.executable, "-c", WORKER], str(tmp_path / "store")
+    arguments = [[*start, str(rank), store, str(outs[rank]), together] for rank in (0, 1)]
     root = Path(__file__).resolve().parents[1]
     workers = [subprocess.Popen(argument, cwd=root) for argument in arguments]
     assert [worker.wait(timeout=500) for worker in workers] == [0, 0]

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import log
 from operator import mul
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+Array = NDArray[np.floating[Any]]
 QUICK = 0.7
 ALARM = 4.0
 LEFT_AFTER_ALARM = 0.15

@@ -93,9 +93,9 @@ class Chooser(Policy):
         if not any(depths):
             self.in_vain.append(index)
             return False
-        if self.arms[index].cheap and self._network is not None:
-            if self.arms[index].controller.rate(depths) < self._network_rate:
-                return False
+        goes_on = self.arms[index].cheap and self._network is not None
+        if goes_on and self.arms[index].controller.rate(depths) < self._network_rate:
+            return False
         self.chosen = index
         return True
 

@@ -130,21 +130,16 @@ class Controller(Policy):
 
     def _count_news(self) -> None:
         """Count what came of the last drafts."""
-        asked, judged, accepted, reached, depths = [], [], [], [], []
-        nodes = depth = 0
-        for wanted, rows in self._news:
-            trials = [_trials(*pair) for pair in zip(wanted, rows, strict=True)]
-            for counts, column in zip(
-                (asked, judged, accepted, reached, depths), zip(*trials, strict=True), strict=True
-            ):
-                counts.append(column)
-            nodes += max((row.drafted for row in rows if row is not None), default=0)
-            depth += max(depths[-1])
+        trials = [[_trials(*pair) for pair in zip(asked, rows, strict=True)] for asked, rows in self._news]
+        asked, judged, accepted, reached, depths = (
+            [[trial[column] for trial in step] for step in trials] for column in range(5)
+        )
         self._gained.observe(asked, judged, accepted)
         self._always_full = self._always_full and depths == asked
         if not self._always_full:
             self._drafted.observe(asked, reached, depths)
-        if depth:
+        nodes = sum(max((row.drafted for row in rows if row is not None), default=0) for _, rows in self._news)
+        if depth := sum(map(max, depths)):
             self._breadth += 0.3 * (nodes / depth - self._breadth)
         self._something_accepted = self._something_accepted or any(map(any, accepted))
         self._counted += len(self._news)

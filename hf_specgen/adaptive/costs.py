@@ -226,4 +226,3 @@ def _places_apart(a: Place, b: Place) -> int:
 
 def _distance(batch: int, context: int, curve: CostCurve) -> float:
     return 2 * abs(np.log2(max(batch, 1) / curve.batch)) + abs(np.log2(max(context, 1) / curve.context))
-

@@ -78,7 +78,7 @@ class Step:
 
 
 class Policy(ABC):
-    """Decides how deep to draft. Subclass it and write `depths`; `begin` and `observe` are there for those who need them.
+    """Decides how deep to draft. Subclass it and write `depths`, and `begin` and `observe` if you need them.
 
     Give it to a strategy, `NgramCandidates(k=16, policy=…)`, or to one call, `generate(…, policy=…)`. Every call works
     on its own shallow copy: what `begin` sets up belongs to that call.

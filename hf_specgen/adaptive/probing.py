@@ -9,7 +9,7 @@ from hf_specgen.adaptive.policy import Step
 SHORTEST, LONGEST = 4, 24
 SHARE = 0.01
 MODEST = 0.25
-"""A try that costs no more than this, in plain steps, is made two tokens deep and never put off by its debt for long."""
+"""A try that costs no more than this, in plain steps, is made two tokens deep and is never put off for long."""
 
 
 class Probes:

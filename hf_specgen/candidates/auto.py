@@ -21,8 +21,8 @@ class AutoCandidates(Candidates):
     """Chooses among strategies, step by step: n-grams where the text repeats itself, a network elsewhere, or nothing.
 
     Each strategy keeps a `Controller` of its own, so that its own estimates say what it may draft; what it was given as
-    k is its limit. In a batch one strategy drafts for all rows in a step. With another policy (`generate(policy=…)`) the
-    strategies are asked in their order, and the first draft is taken.
+    k is its limit. In a batch one strategy drafts for all rows in a step. With another policy (`generate(policy=…)`)
+    the strategies are asked in their order, and the first draft is taken.
 
     Args:
         strategies: at least one; those that cost next to nothing (n-grams) are asked first wherever they stand.

@@ -71,8 +71,9 @@ class NgramCandidates(Candidates):
     Costs no model and no training. Pays where output repeats input: editing, summaries, retrieval, code, JSON.
 
     Args:
-        k: greatest length of a draft, in tokens; 5 if left out, "auto" for as many as pay. A single branch is followed only as far as the evidence goes: a match
-            of one token for as long as another occurrence agrees, every further matched token buys 4 tokens more.
+        k: greatest length of a draft, in tokens; 5 if left out, "auto" for as many as pay. A single branch is followed
+            only as far as the evidence goes: a match of one token for as long as another occurrence agrees, every
+            further matched token buys 4 tokens more.
         min_ngram: length of the shortest match that is considered.
         max_ngram: length of the longest match that is told apart from a shorter one.
         branches: how many different continuations are verified at once, as a tree, each with its full length k. Worth
