@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import drafting, overhead, replay, throughput
+from benchmarks import adaptive, drafting, overhead, replay, throughput
 from benchmarks.common import Rows
 from benchmarks.tables import cell
 from hf_specgen.provenance import provenance
@@ -35,6 +35,7 @@ SECTIONS: dict[str, Callable[[int, bool], Rows]] = {
     "domains-wide": partial(throughput.domains, wide=True),
     "drafting": drafting.drafting,
     "drafting-wide": partial(drafting.drafting, wide=True),
+    "adaptive": adaptive.adaptive,
 }
 
 
