@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 from hf_specgen.cli import app
 from hf_specgen.demo import EMBEDDED_DRAFT, EMBEDDED_MODEL
-from hf_specgen.doctor import DoctorSettings, Report, Verdict, examine
+from hf_specgen.cost import CostCurve
+from hf_specgen.doctor import DoctorSettings, Report, Verdict, advice, examine
 from hf_specgen.doctor import on_paper as paper
 from hf_specgen.doctor.blueprint import blueprint
+from hf_specgen.measure import Total
 from tests.helpers import tiny_model
 
 MODEL, DRAFT = str(EMBEDDED_MODEL), str(EMBEDDED_DRAFT)
@@ -118,6 +120,31 @@ def test_heads(tmp_path: Path) -> None:
     assert _verdicts(wrong)["heads' size"] == "bad" and _verdicts(wrong)["heads' base"] == "warning"
     (tmp_path / "empty").mkdir()
     assert _verdicts(_on_paper(heads=str(tmp_path / "empty")))["heads"] == "bad"
+
+
+def test_the_readme_and_the_doctor_follow_one_tree() -> None:
+    text = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"Up to {advice.CHEAP_WIDTH:g}:" in text and f"Up to {advice.DEAR_WIDTH:g}:" in text
+    assert f"at least {advice.CLEAR - 1:.0%}\n" in text
+    widths = {1.2: "good", 1.7: "warning", 2.5: "warning"}
+    for ratio, verdict in widths.items():
+        assert advice.width(CostCurve((1, 8, 16), (0.01, 0.01 * ratio, 0.03), 128, 1)).verdict.value == verdict
+
+
+def _total(tokens: int, seconds: float, accepted: int = 5) -> Total:
+    return Total(tokens=tokens, seconds=seconds, steps=tokens, emitted=tokens, drafted=10, accepted=accepted)
+
+
+def test_the_recommendation_is_what_was_fastest() -> None:
+    codes = {"n-grams": "NgramCandidates()", "draft model": "DraftModelCandidates()"}
+    faster = {"plain": _total(100, 2.0), "n-grams": _total(100, 1.8), "draft model": _total(100, 1.0)}
+    line, why = advice.recommend(faster, "plain", codes)
+    assert "DraftModelCandidates()" in line and "2.00x" in why
+    nothing = {"plain": _total(100, 2.0), "n-grams": _total(100, 2.0), "draft model": _total(100, 3.0)}
+    line, why = advice.recommend(nothing, "plain", codes)
+    assert "NgramCandidates()" in line and "nothing was clearly faster" in why
+    assert "few guesses are right" in advice.speed("x", _total(100, 3.0, accepted=1), nothing["plain"]).meaning
+    assert "cost as much as they save" in advice.speed("x", _total(100, 3.0), nothing["plain"]).meaning
 
 
 def test_bad_input() -> None:

@@ -16,12 +16,12 @@ from hf_specgen.statistics import RowStep
 LONGEST = 32
 PRIOR, FADE, LEAN = 0.7, 0.95, 2.0
 OFTEN_WITHOUT_DRAFT = 0.9
-SLOW_START = 3
-"""Greatest depth until the first guess is accepted."""
+SLOW_START, AFFORDABLE = 3, 1.4
+"""Until the first guess is accepted: the greatest depth where costs are unknown, the greatest cost where they are."""
 EVERY_STEP, LATER, LATER_IN_BATCHES = 4, 5, 12
 """The first drafts are counted one by one, later ones several at a time: that costs a fraction."""
 TRIED_AT_LEAST = 2
-"""So many drafts are made before they can be given up: the first may have been bad luck."""
+"""So many are made before they are given up, if they seemed to pay at first: one may have been bad luck."""
 
 
 class Controller(Policy):
@@ -66,7 +66,7 @@ class Controller(Policy):
         self._counted, self._later = 0, LATER if len(state.room) == 1 else LATER_IN_BATCHES
         self._plan: Plan | None = None
         self._seconds = [1.0] * (self._k + 1)
-        self._something_accepted = False
+        self._something_accepted, self._hopeful = False, True
         self._room: list[int] = []
 
     def depths(self, state: State) -> list[int]:
@@ -81,7 +81,8 @@ class Controller(Policy):
 
     def probe(self, state: State) -> list[int]:
         """Depths for a step in which this strategy does not seem best; seldom other than 0."""
-        depth = SLOW_START - 1 if self._counted < TRIED_AT_LEAST else self._probes.depth(self._seconds)
+        insists = self._hopeful and self._counted < TRIED_AT_LEAST
+        depth = min(SLOW_START - 1, self._first_depth()) if insists else self._probes.depth(self._seconds)
         return [min(depth, free) for free in state.room]
 
     def plan(self, state: State) -> Plan | None:
@@ -97,18 +98,27 @@ class Controller(Policy):
         elif self._plan is not None and room == self._room:
             return self._plan
         self._room = room
-        self._plan = self._best([min(free, SLOW_START) for free in room] if not self._something_accepted else room)
+        self._seconds = self._costs.by_depth(k, self._breadth).tolist()
+        limit = k if self._something_accepted else self._first_depth()
+        is_first = self._plan is None
+        self._plan = self._best([min(free, limit) for free in room])
+        if is_first:
+            self._hopeful = not self._costs.knows_wide_steps or self.pays(self._plan)
         return self._plan
 
+    def _first_depth(self) -> int:
+        """How deep to draft before anything is known of the text."""
+        if not self._costs.knows_wide_steps:
+            return SLOW_START
+        return max(1, sum(second <= AFFORDABLE * self._seconds[0] for second in self._seconds) - 1)
+
     def _best(self, room: list[int]) -> Plan:
-        seconds = self._costs.by_depth(self._k, self._breadth)
-        self._seconds = seconds.tolist()
         if isinstance(self._gained, Chances) and isinstance(self._drafted, Chances):
             drafted = [1.0] * self._k if self._always_full else self._drafted.cumulative()
             return best_depth(self._gained.cumulative(), drafted, self._seconds, room[0])
         gained = np.asarray(self._gained.cumulative())
         reached = np.ones_like(gained) if self._always_full else np.asarray(self._drafted.cumulative())
-        return best_depths(gained, reached, seconds, room)
+        return best_depths(gained, reached, np.array(self._seconds), room)
 
     def rate(self, depths: Sequence[int]) -> float:
         """Expected tokens per second of a step in which drafts of these depths were found."""

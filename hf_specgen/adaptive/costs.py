@@ -38,6 +38,7 @@ class StepCosts:
     """
 
     wants_plain_step = False
+    knows_wide_steps = True
 
     def __init__(self, *curves: CostCurve, draft_token: float = 0.0, draft_step: float = 0.0):
         if not curves:
@@ -77,6 +78,7 @@ class Table:
 
     def __init__(self, prior: Callable[[Array], Array]):
         self._prior = _snapshot(prior)
+        self._before = prior if isinstance(prior, Table) else None
         self._times: dict[int, deque[float]] = {}
         self._unsure: set[int] = set()
         self.known: dict[int, float] = {}
@@ -97,9 +99,15 @@ class Table:
             self.version += 1
 
     @property
-    def plain_steps(self) -> int:
-        """How many plain steps were measured."""
-        return len(self._times.get(1, ())) + (1 not in self._unsure and 1 in self._times)
+    def knows_plain_steps(self) -> bool:
+        """Whether it is known what a plain step takes, if only from a table of a similar batch."""
+        known = 1 in self._times and 1 not in self._unsure
+        return known or (self._before is not None and self._before.knows_plain_steps)
+
+    @property
+    def knows_wide_steps(self) -> bool:
+        """The same of steps with drafts."""
+        return len(self.known) > 1 or (self._before is not None and self._before.knows_wide_steps)
 
     def __call__(self, widths: Array) -> Array:
         """Seconds (or, with nothing measured, a shape) for each of some increasing widths; never falling."""
@@ -151,7 +159,12 @@ class MeasuredCosts:
     @property
     def wants_plain_step(self) -> bool:
         """Whether it is still unknown what a plain step takes."""
-        return self._table.plain_steps < PLAIN_STEPS and self._steps <= PLAIN_STEPS
+        return self._steps <= PLAIN_STEPS and not self._table.knows_plain_steps
+
+    @property
+    def knows_wide_steps(self) -> bool:
+        """Whether steps with drafts were measured."""
+        return self._table.knows_wide_steps
 
     @property
     def _table(self) -> Table:
