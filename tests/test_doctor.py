@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hf_specgen.cli import app
-from hf_specgen.demo import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from hf_specgen.cost import CostCurve
+from hf_specgen.demo import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from hf_specgen.doctor import DoctorSettings, Report, Verdict, advice, examine
 from hf_specgen.doctor import on_paper as paper
 from hf_specgen.doctor.blueprint import blueprint
