@@ -144,7 +144,7 @@ def test_the_recommendation_is_what_was_fastest() -> None:
     line, why = advice.recommend(nothing, "plain", codes)
     assert "NgramCandidates()" in line and "nothing was clearly faster" in why
     assert "few guesses are right" in advice.speed("x", _total(100, 3.0, accepted=1), nothing["plain"]).meaning
-    assert "cost as much as they save" in advice.speed("x", _total(100, 3.0), nothing["plain"]).meaning
+    assert "costs as much as they save" in advice.speed("x", _total(100, 3.0), nothing["plain"]).meaning
 
 
 def test_bad_input() -> None:
