@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import drafting, medusa, overhead, replay, throughput
+from benchmarks import adaptive, drafting, medusa, overhead, replay, throughput
 from benchmarks.common import Rows
 from benchmarks.tables import cell
 from hf_specgen.provenance import provenance
@@ -39,6 +39,7 @@ SECTIONS: dict[str, Callable[[int, bool], Rows]] = {
     "medusa-wide": partial(medusa.medusa, wide=True),
     "medusa-wide-batch": partial(medusa.medusa, wide=True, batch_size=4),
     "medusa-training": medusa.medusa_training,
+    "adaptive": adaptive.adaptive,
 }
 
 

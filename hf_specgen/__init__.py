@@ -5,7 +5,9 @@ Example:
     >>> # model.generate(**inputs, candidate_generator=NgramCandidates(k=5))
 """
 
+from hf_specgen.adaptive import Controller, MovingWindow, Policy, Schedule
 from hf_specgen.candidates import (
+    AutoCandidates,
     Candidates,
     DraftModelCandidates,
     LayerSkipCandidates,
@@ -15,19 +17,26 @@ from hf_specgen.candidates import (
 )
 from hf_specgen.decoding import SpeculativeOutput
 from hf_specgen.integration import install, speculate, uninstall
+from hf_specgen.monitor import SpeculationMonitor
 from hf_specgen.statistics import Statistics
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import Verifier
 from hf_specgen.version import __version__
 
 __all__ = [
+    "AutoCandidates",
     "Candidates",
+    "Controller",
     "DraftModelCandidates",
     "DraftTree",
     "LayerSkipCandidates",
     "MedusaCandidates",
+    "MovingWindow",
     "NgramCandidates",
     "NgramHistory",
+    "Policy",
+    "Schedule",
+    "SpeculationMonitor",
     "SpeculativeOutput",
     "Statistics",
     "Verifier",

@@ -1,4 +1,4 @@
-"""The command line: `hf-specgen demo | bench | tune | export`."""
+"""The command line: `hf-specgen demo | doctor | bench | tune | export`."""
 
 from __future__ import annotations
 
@@ -138,3 +138,51 @@ def bench(context: typer.Context) -> None:
     from hf_specgen.benchmark import command
 
     command()(context.args, prog_name="hf-specgen bench")
+
+
+@app.command()
+def doctor(
+    model: Annotated[str, typer.Option(help="Hub id or folder of the target.")],
+    draft: Annotated[str, typer.Option(help="Hub id or folder of a draft model.")] = "",
+    heads: Annotated[str, typer.Option(help="Hub id or folder of Medusa heads.")] = "",
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt like yours; may be given several times.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Prompts per generate call.")] = 1,
+    length: Annotated[int, typer.Option(help="Tokens per row, prompt included, that must fit into memory.")] = 2048,
+    temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer of the quick run.")] = 96,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps …")] = "cpu",
+    run: Annotated[bool, typer.Option(help="Measure; without it nothing is loaded.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Check whether speculation works and pays here, and recommend a setting.
+
+    Exit code 1 if something has to be settled first.
+    """
+    from hf_specgen.doctor import DoctorSettings, examine
+    from hf_specgen.doctor.examine import exit_code
+
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise typer.BadParameter(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    for name, value in (("--batch-size", batch_size), ("--length", length), ("--max-new-tokens", max_new_tokens)):
+        if value < 1:
+            raise typer.BadParameter(f"{name} must be at least 1, got {value}")
+    if temperature < 0:
+        raise typer.BadParameter(f"--temperature must be at least 0, got {temperature}")
+    console = Console()
+    settings = DoctorSettings(
+        model, draft, heads, tuple(prompt or ()), batch_size, length, temperature, max_new_tokens, dtype, device, run
+    )
+    try:
+        report = examine(settings)
+    except (OSError, ValueError) as error:
+        console.print(f"[red]error:[/] {error}")
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        console.print(report.table())
+        if report.recommendation:
+            console.print(f"[bold]{report.recommendation}[/]", highlight=False)
+        console.print(report.reason)
+    raise typer.Exit(exit_code(report))

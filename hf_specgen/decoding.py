@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from hf_specgen.adaptive.pace import Pace, StepHook
+from hf_specgen.adaptive.policy import Policy, State
 from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
 from hf_specgen.emission import Emission
 from hf_specgen.scoring import Scorer
@@ -43,6 +44,8 @@ def speculative_decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None = None,
+    policy: Policy | None = None,
+    monitor: StepHook | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate as plain `generate` does, several tokens at a time.
@@ -53,6 +56,8 @@ def speculative_decode(
         candidates: guesses the next tokens.
         verifier: decides which guesses stand.
         logits_processor, stopping_criteria, generation_config, streamer: as prepared by `generate`.
+        policy: says how deep to draft; that of the candidates if left out.
+        monitor: told of every step.
         model_kwargs: attention mask, positions, cache.
 
     Returns:
@@ -61,6 +66,8 @@ def speculative_decode(
     call = _Call(
         model, input_ids, candidates, verifier, logits_processor, stopping_criteria, generation_config, model_kwargs
     )
+    call.pace = Pace(policy or candidates.policy, call.state(candidates), call.sequences.generated, monitor)
+    call.context.policy = call.pace.policy
     call.emission = Emission(call.sequences, stopping_criteria, streamer, call.keep_scores, call.output_scores)
     decode_mode = getattr(model, "_optimize_model_for_decode", nullcontext)
     try:
@@ -83,6 +90,7 @@ class _Call:
     """One `generate` call: its text, its target, its statistics."""
 
     emission: Emission
+    pace: Pace
 
     def __init__(
         self,
@@ -101,7 +109,7 @@ class _Call:
         self.output_logits = self.returns_dict and bool(config.output_logits)
         self.keep_scores = self.output_scores or self.output_logits
         self.target = candidates.make_target(model, config, model_kwargs)
-        self.sequences = _sequences(input_ids, model_kwargs.get("attention_mask"), criteria, config)
+        self.sequences = Sequences.of_call(input_ids, model_kwargs.get("attention_mask"), criteria, config)
         self.verifier = verifier
         self.scorer = Scorer(processors, self.sequences)
         verifier.begin(self.scorer, self.sequences, bool(config.do_sample), self.keep_scores)
@@ -110,7 +118,23 @@ class _Call:
         )
         batch = self.sequences.batch
         self.statistics = Statistics([[] for _ in range(batch)])
-        self._seconds = dict.fromkeys(("prefill", "draft", "forward", "verify"), 0.0)
+        self._temperature = float(config.temperature or 0.0) if config.do_sample else 0.0
+        self._seconds = dict.fromkeys(("prefill", "draft", "forward", "verify", "policy"), 0.0)
+
+    def state(self, candidates: Candidates) -> State:
+        """What a policy is shown."""
+        return State(
+            k=candidates.k,
+            room=[0] * self.sequences.batch,
+            prompts=[len(prompt) for prompt in self.sequences.prompts],
+            generated=[0] * self.sequences.batch,
+            statistics=self.statistics,
+            temperature=self._temperature,
+            max_new_tokens=self.sequences.max_length - self.sequences.prompt_length,
+            model=self.target.model,
+            strategy=repr(candidates),
+            cheap=candidates.cheap,
+        )
 
     def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
         with _Timer(self._seconds, "prefill"):
@@ -122,24 +146,29 @@ class _Call:
         self.emission.add(self.verifier.verify(tree, logits, [True] * tree.batch))
         while not self.emission.done:
             active = self._active_rows()
+            room = [self._room(row) if active[row] else 0 for row in range(tree.batch)]
+            with _Timer(self._seconds, "policy"):
+                self.context.budget = self.pace.budget(room)
             with _Timer(self._seconds, "draft"):
-                self.context.budget = [self._budget(row) if active[row] else 0 for row in range(tree.batch)]
                 tree = drafter.draft(self.context)
             with _Timer(self._seconds, "forward"):
                 logits = self.target.forward(tree, self.sequences.pending())
             with _Timer(self._seconds, "verify"):
                 verdict = self.verifier.verify(tree, logits, active)
                 self.target.commit(verdict.paths)
-                self.statistics.record(tree, verdict)
+                steps = self.statistics.record(tree, verdict)
                 drafter.observe(verdict)
                 self.emission.add(verdict)
                 self.verifier.confirmed(self.emission.columns)
+            with _Timer(self._seconds, "policy"):
+                self.pace.observe(tree, steps, self._seconds)
             if not self._reads_padding:
                 self.target.drop_rows([self.emission.goes_on(row) for row in range(tree.batch)])
         self.verifier.end(self.emission.columns)
         self.statistics.finish([len(tokens) for tokens in self.sequences.generated])
         self._seconds["total"] = perf_counter() - self._started
         self.statistics.seconds = self._seconds
+        self.pace.end()
 
     def fill_in_padding(self) -> None:
         """Read the padding of rows that ended early, if its scores or the cache are visible to the caller.
@@ -196,7 +225,7 @@ class _Call:
             self.emission.goes_on(row) and len(tokens) < furthest for row, tokens in enumerate(self.sequences.generated)
         ]
 
-    def _budget(self, row: int) -> int:
+    def _room(self, row: int) -> int:
         """How many draft tokens can be used: the target adds one of its own.
 
         A draft must not reach behind the model's last position before the text does: a table of positions ends there.
@@ -217,20 +246,3 @@ class _Timer:
 
     def __exit__(self, *_: object) -> None:
         self._seconds[self._name] += perf_counter() - self._begin
-
-
-def _sequences(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-) -> Sequences:
-    stop_ids: set[int] = set()
-    for criterion in criteria:
-        if type(criterion) is EosTokenCriteria:
-            stop_ids.update(criterion.eos_token_id.tolist())
-    pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-    pad_token: Any = config._pad_token_tensor
-    pad_id = int(pad_token) if pads else None
-    max_length = float("inf") if criteria.max_length is None else criteria.max_length
-    return Sequences(input_ids, attention_mask, stop_ids, max_length, pad_id)

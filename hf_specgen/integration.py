@@ -14,20 +14,31 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specgen.adaptive.policy import Policy
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.foreign import ForeignCandidates
 from hf_specgen.decoding import SpeculativeOutput, speculative_decode
+from hf_specgen.monitor import SpeculationMonitor
 from hf_specgen.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
+CALL_SETTINGS = ("verification", "policy", "monitor")
 VERIFIERS = {"coupled": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 
 
 class Speculation:
     """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
 
-    def __init__(self, candidates: Candidates, verification: str | Verifier, streamer: BaseStreamer | None = None):
+    def __init__(
+        self,
+        candidates: Candidates,
+        verification: str | Verifier,
+        streamer: BaseStreamer | None = None,
+        policy: Policy | None = None,
+        monitor: SpeculationMonitor | None = None,
+    ):
         self.candidates, self.verification, self.streamer = candidates, verification, streamer
+        self.policy, self.monitor = policy, monitor
         _as_verifier(verification)
 
     def __call__(
@@ -51,6 +62,8 @@ class Speculation:
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
             streamer=self.streamer,
+            policy=self.policy,
+            monitor=self.monitor,
             **model_kwargs,
         )
 
@@ -60,6 +73,8 @@ def speculate(
     *,
     verification: str | Verifier = "coupled",
     streamer: BaseStreamer | None = None,
+    policy: Policy | None = None,
+    monitor: SpeculationMonitor | None = None,
 ) -> Speculation:
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
@@ -68,6 +83,8 @@ def speculate(
         verification: "coupled" (the picks of plain `generate`, also when sampling with a seed), "rejection" (the same
             distribution, but not the same seed), "typical" (LOSSY: whatever the target finds plausible), or a
             `Verifier`.
+        policy: how deep this call drafts, step by step; the strategy's own policy if left out.
+        monitor: is told of every step.
         streamer: give it here, not to `generate`: Transformers does not hand it to custom decoding methods.
 
     Returns:
@@ -80,11 +97,13 @@ def speculate(
         >>> from hf_specgen import NgramCandidates, speculate
         >>> method = speculate(NgramCandidates(k=5))  # model.generate(**inputs, custom_generate=method)
     """
-    return Speculation(_as_candidates(candidate_generator), verification, streamer)
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
+    return Speculation(_as_candidates(candidate_generator), verification, streamer, policy, monitor)
 
 
 def install() -> None:
-    """Teach `GenerationMixin.generate` the keywords `candidate_generator` and `verification`. Idempotent.
+    """Teach `GenerationMixin.generate` our keywords: candidate_generator, verification, policy, monitor. Idempotent.
 
     Without the keyword, `generate` does exactly what it did before. `import hf_specgen` calls this.
     """
@@ -100,7 +119,8 @@ def install() -> None:
         if candidate_generator is not None:
             if method is not None:
                 raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
-            method = speculate(candidate_generator, verification=kwargs.pop("verification", "coupled"))
+            settings = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
+            method = speculate(candidate_generator, **settings)
         return _generate(original, self, args, kwargs, method)
 
     generate._hf_specgen_original = original  # type: ignore[attr-defined]
@@ -125,7 +145,7 @@ def _generate(
         raise ValueError("candidate_generator= does not work with synced_gpus=True (FSDP, ZeRO-3); leave it out")
     streamer = kwargs.get("streamer")
     if streamer is not None:
-        method = Speculation(method.candidates, method.verification, streamer)
+        method = Speculation(method.candidates, method.verification, streamer, method.policy, method.monitor)
     tokenizer = kwargs.pop("tokenizer", None)
     if tokenizer is not None:
         kwargs.update(_stop_strings_as_criteria(model, kwargs.get("generation_config"), tokenizer, kwargs))

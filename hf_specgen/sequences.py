@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria
 
 
 class Sequences:
@@ -35,6 +38,25 @@ class Sequences:
         self.device = input_ids.device
         self._shown = torch.cat([input_ids.cpu(), self._blank(64)], dim=1)
         self._filled = [0] * self.batch
+
+    @classmethod
+    def of_call(
+        cls,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+    ) -> Sequences:
+        """As `generate` has prepared them."""
+        stop_ids: set[int] = set()
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                stop_ids.update(criterion.eos_token_id.tolist())
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        pad_token: Any = config._pad_token_tensor
+        pad_id = int(pad_token) if pads else None
+        max_length = float("inf") if criteria.max_length is None else criteria.max_length
+        return cls(input_ids, attention_mask, stop_ids, max_length, pad_id)
 
     def pending(self) -> list[int]:
         """The last token of each row: the target has not read it yet."""

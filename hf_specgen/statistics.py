@@ -46,7 +46,7 @@ class Statistics:
     Args:
         rows: the steps of each row, in order.
         lengths: generated tokens of each row that stand in the output, the first (which the prompt gives) included.
-        seconds: wall time in `prefill`, `draft`, `forward`, `verify`, and `total`.
+        seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (deciding how deep to draft), `total`.
 
     Example:
         >>> stats = Statistics(rows=[[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2), RowStep(2, 2, 0, 1)]], lengths=[8])
@@ -60,13 +60,17 @@ class Statistics:
     lengths: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def record(self, tree: DraftTree, verdict: Verdict) -> None:
-        """Count one verification step."""
+    def record(self, tree: DraftTree, verdict: Verdict) -> list[RowStep | None]:
+        """Count one verification step; returns what it was for each row, None for one that took no part."""
+        steps: list[RowStep | None] = [None] * len(self.rows)
         for row, path in enumerate(verdict.paths):
             if path is not None:
                 parents = tree.parents[row]
                 depth = max(depths(parents), default=0)
-                self.rows[row].append(RowStep(len(parents), depth, verdict.accepted[row], len(verdict.tokens[row])))
+                step = RowStep(len(parents), depth, verdict.accepted[row], len(verdict.tokens[row]))
+                self.rows[row].append(step)
+                steps[row] = step
+        return steps
 
     def finish(self, lengths: Sequence[int]) -> None:
         """Settle the output's length in each row, and take out of the counts what lies behind it."""

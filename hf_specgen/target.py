@@ -127,7 +127,7 @@ class Target:
     def _positions(self, bases: Sequence[int], depth: torch.Tensor) -> torch.Tensor:
         """Positions of this step's tokens.
 
-        Drafts that matter end before the model's last position (see `_Call._budget`). What fills up the other rows must
+        Drafts that matter end before the model's last position (see `_Call._room`). What fills up the other rows must
         not reach behind it either: a model with a table of positions would raise.
         """
         positions = torch.tensor(bases, device=depth.device)[:, None] + depth

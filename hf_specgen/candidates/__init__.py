@@ -1,5 +1,6 @@
 """Candidate strategies: one file each."""
 
+from hf_specgen.candidates.auto import AutoCandidates
 from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.foreign import ForeignCandidates
@@ -8,6 +9,7 @@ from hf_specgen.candidates.medusa import MedusaCandidates
 from hf_specgen.candidates.ngram import NgramCandidates, NgramHistory
 
 __all__ = [
+    "AutoCandidates",
     "Candidates",
     "DraftContext",
     "DraftModelCandidates",

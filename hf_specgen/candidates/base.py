@@ -9,12 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_specgen.adaptive.controller import Controller
+from hf_specgen.adaptive.policy import Fixed, Policy
 from hf_specgen.tree import DraftTree
+
+AUTO_BY_DEFAULT = False
+"""Whether a strategy that is given no k takes `k="auto"`."""
+Depth = int | Literal["auto"] | None
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -35,6 +41,7 @@ class DraftContext:
         verifier: what will judge the guesses: its `sample_draft` draws tokens in the way that it accepts most of, its
             `wants_q` says whether they should carry their probabilities. None inside Transformers' own loop.
         target: the target as the loop sees it; None inside Transformers' own loop.
+        policy: what sets the budget; None inside Transformers' own loop.
     """
 
     prompts: list[list[int]]
@@ -42,6 +49,7 @@ class DraftContext:
     budget: list[int] = field(default_factory=list)
     verifier: Verifier | None = None
     target: Target | None = None
+    policy: Policy | None = None
 
 
 class Drafter(ABC):
@@ -49,7 +57,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, context: DraftContext) -> DraftTree:
-        """Guess what comes next in each row; a row with budget 0 gets no nodes."""
+        """Guess what comes next in each row; a row with budget 0 gets no nodes.
+
+        Called in every step, with nothing but zeros where a plain step is wanted: then nothing should be computed that
+        the next draft can catch up on.
+        """
 
     def observe(self, verdict: Verdict) -> None:
         """Learn what the target made of the last draft."""
@@ -65,6 +77,12 @@ class Candidates(CandidateGenerator, ABC):
     one row, through `get_candidates`.
     """
 
+    k: int = 64
+    """Greatest depth of a draft."""
+    policy: Policy = Fixed()
+    """Decides before each step how much of k is used."""
+    cheap: bool = False
+    """Whether a draft costs next to nothing, and asking for one that is not used does no harm."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
     _foreign_call: tuple[DraftContext, Drafter] | None = None
@@ -76,6 +94,32 @@ class Candidates(CandidateGenerator, ABC):
         from hf_specgen.target import Target
 
         return Target(model, generation_config, model_kwargs)
+
+    def _set_depth(self, k: Depth, policy: Policy | None, default: int, auto: int) -> None:
+        """Take the arguments `k` and `policy` of a strategy.
+
+        Args:
+            k: greatest depth; "auto" for the greatest that makes sense, with a `Controller`.
+            policy: of the user; None for the one that belongs to k.
+            default: the depth for k=None.
+            auto: the depth for k="auto".
+
+        Raises:
+            ValueError: if k is neither.
+            TypeError: if the policy is none.
+        """
+        if k is None:
+            k = "auto" if AUTO_BY_DEFAULT else default
+        if policy is not None and not isinstance(policy, Policy):
+            raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
+        if k != "auto" and (not isinstance(k, int) or k < 1):
+            raise ValueError(f'k must be at least 1, got {k!r}; or give "auto"')
+        self.policy = policy or (Controller() if k == "auto" else Fixed())
+        self.k = auto if k == "auto" else k
+
+    def _show_policy(self) -> str:
+        """The end of a strategy's repr: its policy, unless that is a fixed depth."""
+        return "" if isinstance(self.policy, Fixed) else f", policy={self.policy!r}"
 
     @abstractmethod
     def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:

@@ -13,7 +13,8 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
+from hf_specgen.adaptive.policy import Policy
+from hf_specgen.candidates.base import Candidates, Depth, DraftContext, Drafter
 from hf_specgen.candidates.chain import ChainDrafter, vocabulary_size
 from hf_specgen.candidates.vocabulary import check_vocabularies
 from hf_specgen.support import check_model
@@ -27,11 +28,12 @@ class DraftModelCandidates(Candidates):
 
     Args:
         model_or_id: a loaded model, a Hub id or a folder.
-        k: greatest length of a draft, in tokens.
+        k: greatest length of a draft, in tokens; 5 if left out, "auto" for as many as pay.
         confidence_threshold: stop a row's draft behind a token whose probability is below this; 0 never stops.
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
             checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
             `Int8WeightOnlyConfig()`.
+        policy: how much of k is used, step by step; see `hf_specgen.adaptive`.
 
     Raises:
         ValueError: if a number is out of range, or loading options are given for a model that is loaded already; at
@@ -45,21 +47,21 @@ class DraftModelCandidates(Candidates):
     def __init__(
         self,
         model_or_id: PreTrainedModel | str,
-        k: int = 5,
+        k: Depth = None,
         *,
         confidence_threshold: float = 0.0,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         quantization_config: Any = None,
+        policy: Policy | None = None,
     ):
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}")
+        self._set_depth(k, policy, default=5, auto=8)
         if not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold}")
         loaded = not isinstance(model_or_id, str)
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
-        self.k, self.confidence_threshold = k, confidence_threshold
+        self.confidence_threshold = confidence_threshold
         self._name = model_or_id if isinstance(model_or_id, str) else str(model_or_id.name_or_path)
         self._model = None if isinstance(model_or_id, str) else model_or_id
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
@@ -80,7 +82,8 @@ class DraftModelCandidates(Candidates):
         return self._model.eval()
 
     def __repr__(self) -> str:
-        return f"DraftModelCandidates({self._name!r}, k={self.k}, confidence_threshold={self.confidence_threshold})"
+        settings = f"k={self.k}, confidence_threshold={self.confidence_threshold}{self._show_policy()}"
+        return f"DraftModelCandidates({self._name!r}, {settings})"
 
 
 class _DraftModelDrafter(ChainDrafter):
@@ -105,8 +108,7 @@ class _DraftModelDrafter(ChainDrafter):
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
         self._draft = Target(draft, GenerationConfig(), arguments)
-        with torch.no_grad():
-            self._draft.prefill(input_ids)
+        self._unread_prompt: torch.Tensor | None = input_ids
         self._read = [0] * len(context.prompts)
 
     def room(self, row: int) -> int:
@@ -114,7 +116,13 @@ class _DraftModelDrafter(ChainDrafter):
         return max(0, self._table - len(self.context.prompts[row]) - len(self.context.generated[row]))
 
     def first_scores(self) -> torch.Tensor:
-        """Read what was generated since the last draft; a row that the draft has no positions for is left as it is."""
+        """Read what was generated since the last draft; a row that the draft has no positions for is left as it is.
+
+        The prompt is read before the first draft: a call that never drafts does not pay for it.
+        """
+        if self._unread_prompt is not None:
+            self._draft.prefill(self._unread_prompt)
+            self._unread_prompt = None
         texts = enumerate(zip(self.context.generated, self._read, strict=True))
         unread = [self._known((self.room(row) and text[read:]) or text[-1:]) for row, (text, read) in texts]
         tree = DraftTree.chains([tokens[1:] for tokens in unread])

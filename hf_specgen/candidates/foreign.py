@@ -43,12 +43,17 @@ class _ForeignDrafter(Drafter):
 
     def draft(self, context: DraftContext) -> DraftTree:
         self._context = context
+        self._drafted = context.budget[0] > 0
+        if not self._drafted:
+            return DraftTree.empty(1)
         text = self._text()
         candidates, _ = self._generator.get_candidates(text)  # type: ignore[arg-type]
         guesses = candidates[0, text.shape[1] :].tolist()[: context.budget[0]]
         return DraftTree.chains([guesses])
 
     def observe(self, verdict: Verdict) -> None:
+        if not self._drafted:
+            return
         accepted = len(verdict.paths[0] or ())
         self._generator.update_candidate_strategy(self._text(), None, accepted)  # type: ignore[arg-type]
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
+from hf_specgen.adaptive.policy import Policy
+from hf_specgen.candidates.base import Candidates, Depth, DraftContext, Drafter
 from hf_specgen.candidates.chain import ChainDrafter, vocabulary_size
 from hf_specgen.heads.exit_head import load_exit_head
 from hf_specgen.split_target import SplitTarget
@@ -25,8 +26,9 @@ class LayerSkipCandidates(Candidates):
 
     Args:
         exit_layer: how many layers draft.
-        k: greatest length of a draft, in tokens.
+        k: greatest length of a draft, in tokens; 4 if left out, "auto" for as many as pay.
         adapter: folder or Hub id of a trained exit adapter, or a module that turns states into logits.
+        policy: how much of k is used, step by step; see `hf_specgen.adaptive`.
 
     Raises:
         ValueError: if k is out of range; at the first call, if the target cannot be divided there or the adapter was
@@ -37,10 +39,16 @@ class LayerSkipCandidates(Candidates):
         LayerSkipCandidates(exit_layer=4, k=4, adapter=None)
     """
 
-    def __init__(self, exit_layer: int, k: int = 4, adapter: str | nn.Module | None = None):
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}")
-        self.exit_layer, self.k, self.adapter = exit_layer, k, adapter
+    def __init__(
+        self,
+        exit_layer: int,
+        k: Depth = None,
+        adapter: str | nn.Module | None = None,
+        *,
+        policy: Policy | None = None,
+    ):
+        self._set_depth(k, policy, default=4, auto=8)
+        self.exit_layer, self.adapter = exit_layer, adapter
         self._head = adapter if isinstance(adapter, nn.Module) else None
 
     def make_target(
@@ -57,7 +65,8 @@ class LayerSkipCandidates(Candidates):
         return _LayerSkipDrafter(context, context.target, self.k, vocabulary_size(model), self._head)
 
     def __repr__(self) -> str:
-        return f"LayerSkipCandidates(exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r})"
+        settings = f"exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r}{self._show_policy()}"
+        return f"LayerSkipCandidates({settings})"
 
 
 class _LayerSkipDrafter(ChainDrafter):

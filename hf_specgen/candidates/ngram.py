@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
+from hf_specgen.adaptive.policy import Policy
+from hf_specgen.candidates.base import Candidates, Depth, DraftContext, Drafter
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from hf_specgen.tree import DraftTree, Parents, merge_paths
 
@@ -70,13 +71,15 @@ class NgramCandidates(Candidates):
     Costs no model and no training. Pays where output repeats input: editing, summaries, retrieval, code, JSON.
 
     Args:
-        k: greatest length of a draft, in tokens. A single branch is followed only as far as the evidence goes: a match
-            of one token for as long as another occurrence agrees, every further matched token buys 4 tokens more.
+        k: greatest length of a draft, in tokens; 5 if left out, "auto" for as many as pay. A single branch is followed
+            only as far as the evidence goes: a match of one token for as long as another occurrence agrees, every
+            further matched token buys 4 tokens more.
         min_ngram: length of the shortest match that is considered.
         max_ngram: length of the longest match that is told apart from a shorter one.
         branches: how many different continuations are verified at once, as a tree, each with its full length k. Worth
             it where the target verifies many tokens in about the time of one.
         history: earlier texts to look into besides the row's own; counts as a match one token shorter.
+        policy: how much of k is used, step by step; see `hf_specgen.adaptive`.
 
     Raises:
         ValueError: if a number is out of range.
@@ -86,21 +89,25 @@ class NgramCandidates(Candidates):
         NgramCandidates(k=10, min_ngram=1, max_ngram=8, branches=4, history=None)
     """
 
+    cheap = True
+
     def __init__(
         self,
-        k: int = 5,
+        k: Depth = None,
         *,
         min_ngram: int = 1,
         max_ngram: int = 8,
         branches: int = 1,
         history: NgramHistory | None = None,
+        policy: Policy | None = None,
     ):
-        for name, value in (("k", k), ("min_ngram", min_ngram), ("branches", branches)):
+        self._set_depth(k, policy, default=5, auto=16)
+        for name, value in (("min_ngram", min_ngram), ("branches", branches)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if max_ngram < min_ngram:
             raise ValueError(f"max_ngram must be at least min_ngram={min_ngram}, got {max_ngram}")
-        self.k, self.min_ngram, self.max_ngram = k, min_ngram, max_ngram
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
         self.branches, self.history = branches, history
 
     def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
@@ -108,7 +115,8 @@ class NgramCandidates(Candidates):
 
     def __repr__(self) -> str:
         names = ("k", "min_ngram", "max_ngram", "branches", "history")
-        return f"NgramCandidates({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"NgramCandidates({values}{self._show_policy()})"
 
 
 class _NgramDrafter(Drafter):

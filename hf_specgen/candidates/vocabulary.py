@@ -22,7 +22,7 @@ def check_vocabularies(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """
     if draft is target or draft.name_or_path == target.name_or_path != "":
         return
-    vocabularies = _vocabulary(draft.name_or_path), _vocabulary(target.name_or_path)
+    vocabularies = vocabulary_of(draft.name_or_path), vocabulary_of(target.name_or_path)
     sizes = [model.config.get_text_config().vocab_size for model in (draft, target)]
     if None in vocabularies:
         if sizes[0] != sizes[1]:
@@ -40,7 +40,7 @@ def check_vocabularies(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 @lru_cache(maxsize=16)
-def _vocabulary(name: str) -> frozenset[tuple[str, int]] | None:
+def vocabulary_of(name: str) -> frozenset[tuple[str, int]] | None:
     """Every token with its number; None if there is no tokenizer to be found."""
     if not name:
         return None

@@ -1,0 +1,176 @@
+"""The policy behind `k="auto"`: it measures, and drafts as deep as brings the most tokens per second, 0 included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_specgen.adaptive.chances import BatchChances, Chances
+from hf_specgen.adaptive.costs import MeasuredCosts, StepCosts, shared_costs
+from hf_specgen.adaptive.optimum import Plan, best_depth, best_depths
+from hf_specgen.adaptive.policy import Policy, State, Step
+from hf_specgen.adaptive.probing import Probes
+from hf_specgen.statistics import RowStep
+
+LONGEST = 32
+PRIOR, FADE, LEAN = 0.7, 0.95, 2.0
+OFTEN_WITHOUT_DRAFT = 0.9
+SLOW_START, AFFORDABLE = 3, 1.4
+"""Until the first guess is accepted: the greatest depth where costs are unknown, the greatest cost where they are."""
+EVERY_STEP, LATER, LATER_IN_BATCHES = 4, 5, 12
+"""The first drafts are counted one by one, later ones several at a time: that costs a fraction."""
+TRIED_AT_LEAST = 2
+"""So many are made before they are given up, if they seemed to pay at first: one may have been bad luck."""
+
+
+class Controller(Policy):
+    """Chooses the depth of each row's draft from what was accepted so far and from what steps cost here.
+
+    Three things are learnt in each call. How likely each position of a draft is to be accepted (`Chances`); from the
+    same counts, how likely a strategy is to have a draft that long; and what a step of each width costs on this
+    machine, which is kept for later calls with the same model, batch and length. A plain step is chosen where no draft
+    pays, and then a draft is tried now and then, so rarely that it does not show in the time (`Probes`).
+
+    Decisions depend on counts and on costs. With costs that were measured beforehand they are repeatable; with tensor
+    parallelism all ranks use those of rank 0.
+
+    Args:
+        costs: measured beforehand; learnt during the calls if left out.
+        margin: by how much drafting must be expected to be faster than plain steps.
+
+    Raises:
+        ValueError: for a negative margin.
+
+    Example:
+        >>> from hf_specgen import NgramCandidates
+        >>> NgramCandidates(k=16, policy=Controller())  # the same as NgramCandidates(k="auto")
+        NgramCandidates(k=16, min_ngram=1, max_ngram=8, branches=1, history=None, policy=Controller())
+    """
+
+    def __init__(self, costs: StepCosts | None = None, *, margin: float = 0.02):
+        if margin < 0:
+            raise ValueError(f"margin must be at least 0, got {margin}")
+        self.given_costs, self.margin = costs, margin
+
+    def begin(self, state: State) -> None:
+        self._k = min(state.k, LONGEST)
+        first = OFTEN_WITHOUT_DRAFT if state.cheap else 1.0
+        self._gained = _chances(len(state.room), self._k, PRIOR * first)
+        self._drafted = _chances(len(state.room), self._k, first)
+        self._always_full = not state.cheap
+        self._costs: StepCosts | MeasuredCosts = self.given_costs or shared_costs(state)
+        self._probes = Probes()
+        self._breadth = 1.0
+        self._news: list[tuple[Sequence[int], Sequence[RowStep | None]]] = []
+        self._counted, self._later = 0, LATER if len(state.room) == 1 else LATER_IN_BATCHES
+        self._plan: Plan | None = None
+        self._seconds = [1.0] * (self._k + 1)
+        self._something_accepted, self._hopeful = False, True
+        self._room: list[int] = []
+
+    def depths(self, state: State) -> list[int]:
+        plan = self.plan(state)
+        if plan is None:
+            return [0] * len(state.room)
+        return plan.depths if self.pays(plan) else self.probe(state)
+
+    def pays(self, plan: Plan) -> bool:
+        """Whether drafting is expected to be faster than plain steps."""
+        return plan.gain > 1 + self.margin
+
+    def probe(self, state: State) -> list[int]:
+        """Depths for a step in which this strategy does not seem best; seldom other than 0."""
+        insists = self._hopeful and self._counted < TRIED_AT_LEAST
+        depth = min(SLOW_START - 1, self._first_depth()) if insists else self._probes.depth(self._seconds)
+        return [min(depth, free) for free in state.room]
+
+    def plan(self, state: State) -> Plan | None:
+        """The depths that are best by what is known; None if it is not even known what a plain step takes."""
+        self._costs.prepare(state)
+        if self._costs.wants_plain_step:
+            return None
+        k = self._k
+        room = [free if free < k else k for free in state.room]
+        patience = 1 if self._counted < EVERY_STEP or self._plan is None or not self.pays(self._plan) else self._later
+        if len(self._news) >= patience:
+            self._count_news()
+        elif self._plan is not None and room == self._room:
+            return self._plan
+        self._room = room
+        self._seconds = self._costs.by_depth(k, self._breadth).tolist()
+        limit = k if self._something_accepted else self._first_depth()
+        is_first = self._plan is None
+        self._plan = self._best([min(free, limit) for free in room])
+        if is_first:
+            self._hopeful = not self._costs.knows_wide_steps or self.pays(self._plan)
+        return self._plan
+
+    def _first_depth(self) -> int:
+        """How deep to draft before anything is known of the text."""
+        if not self._costs.knows_wide_steps:
+            return SLOW_START
+        return max(1, sum(second <= AFFORDABLE * self._seconds[0] for second in self._seconds) - 1)
+
+    def _best(self, room: list[int]) -> Plan:
+        if isinstance(self._gained, Chances) and isinstance(self._drafted, Chances):
+            drafted = [1.0] * self._k if self._always_full else self._drafted.cumulative()
+            return best_depth(self._gained.cumulative(), drafted, self._seconds, room[0])
+        gained = np.asarray(self._gained.cumulative())
+        reached = np.ones_like(gained) if self._always_full else np.asarray(self._drafted.cumulative())
+        return best_depths(gained, reached, np.array(self._seconds), room)
+
+    def rate(self, depths: Sequence[int]) -> float:
+        """Expected tokens per second of a step in which drafts of these depths were found."""
+        gained, drafted = (np.atleast_2d(chances.cumulative()) for chances in (self._gained, self._drafted))
+        right = np.minimum(1, gained / np.maximum(drafted, 1e-6)).cumsum(axis=1)  # given that it was drafted
+        tokens = sum(1 + float(right[row, min(depth, self._k) - 1]) for row, depth in enumerate(depths) if depth)
+        rows = sum(free > 0 for free in self._room)
+        return (tokens + rows - sum(depth > 0 for depth in depths)) / self._seconds[min(max(depths), self._k)]
+
+    def observe_plain(self, step: Step) -> None:
+        """Learn from a step in which this strategy was not asked."""
+        self._costs.observe(step)
+
+    def observe(self, state: State, step: Step) -> None:
+        self._costs.observe(step)
+        if any(step.asked):
+            self._news.append((step.asked, step.rows))
+            self._probes.observe(step, self._seconds[min(step.depth, self._k)] / self._seconds[0] - 1)
+
+    def _count_news(self) -> None:
+        """Count what came of the last drafts."""
+        trials = [[_trials(*pair) for pair in zip(asked, rows, strict=True)] for asked, rows in self._news]
+        asked, judged, accepted, reached, depths = (
+            [[trial[column] for trial in step] for step in trials] for column in range(5)
+        )
+        self._gained.observe(asked, judged, accepted)
+        self._always_full = self._always_full and depths == asked
+        if not self._always_full:
+            self._drafted.observe(asked, reached, depths)
+        nodes = sum(max((row.drafted for row in rows if row is not None), default=0) for _, rows in self._news)
+        if depth := sum(map(max, depths)):
+            self._breadth += 0.3 * (nodes / depth - self._breadth)
+        self._something_accepted = self._something_accepted or any(map(any, accepted))
+        self._counted += len(self._news)
+        self._news.clear()
+
+    def __repr__(self) -> str:
+        return "Controller()" if self.given_costs is None else f"Controller({self.given_costs!r})"
+
+
+def _chances(rows: int, k: int, prior: float) -> Chances | BatchChances:
+    if rows == 1:
+        return Chances(k, prior, FADE, LEAN)
+    return BatchChances(rows, k, prior, FADE, LEAN)
+
+
+def _trials(asked: int, row: RowStep | None) -> tuple[int, int, int, int, int]:
+    """Positions asked for; seen and come off, first as *gained*, then as *drafted*.
+
+    A row that emits no token of the target's own was cut off by its end: nothing behind its last guess was seen.
+    """
+    if row is None or asked == 0:
+        return 0, 0, 0, 0, 0
+    judged = row.accepted + (row.emitted > row.accepted)
+    return asked, min(asked, judged), row.accepted, min(asked, row.depth + 1), row.depth

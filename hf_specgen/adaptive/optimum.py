@@ -1,0 +1,119 @@
+"""The depths that bring the most tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_specgen.adaptive.chances import Array
+
+
+class Plan(NamedTuple):
+    """What to draft, and what is expected of it.
+
+    Args:
+        depths: of each row; 0 for a plain step.
+        rate: expected tokens per second, over all rows.
+        gain: that rate over the rate of plain steps.
+    """
+
+    depths: list[int]
+    rate: float
+    gain: float
+
+
+def best_depth(gained: Sequence[float], drafted: Sequence[float], seconds: Sequence[float], room: int) -> Plan:
+    """Maximise expected tokens over expected time of a step of one row. With the depth d,
+
+        tokens(d) = 1 + sum over i <= d of P(i accepted)
+        time(d)   = C(0) + sum over i <= d of P(the draft reaches i) (C(i) - C(i - 1))
+
+    Args:
+        gained: `[k]` the chance that position i is drafted and accepted, if it is asked for.
+        drafted: `[k]` the chance that a draft reaches position i, if it is asked for.
+        seconds: `[k + 1]` C(i), time of a step whose draft has depth i; C(0) is a plain step.
+        room: the greatest depth.
+
+    Example:
+        >>> best_depth([0.8, 0.6, 0.3], [1, 1, 1], [1, 1.1, 1.2, 1.6], room=5).depths
+        [2]
+    """
+    tokens, time, best, plain = 1.0, seconds[0], 0, 1 / seconds[0]
+    rate = plain
+    for depth in range(1, min(room, len(gained)) + 1):
+        tokens += gained[depth - 1]
+        time += drafted[depth - 1] * (seconds[depth] - seconds[depth - 1])
+        if tokens > rate * time:
+            best, rate = depth, tokens / time
+    return Plan([best], rate, rate / plain)
+
+
+def best_depths(gained: Array, drafted: Array, seconds: Array, room: list[int]) -> Plan:
+    """The same for the rows of a batch.
+
+    A step is as wide as its deepest draft, and every row pays for it. So the rows share one limit, as long as each
+    deserves it: a row whose drafts are longer than those of others, but seldom right, is held back.
+
+    Args:
+        gained, drafted: `[rows, k]`, otherwise as for `best_depth`.
+        seconds: `[k + 1]`, of the whole batch.
+        room: of each row; rows with 0 take no part.
+    """
+    k = gained.shape[1]
+    free = np.array(room)
+    rows = int(np.count_nonzero(free))
+    if rows == 0:
+        return Plan([0] * len(room), 0.0, 1.0)
+    if min(room) < k:
+        possible = np.arange(k) < free[:, None]
+        gained, drafted = gained * possible, drafted * possible
+    steps = np.diff(seconds)  # [k] what one more position costs
+    plain = rows / float(seconds[0])
+    depth, rate = _common(gained, drafted, steps, float(seconds[0]), rows)
+    together = np.minimum(depth, free)
+    alone = _worthwhile(gained, drafted, steps, plain)
+    choices = [together, alone, np.minimum(together, _worthwhile(gained, _own_share(drafted, together), steps, rate))]
+    rates = [rate, *(_rate(gained, drafted, steps, float(seconds[0]), rows, depths) for depths in choices[1:])]
+    best = int(np.argmax(rates))
+    return Plan(choices[best].tolist(), rates[best], rates[best] / plain)
+
+
+def _common(gained: Array, drafted: Array, steps: Array, plain_seconds: float, rows: int) -> tuple[int, float]:
+    """The best limit that is the same for all rows, and its rate."""
+    tokens = rows + np.cumsum(gained.sum(axis=0))
+    rates = tokens / (plain_seconds + np.cumsum(_any(drafted) * steps))
+    best = int(rates.argmax())
+    plain = rows / plain_seconds
+    return (best + 1, float(rates[best])) if rates[best] > plain else (0, plain)
+
+
+def _rate(gained: Array, drafted: Array, steps: Array, plain_seconds: float, rows: int, depths: Array) -> float:
+    """Tokens per second with a depth for each row."""
+    asked = np.arange(gained.shape[1]) < depths[:, None]
+    time = plain_seconds + float((_any(drafted * asked) * steps).sum())
+    return (rows + float((gained * asked).sum())) / time
+
+
+def _worthwhile(gained: Array, widens: Array, steps: Array, rate: float) -> Array:
+    """`[rows]` how deep each row may go at a price of `rate` tokens per second for the width that it causes."""
+    profit = np.cumsum(gained - rate * widens * steps, axis=1)
+    best = profit.argmax(axis=1)
+    return np.where(profit[np.arange(len(profit)), best] > 0, best + 1, 0)
+
+
+def _own_share(drafted: Array, depths: Array) -> Array:
+    """`[rows, k]` the chance that a row is the only one whose draft reaches position i."""
+    missing = 1 - drafted * (np.arange(drafted.shape[1]) < depths[:, None])
+    # Leave-one-out products by dividing; where a row surely reaches i, the product of the others is found separately.
+    sure = missing < 1e-9
+    product = np.where(sure, 1.0, missing).prod(axis=0)
+    others_sure = sure.sum(axis=0) - sure
+    others = np.where(sure, product, product / np.where(sure, 1.0, missing))
+    return drafted * np.where(others_sure > 0, 0.0, others)
+
+
+def _any(drafted: Array) -> Array:
+    """`[k]` the chance that some row's draft reaches position i."""
+    return 1 - (1 - drafted).prod(axis=0)

@@ -1,0 +1,85 @@
+"""What is known of a model before its weights are loaded: its configuration, its sizes, its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass
+class Blueprint:
+    """A model without weights.
+
+    Args:
+        name: Hub id or folder.
+        model: its modules on the meta device.
+        tokenizer: None if there is none.
+        dtype: that it is going to be loaded in.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    dtype: torch.dtype
+
+    @property
+    def config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    @property
+    def parameters(self) -> int:
+        """Tied ones count once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.dtype.itemsize
+
+    def cache_bytes(self, batch: int, length: int) -> int:
+        """Keys and values of `batch` rows of `length` tokens; windows do not make it smaller here.
+
+        The cache grows by doubling, so up to twice that can be taken while it grows.
+        """
+        config = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 2 * int(config.num_hidden_layers) * heads * width * batch * length * self.dtype.itemsize
+
+
+def blueprint(name: str, dtype: str) -> Blueprint:
+    """Read the configuration and the tokenizer of a model; nothing else is loaded.
+
+    Args:
+        name: Hub id or folder.
+        dtype: "auto" for that of the checkpoint.
+
+    Raises:
+        OSError, ValueError: if there is no such model, or it is no causal language model.
+    """
+    config = AutoConfig.from_pretrained(name)
+    chosen = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        tokenizer = None
+    return Blueprint(name, model, tokenizer, chosen)
+
+
+def readable(count: float) -> str:
+    """16.2M, 7.0B: a number of parameters."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.1f}{letter}"
+    return f"{count:.0f}"
+
+
+def gigabytes(count: float) -> str:
+    """A number of bytes."""
+    return f"{count / 2**30:.2f} GiB"
