@@ -35,7 +35,7 @@ class StateTarget(Target):
     def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
         with self._reading() as read:
             logits = super().prefill(input_ids)
-        self.states = read[-1][:, -1]
+        self.states = read[-1][:, -1].clone()  # the prompt's other states are not kept
         return logits
 
     def forward(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:

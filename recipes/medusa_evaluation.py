@@ -15,8 +15,9 @@ from distillation import DistillationSettings, target_states
 from hf_specgen import MedusaCandidates
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.heads.reader import MedusaReader
+from medusa_loss import later_positions
 
-RANKS = 5
+SHOWN = 5
 GENERATED_PER_DOMAIN = 4
 NEW_TOKENS = 128
 
@@ -25,7 +26,7 @@ NEW_TOKENS = 128
 class HeadScores:
     """Of one domain."""
 
-    hits: torch.Tensor  # [heads, RANKS] how often the guess of each rank was the answer's token
+    hits: torch.Tensor  # [heads, SHOWN] how often the guess of each rank was the answer's token
     seen: torch.Tensor  # [heads] of how many
     tokens: int = 0
     steps: int = 0
@@ -78,13 +79,15 @@ class Evaluation:
     @torch.no_grad()
     def measure(self) -> dict[str, HeadScores]:
         """By domain."""
+        was_training = self._target.training
+        self._target.eval()
         heads = cast(MedusaHeads, cast(Any, copy.deepcopy(self._heads)).to(self._target.dtype).eval())
         reader = MedusaReader(heads, self._target, self._lora)
         candidates = MedusaCandidates(heads, lora=self._lora)
         count = heads.config.num_heads
         result = {}
         for seed, (domain, rows) in enumerate(self._rows.items()):
-            scores = result[domain] = HeadScores(torch.zeros(count, RANKS), torch.zeros(count))
+            scores = result[domain] = HeadScores(torch.zeros(count, SHOWN), torch.zeros(count))
             for members in batches_by_domain(rows, 32):
                 generation = self._settings.generation
                 answers = list(answer_batch(self._target, self._tokenizer, members, generation, NEW_TOKENS, seed))
@@ -93,6 +96,7 @@ class Evaluation:
                     self._count(scores, reader, collate([r for r in encoded if r["length"] > r["answer_start"]]))
             for number, row in enumerate(rows[:GENERATED_PER_DOMAIN]):
                 self._generate(scores, candidates, row, number)
+        self._target.train(was_training)
         return result
 
     def _count(self, scores: HeadScores, reader: MedusaReader, cpu_batch: Batch) -> None:
@@ -100,10 +104,9 @@ class Evaluation:
         hidden = target_states(self._target, batch)[0]  # [positions, hidden]
         following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
         rows = batch["predicts"].nonzero()[:, 0]
-        guesses = reader.logits(hidden, following).topk(RANKS, dim=-1).indices  # [positions, heads, RANKS]
+        guesses = reader.logits(hidden, following).topk(SHOWN, dim=-1).indices  # [positions, heads, SHOWN]
         for head in range(guesses.shape[1]):
-            later = torch.arange(head + 1, len(rows), device=rows.device)
-            later = later[rows[later] == rows[later - head - 1]]
+            later = later_positions(rows, head)
             right = guesses[later - head - 1, head] == following[later, None]
             scores.hits[head] += right.float().sum(dim=0).cpu()
             scores.seen[head] += len(later)
@@ -134,14 +137,14 @@ def evaluation_section(prompts: str | None, results: dict[str, HeadScores]) -> s
     heads = range(len(next(iter(results.values())).seen))
     lines = [
         f"On answers that the target itself gave to held-out prompts (`{prompts}`), with each domain's own decoding "
-        f"settings: how often each head's first guess, and one of its first {RANKS}, was the answer's token. *Tokens "
+        f"settings: how often each head's first guess, and one of its first {SHOWN}, was the answer's token. *Tokens "
         f"per step* counts real generations with `MedusaCandidates`, {GENERATED_PER_DOMAIN} a domain, the target's own "
         "token included.\n",
         "| domain | " + " | ".join(f"head {head}" for head in heads) + " | tokens per step |",
         "|---" * (len(heads) + 2) + "|",
     ]
     for domain, scores in results.items():
-        pairs = zip(scores.accuracy(1), scores.accuracy(RANKS), strict=True)
+        pairs = zip(scores.accuracy(1), scores.accuracy(SHOWN), strict=True)
         cells = " | ".join(f"{first:.0%} / {several:.0%}" for first, several in pairs)
         lines.append(f"| {domain} | {cells} | {scores.tokens_per_step:.2f} |")
     return "\n".join(lines)

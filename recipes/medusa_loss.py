@@ -6,28 +6,27 @@
     head 1 at position i learns p_(i+2):            q0  q1  q2
 
 So head h at the state that predicts token t+1 learns token t+h+2, and p is computed once for all heads.
-Vocabulary-sized tensors exist for one head and `CHUNK` positions at a time: their gradient is taken at once, and only
-that of the head's state is kept (as in a fused linear cross-entropy).
+`[positions, vocab]` tensors exist for one head and `CHUNK` positions at a time: their gradient is taken at once, and
+only its sums over states and trained matrices are kept (as in a fused linear cross-entropy).
 
 Source: Cai et al., "Medusa" (2024), sections 2.2.1 (loss, 0.8^h) and 2.3.2 (self-distillation with KL).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import kl_div, log_softmax
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import PreTrainedModel
 
 from distillation import CHUNK
-from hf_specgen.heads.anatomy import output_logits
+from hf_specgen.heads.anatomy import output_logits, output_matrix
 from hf_specgen.heads.medusa import MedusaHeads
 
 DECAY = 0.8
-Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def medusa_loss(
@@ -49,47 +48,84 @@ def medusa_loss(
         rows: `[positions]` which answer each position is of.
     """
     states = [heads.head_state(head, hidden, tokens) for head in range(heads.config.num_heads)]
-    total = hidden.new_zeros((), dtype=torch.float32)
-    for first in range(0, len(hidden), CHUNK):
-        with torch.no_grad():
-            log_p = log_softmax(output_logits(target, hidden[first : first + CHUNK].detach()).float(), dim=-1)
-        for head, state in enumerate(states):
-            learns = torch.arange(first, first + len(log_p), device=rows.device)
-            learns = learns[learns > head]
-            learns = learns[rows[learns] == rows[learns - head - 1]]
-            if len(learns):
-                q = scaled_like(target, outputs[head])
-                parameters = [p for p in outputs[head].parameters() if p.requires_grad]
-                total = total + DECAY**head * _kl(log_p[learns - first], state[learns - head - 1], q, parameters)
-    return total
+
+    def parts(leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for first in range(0, len(hidden), CHUNK):
+            with torch.no_grad():
+                log_p = log_softmax(output_logits(target, hidden[first : first + CHUNK].detach()).float(), dim=-1)
+            for head, state in enumerate(leaves):
+                learns = later_positions(rows, head)
+                learns = learns[(learns >= first) & (learns < first + len(log_p))]
+                if len(learns):
+                    log_q = log_softmax(output_logits(target, state[learns - head - 1], outputs[head]).float(), dim=-1)
+                    yield DECAY**head * kl_div(log_q, log_p[learns - first], reduction="sum", log_target=True)
+
+    return gradient_at_once(parts, states, [p for output in outputs for p in output.parameters()])
 
 
-def scaled_like(target: PreTrainedModel, output: nn.Module) -> Logits:
-    """Logits through `output`, scaled and capped as the target's own."""
-    return lambda hidden: output_logits(target, hidden, output)
+def later_positions(rows: torch.Tensor, head: int) -> torch.Tensor:
+    """The positions that a head's state h + 1 places before them, in the same answer, has to guess the token of.
+
+    Args:
+        rows: `[positions]` which answer each position is of.
+        head: h.
+
+    Example:
+        >>> later_positions(torch.tensor([0, 0, 0, 1, 1]), head=0).tolist()
+        [1, 2, 4]
+    """
+    later = torch.arange(head + 1, len(rows), device=rows.device)
+    return later[rows[later] == rows[later - head - 1]]
 
 
-def _kl(log_p: torch.Tensor, state: torch.Tensor, logits: Logits, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    def of_state(leaf: torch.Tensor) -> torch.Tensor:
-        return kl_div(log_softmax(logits(leaf).float(), dim=-1), log_p, reduction="sum", log_target=True)
+def answer_loss(target: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The target's own cross-entropy, summed over positions, in chunks.
 
-    return cast(torch.Tensor, _GradientAtOnce.apply(state, of_state, *parameters))
+    Args:
+        hidden: `[positions, hidden]`, with a gradient.
+        tokens: `[positions]` the tokens that they are to predict.
+    """
+
+    def parts(leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for first in range(0, len(hidden), CHUNK):
+            logits = output_logits(target, leaves[0][first : first + CHUNK]).float()
+            yield cross_entropy(logits, tokens[first : first + CHUNK], reduction="sum")
+
+    return gradient_at_once(parts, [hidden], list(output_matrix(target).parameters()))
+
+
+def gradient_at_once(
+    parts: Callable[[Sequence[torch.Tensor]], Iterator[torch.Tensor]],
+    states: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """The sum of scalars whose graphs are used up one by one, so that nothing of one is kept when the next is made.
+
+    Args:
+        parts: yields the scalars, from detached copies of the states.
+        states: what the gradient goes on to.
+        parameters: what else the scalars depend on; those that are not trained are left out.
+    """
+    trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
+    return cast(torch.Tensor, _GradientAtOnce.apply(parts, len(states), *states, *trained))
 
 
 class _GradientAtOnce(torch.autograd.Function):
-    """A scalar function of a state whose graph is used up in the forward pass, so that nothing of it is kept."""
-
     @staticmethod
-    def forward(
-        ctx: Any, state: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], *parameters: Any
-    ) -> Any:
+    def forward(ctx: Any, parts: Any, count: int, *inputs: torch.Tensor) -> Any:
+        leaves = [state.detach().requires_grad_() for state in inputs[:count]]
+        sources = [*leaves, *inputs[count:]]
+        sums = [torch.zeros_like(source) for source in sources]
+        total = inputs[0].new_zeros((), dtype=torch.float32)
         with torch.enable_grad():
-            leaf = state.detach().requires_grad_()
-            value = function(leaf)
-        ctx.save_for_backward(*torch.autograd.grad(value, (leaf, *parameters)))
-        return value.detach()
+            for part in parts(leaves):
+                total += part.detach()
+                for gradient, new in zip(sums, torch.autograd.grad(part, sources, allow_unused=True), strict=True):
+                    if new is not None:
+                        gradient += new
+        ctx.save_for_backward(*sums)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        state, *parameters = ctx.saved_tensors
-        return (upstream[0] * state, None, *(upstream[0] * gradient for gradient in parameters))
+        return (None, None, *(upstream[0] * gradient for gradient in ctx.saved_tensors))

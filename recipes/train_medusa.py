@@ -15,21 +15,21 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from common import parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, draft_states, load_target, target_states
-from hf_specgen.heads.anatomy import output_logits, output_matrix
+from hf_specgen.heads.anatomy import output_matrix
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora, new_lora, output_of
 from hf_specgen.heads.medusa import MedusaHeads
 from medusa_evaluation import Evaluation
-from medusa_loss import medusa_loss
+from medusa_loss import answer_loss, medusa_loss
 from medusa_saving import Trained, save
 from training import start, train
 
+SHAPE = ("num_heads", "num_layers", "own_outputs", "reads_token", "lora_rank")
 DEFAULT_LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 
 
@@ -88,7 +88,7 @@ class JointTraining(HeadsTraining):
         target = self.adapted.get_base_model()
         hidden = draft_states(target, batch)
         following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
-        own = cross_entropy(output_logits(target, hidden).float(), following, reduction="sum")
+        own = answer_loss(target, hidden, following)
         return own + self.heads_weight * super().forward(batch, [target], hidden)
 
 
@@ -124,9 +124,10 @@ def make_heads(settings: Settings, target: PreTrainedModel, tokenizer: Any) -> t
         heads = load_medusa(settings.heads, target).float().to(matrix.weight.device)
         count, rank = heads.config.num_heads, heads.config.lora_rank
         lora = load_lora(matrix, count, settings.heads) if rank else None
+        for name in SHAPE:
+            setattr(settings, name, getattr(heads.config, name))  # that is what the card says
     else:
-        names = ("num_heads", "num_layers", "own_outputs", "reads_token", "lora_rank")
-        shape = {name: getattr(settings, name) for name in names}
+        shape = {name: getattr(settings, name) for name in SHAPE}
         heads = MedusaHeads.from_target(target, tokenizer, **shape)
         lora = new_lora(matrix, settings.num_heads, settings.lora_rank) if settings.lora_rank else None
     if lora is not None:

@@ -146,8 +146,8 @@ def test_the_model_is_left_as_it_was() -> None:
 
     candidates = MedusaCandidates(random_heads(model))
     model.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
-    assert candidates._reader is not None
-    candidates._reader[1].logits = broken  # type: ignore[method-assign, assignment]
+    assert candidates._attached is not None
+    candidates._attached[1].logits = broken  # type: ignore[method-assign, assignment]
     with pytest.raises(RuntimeError, match="stop here"):
         model.generate(**prompts(1), max_new_tokens=9, candidate_generator=candidates)
     assert len(model.lm_head._forward_pre_hooks) == hooks
@@ -177,6 +177,9 @@ def test_rank_trees() -> None:
         ([[0], [1, 0]], r"but not its beginning \[1\]"),
         ("widest", 'must be "auto"'),
         (0, "at least 1 node"),
+        (True, "at least 1 node"),
+        (2.5, "is a list of paths"),
+        ([0, 1], "is a list of paths"),
     ],
 )
 def test_bad_trees(tree: Any, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModel
 
 from hf_specgen import MedusaCandidates
 from hf_specgen.heads import MedusaHeads, load_medusa
+from hf_specgen.heads.acceptance import Acceptance
 from hf_specgen.heads.export import export_medusa
 from hf_specgen.heads.lora import load_lora, new_lora, output_of, stacked_deltas
 from hf_specgen.heads.publishing import write_custom_generate
@@ -30,11 +32,12 @@ def same(a: MedusaHeads, b: MedusaHeads) -> bool:
 @pytest.mark.parametrize("shape", [{}, {"own_outputs": True}, {"reads_token": True, "num_layers": 2}])
 def test_our_own_format(shape: dict, tmp_path: Path) -> None:
     heads = random_heads(tiny_model("llama"), **shape)
-    heads.config.acceptance = [[[0.5]]]
+    table = [[list(ranks) for ranks in bins] for bins in Acceptance.untuned(3).table]
+    heads.config.acceptance = table
     heads.save_pretrained(tmp_path)
     loaded = load_medusa(tmp_path, tiny_model("llama"))
     assert same(heads, loaded)
-    assert loaded.config.acceptance == [[[0.5]]] and loaded.config.base == heads.config.base
+    assert loaded.config.acceptance == table and loaded.config.base == heads.config.base
     assert isinstance(AutoModel.from_pretrained(tmp_path), MedusaHeads)
     assert AutoConfig.from_pretrained(tmp_path).num_heads == 3
 
@@ -158,6 +161,90 @@ def test_truncated_and_incomplete_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
         load_medusa(tmp_path)
+
+
+def damaged(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
+    if how == "an output matrix is missing":
+        return {name: tensor for name, tensor in tensors.items() if name != "1.1.weight"}
+    if how == "head 0 is missing":
+        return {name: tensor for name, tensor in tensors.items() if not name.startswith("0.")}
+    if how == "a head of a large number":
+        return {**tensors, "3000.0.linear.weight": tensors["0.0.linear.weight"].clone()}
+    if how == "integers":
+        return {name: tensor.long() for name, tensor in tensors.items()}
+    return {name: torch.zeros(()) for name in tensors}
+
+
+@pytest.mark.parametrize(
+    "how", ["an output matrix is missing", "head 0 is missing", "a head of a large number", "integers", "no dimensions"]
+)
+def test_damaged_tensors_get_a_sentence(how: str, tmp_path: Path) -> None:
+    export_medusa(random_heads(tiny_model("llama"), own_outputs=True), tmp_path, "tgi")
+    file = tmp_path / "medusa_lm_head.safetensors"
+    save_file(damaged(load_file(file), how), file)
+    with pytest.raises(ValueError, match="do not make a whole set"):
+        load_medusa(tmp_path)
+
+
+def test_our_own_format_damaged(tmp_path: Path) -> None:
+    heads = random_heads(tiny_model("llama"))
+    heads.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    tensors = load_file(file)
+    save_file({name: tensor for name, tensor in tensors.items() if "blocks.1" not in name}, file)
+    with pytest.raises(ValueError, match="not those that its config"):
+        load_medusa(tmp_path)
+    file.write_bytes(whole[:100])
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_medusa(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds list, not an object"):
+        load_medusa(tmp_path)
+
+
+def test_a_model_that_moves_and_heads_that_stay(tmp_path: Path) -> None:
+    """Heads follow their target's dtype from call to call; the user's own are not rounded."""
+    model = copy.deepcopy(tiny_model("llama"))
+    heads = random_heads(model)
+    before = copy.deepcopy(heads.state_dict())
+    candidates = MedusaCandidates(heads)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
+    assert all(torch.equal(before[name], tensor) for name, tensor in heads.state_dict().items())
+
+
+def test_loading_takes_no_noise(tmp_path: Path) -> None:
+    """The first sampled call loads heads and LoRA matrices: the text is still that of its seed."""
+    model, _, _ = _lora_heads(tmp_path)
+    for _ in range(2):
+        torch.manual_seed(3)
+        plain = model.generate(**prompts(1), max_new_tokens=8, do_sample=True)
+        torch.manual_seed(3)
+        candidates = MedusaCandidates.from_pretrained(str(tmp_path))
+        ours = model.generate(**prompts(1), max_new_tokens=8, do_sample=True, candidate_generator=candidates)
+        assert torch.equal(plain, ours)
+
+
+def test_a_vocabulary_smaller_than_the_ranks() -> None:
+    """Would catch: a rank that reaches into the next head's guesses."""
+    model = tiny_model("llama", vocab_size=6)
+    inputs = {"input_ids": torch.tensor([[1, 2, 3, 4]])}
+    for heads in (1, 3):
+        candidates = MedusaCandidates(random_heads(model, num_heads=heads), tree=20)
+        ours = model.generate(**inputs, max_new_tokens=12, candidate_generator=candidates)
+        assert torch.equal(ours, model.generate(**inputs, max_new_tokens=12))
+
+
+def test_what_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="take no LoRA"):
+        random_heads(tiny_model("llama"), own_outputs=True, lora_rank=2)
+    with pytest.raises(ValueError, match="has a bias"):
+        random_heads(tiny_model("phi"), own_outputs=True)
+    export_medusa(random_heads(tiny_model("llama")), tmp_path, "medusa")
+    with pytest.raises(ValueError, match=r"holds a config\.json already"):
+        export_medusa(random_heads(tiny_model("llama")), tmp_path, "tgi")
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:

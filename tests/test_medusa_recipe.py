@@ -18,7 +18,7 @@ from hf_specgen.heads import MedusaHeads, load_medusa
 from hf_specgen.heads.anatomy import decoder, output_logits
 from hf_specgen.heads.lora import load_lora
 from tests.conftest import ROOT
-from tests.helpers import tiny_model
+from tests.helpers import VOCAB, tiny_model
 from tests.medusa_helpers import random_heads
 from tests.recipe_helpers import arguments, run_in_processes, stop_at
 from tests.reference import naive_medusa_loss
@@ -52,7 +52,10 @@ def test_the_loss_is_the_naive_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_heads_learn_the_token_at_their_offset() -> None:
-    """On a periodic text; would catch labels that are shifted by one."""
+    """On a periodic text; would catch labels that are shifted by one.
+
+    The random model is all but undecided at two of the six places, where the most likely token cannot be learnt.
+    """
     model = tiny_model("llama")
     ids = torch.tensor([[5, 17, 40, 3, 77, 61] * 8])
     hidden = states(model, ids)[0, 12:]
@@ -67,7 +70,7 @@ def test_heads_learn_the_token_at_their_offset() -> None:
     with torch.no_grad():
         guessed = model.lm_head(heads(hidden)).argmax(dim=-1)
     for head in range(2):
-        assert (guessed[: -head - 1, head] == said[head + 1 :]).float().mean() > 0.75
+        assert (guessed[: -head - 1, head] == said[head + 1 :]).float().mean() > 0.6
         assert (guessed[:-3, head] == said[head + 2 : len(said) - 1 + head]).float().mean() < 0.5
 
 
@@ -142,6 +145,46 @@ def test_a_run_resumes_at_its_step(folder: Path, capsys: pytest.CaptureFixture[s
     whole, resumed = (load_file(folder / name / "model.safetensors") for name in ("whole", "resumed"))
     for name in whole:
         torch.testing.assert_close(whole[name], resumed[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [2, 1]])
+def test_answers_too_short_for_some_heads(lengths: list[int]) -> None:
+    """Every parameter still gets a gradient: zeros, without which several processes would wait for each other."""
+    model = tiny_model("llama")
+    heads = random_heads(model).train()
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    hidden = torch.randn(len(rows), 64)
+    medusa_loss.medusa_loss(model, heads, [model.lm_head] * 3, hidden, None, rows).backward()
+    assert all(parameter.grad is not None for parameter in heads.parameters())
+
+
+def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for the backward pass: states and sums, nothing of `[positions, vocab]`."""
+    monkeypatch.setattr(medusa_loss, "CHUNK", 4)
+    model = tiny_model("llama")
+    heads = random_heads(model, own_outputs=True).train()
+    hidden, rows = torch.randn(40, 64), torch.zeros(40, dtype=torch.long)
+    kept: list[tuple[int, ...]] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        medusa_loss.medusa_loss(model, heads, list(heads.lm_heads), hidden, None, rows).backward()
+    vocabulary = [shape for shape in kept if VOCAB in shape]
+    assert max(shape[0] for shape in vocabulary if shape[-1] == VOCAB and shape[0] != 64) <= 4
+    assert sum(shape == (VOCAB, 64) for shape in vocabulary) <= 3 * 10 * 2 + 3  # matrices in use, one gradient a head
+
+
+def test_the_targets_own_loss_is_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(medusa_loss, "CHUNK", 3)
+    model = tiny_model("gemma2")  # its logits are capped
+    hidden, tokens = torch.randn(8, 64, requires_grad=True), torch.randint(0, VOCAB, (8,))
+    medusa_loss.answer_loss(model, hidden, tokens).backward()
+    again = hidden.detach().requires_grad_()
+    torch.nn.functional.cross_entropy(output_logits(model, again).float(), tokens, reduction="sum").backward()
+    torch.testing.assert_close(hidden.grad, again.grad)
 
 
 def test_bad_stage(folder: Path) -> None:

@@ -8,19 +8,23 @@ Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Mu
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specgen.adaptive.policy import Policy
 from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
 from hf_specgen.candidates.rank_tree import RankTree
-from hf_specgen.candidates.tree_plan import ConfidentTree, FixedTree, TreePlan
+from hf_specgen.candidates.tree_plan import UNMEASURED, ConfidentTree, FixedTree, TreePlan
 from hf_specgen.cost import CostCurve
 from hf_specgen.heads.acceptance import RANKS, Acceptance
 from hf_specgen.heads.anatomy import output_matrix
-from hf_specgen.heads.fingerprint import check_fingerprint
+from hf_specgen.heads.fingerprint import check_heads
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
@@ -29,6 +33,8 @@ from hf_specgen.state_target import StateTarget
 from hf_specgen.tree import DraftTree
 
 Paths = Sequence[Sequence[int]]
+MOST_HEADS = 8
+"""How deep a draft is taken to be as long as the heads have not been loaded."""
 
 
 class MedusaCandidates(Candidates):
@@ -36,12 +42,12 @@ class MedusaCandidates(Candidates):
 
     Args:
         heads: loaded heads, or a folder or Hub id of heads in any known format (our own, Medusa v1 and v2, TGI, vLLM).
-            They take the target's device and dtype.
         tree: "auto" verifies at each step the tree that promises most tokens per second, by how sure the heads are
             (from what `hf-specgen tune` measured and saved with the heads; from rough assumptions without that). A
             number is how many guesses to verify at each step. A list of paths such as `[[0], [0, 0], [1]]` is a fixed
             tree: each path names the rank of a guess of head 0, then of head 1, and so on.
         lora: the `PeftModel` of deltas on the output matrix, for heads that are given loaded and were trained so.
+        policy: how deep the tree may be, step by step; see `hf_specgen.adaptive`.
 
     Raises:
         ValueError: for something that is no tree; at the first call, if the heads were made for another target.
@@ -51,18 +57,23 @@ class MedusaCandidates(Candidates):
         MedusaCandidates('org/medusa-heads', tree=[[0], [1], [0, 0]])
     """
 
-    def __init__(self, heads: MedusaHeads | str, tree: str | int | Paths = "auto", *, lora: Any = None):
-        if isinstance(tree, str) and tree != "auto":
-            raise ValueError(f'tree must be "auto", a number of nodes or a list of paths, got {tree!r}')
-        if isinstance(tree, int) and tree < 1:
-            raise ValueError(f"tree must have at least 1 node, got {tree}")
-        if not isinstance(tree, str | int):
-            RankTree.from_paths(tree)
+    def __init__(
+        self,
+        heads: MedusaHeads | str | Path,
+        tree: str | int | Paths = "auto",
+        *,
+        lora: Any = None,
+        policy: Policy | None = None,
+    ):
+        _check_tree(tree)
         self.tree = tree
-        self._name = heads if isinstance(heads, str) else str(heads.name_or_path)
-        self._heads = None if isinstance(heads, str) else heads
+        named = isinstance(heads, str | Path)
+        self._heads = None if named else cast(MedusaHeads, heads)
+        self._name = str(heads if self._heads is None else self._heads.name_or_path)
+        most = MOST_HEADS if self._heads is None else self._heads.config.num_heads
+        self._set_depth(most, policy, default=most, auto=most)
         self._lora = lora
-        self._reader: tuple[PreTrainedModel, MedusaReader] | None = None
+        self._attached: tuple[Any, MedusaReader, TreePlan] | None = None
 
     @classmethod
     def from_pretrained(cls, heads: str, tree: str | int | Paths = "auto") -> MedusaCandidates:
@@ -78,37 +89,49 @@ class MedusaCandidates(Candidates):
     def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
         if model is None or not isinstance(context.target, StateTarget):
             raise ValueError("MedusaCandidates works with generate(candidate_generator=…) only")
-        reader = self._on(model)
-        return MedusaDrafter(context, context.target, reader, self._plan(reader.heads.config))
+        return MedusaDrafter(context, context.target, *self._on(model))
 
-    def _on(self, model: PreTrainedModel) -> MedusaReader:
-        """The heads on their target, in its dtype on its device; kept for the next call with the same target."""
-        if self._reader is None or self._reader[0] is not model:
-            heads = self._heads if self._heads is not None else load_medusa(self._name, model)
-            what = f"the set of heads {self._name!r}"
-            check_fingerprint(
-                {"hidden_size": heads.config.hidden_size, "vocab_size": heads.config.vocab_size}, model, what
-            )
-            check_fingerprint(heads.config.base, model, what)
-            matrix = output_matrix(model)
-            cast(Any, heads).to(device=matrix.weight.device, dtype=matrix.weight.dtype).eval()
-            lora = self._lora
-            if lora is None and heads.config.lora_rank:
-                lora = load_lora(matrix, heads.config.num_heads, self._name)
-            self._heads, self._reader = heads, (model, MedusaReader(heads, model, lora))
-        return self._reader[1]
+    def _on(self, model: PreTrainedModel) -> tuple[MedusaReader, TreePlan]:
+        """The heads on their target, in its dtype on its device, and their trees; kept until the target changes."""
+        weight = output_matrix(model).weight
+        key = (id(model), weight.dtype, weight.device)
+        if self._attached is None or self._attached[0] != key:
+            with torch.random.fork_rng():  # new modules draw their first weights: not from the noise of the call
+                reader = self._attach(model, weight)
+            self._attached = key, reader, self._plan(reader.heads.config)
+        return self._attached[1:]
+
+    def _attach(self, model: PreTrainedModel, weight: torch.Tensor) -> MedusaReader:
+        heads: Any = load_medusa(self._name, model) if self._heads is None else copy.deepcopy(self._heads)
+        heads.config.vocab_size = heads.config.vocab_size or weight.shape[0]
+        check_heads(heads.config, model, f"the set of heads {self._name!r}")
+        lora = self._lora
+        if lora is None and heads.config.lora_rank:
+            lora = load_lora(output_matrix(model), heads.config.num_heads, self._name)
+        return MedusaReader(heads.to(device=weight.device, dtype=weight.dtype).eval(), model, lora)
 
     def _plan(self, config: MedusaConfig) -> TreePlan:
         if not isinstance(self.tree, str | int):
             return FixedTree(self.tree, config.num_heads, config.vocab_size)
         measured = config.acceptance
         acceptance = Acceptance.from_lists(measured) if measured else Acceptance.untuned(config.num_heads)
+        acceptance = acceptance.cut(config.vocab_size)
         if isinstance(self.tree, int):
             return ConfidentTree(acceptance, budget=self.tree)
-        return ConfidentTree(acceptance, CostCurve(**config.cost)) if config.cost else ConfidentTree(acceptance)
+        cost = CostCurve.from_json(json.dumps(config.cost)) if config.cost else UNMEASURED
+        return ConfidentTree(acceptance, cost)
 
     def __repr__(self) -> str:
-        return f"MedusaCandidates({self._name!r}, tree={self.tree!r})"
+        return f"MedusaCandidates({self._name!r}, tree={self.tree!r}{self._show_policy()})"
+
+
+def _check_tree(tree: Any) -> None:
+    if isinstance(tree, str) and tree != "auto":
+        raise ValueError(f'tree must be "auto", a number of nodes or a list of paths, got {tree!r}')
+    if isinstance(tree, int) and (isinstance(tree, bool) or tree < 1):
+        raise ValueError(f"tree must have at least 1 node, got {tree}")
+    if not isinstance(tree, str | int):
+        RankTree.from_paths(tree)
 
 
 class MedusaDrafter(Drafter):

@@ -35,6 +35,8 @@ class RankTree:
         Raises:
             ValueError: for an empty tree, an empty path, a negative rank or a missing beginning.
         """
+        if not isinstance(paths, Sequence) or not all(isinstance(path, Sequence) for path in paths):
+            raise ValueError(f"a tree is a list of paths such as [[0], [0, 0]], got {paths!r}")
         known = {tuple(path) for path in paths}
         if not known:
             raise ValueError("the tree has no paths; give at least [[0]]")

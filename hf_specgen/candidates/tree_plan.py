@@ -57,7 +57,7 @@ class ConfidentTree:
     Args:
         acceptance: of the heads.
         cost: T(q) of the target, measured at batch 1; several rows are taken for as many tokens in one.
-        budget: verify exactly that many nodes, whatever they cost; None leaves it to the cost.
+        budget: verify that many nodes, whatever they cost; None leaves it to the cost.
     """
 
     def __init__(self, acceptance: Acceptance, cost: CostCurve = UNMEASURED, budget: int | None = None):

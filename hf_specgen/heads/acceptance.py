@@ -40,7 +40,7 @@ class Acceptance:
         table: `[heads][bins][ranks]` probabilities.
 
     Raises:
-        ValueError: if the table has another number of bins.
+        ValueError: if the table has another number of bins, or a guess is likelier than one of a better rank.
     """
 
     table: tuple[tuple[tuple[float, ...], ...], ...]
@@ -49,6 +49,8 @@ class Acceptance:
         for head, bins in enumerate(self.table):
             if len(bins) != len(CONFIDENCE_EDGES) + 1:
                 raise ValueError(f"head {head} has {len(bins)} bins of confidence, not {len(CONFIDENCE_EDGES) + 1}")
+            if any(list(ranks) != sorted(ranks, reverse=True) for ranks in bins):
+                raise ValueError(f"head {head} has a guess that is likelier than one of a better rank")
 
     @classmethod
     def from_lists(cls, table: Sequence[Sequence[Sequence[float]]]) -> Acceptance:
@@ -59,15 +61,15 @@ class Acceptance:
     def untuned(cls, heads: int) -> Acceptance:
         """What to assume of heads that nobody has measured: a guess is right as often as its head is confident.
 
-        What is left is shared out over the further ranks, each half as likely as the one before; every head is 0.8
-        times as reliable as the one before.
+        What is left is shared out over the further ranks, each half as likely as the one before (and never likelier);
+        every head is 0.8 times as reliable as the one before.
         """
         edges = (0.0, *CONFIDENCE_EDGES, 1.0)
         confidences = [(low + high) / 2 for low, high in pairwise(edges)]
         return cls(
             tuple(
                 tuple(
-                    tuple(0.8**head * (c if rank == 0 else (1 - c) * 0.5**rank) for rank in range(RANKS))
+                    tuple(0.8**head * min(c, c if rank == 0 else (1 - c) * 0.5**rank) for rank in range(RANKS))
                     for c in confidences
                 )
                 for head in range(heads)
@@ -77,6 +79,10 @@ class Acceptance:
     @property
     def heads(self) -> int:
         return len(self.table)
+
+    def cut(self, ranks: int) -> Acceptance:
+        """The same for the first ranks only."""
+        return Acceptance(tuple(tuple(row[:ranks] for row in bins) for bins in self.table))
 
     def at(self, bins: Sequence[int]) -> list[tuple[float, ...]]:
         """The probabilities of each head's ranks at the bins that the heads' confidences lie in."""

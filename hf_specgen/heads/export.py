@@ -39,9 +39,11 @@ def export_medusa(heads: MedusaHeads, folder: str | Path, to: str, target: PreTr
         raise ValueError(f"unknown format {to!r}; there are {', '.join(FORMATS)}")
     if heads.config.reads_token:
         raise ValueError(f"{to} has no heads that read the next token (reads_token=True); train heads without it")
+    folder = Path(folder)
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds a config.json already; export to a folder of its own")
     outputs = _outputs(heads, target, to)
     writers = {"medusa": _medusa, "tgi": _tgi, "vllm": _vllm}
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config, name, tensors = writers[to](heads, outputs, target)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -60,10 +62,17 @@ def _outputs(heads: MedusaHeads, target: PreTrainedModel | None, to: str) -> lis
     if heads.config.lora_rank:
         if target is None:
             raise ValueError(f"heads with LoRA deltas are merged into the target's matrix for {to}; give the target")
-        matrix = output_matrix(target)
+        matrix = _without_bias(target, to)
         down, up = stacked_deltas(load_lora(matrix, heads.config.num_heads, str(heads.name_or_path)))
         return [matrix.weight + (d @ u).T.to(matrix.weight) for d, u in zip(down, up, strict=True)]
     return []
+
+
+def _without_bias(target: PreTrainedModel, to: str) -> torch.nn.Linear:
+    matrix = output_matrix(target)
+    if matrix.bias is not None:
+        raise ValueError(f"the target's output matrix has a bias, which {to} has no place for; export shared heads")
+    return matrix
 
 
 def _layers(heads: MedusaHeads, pattern: str) -> Tensors:
@@ -116,7 +125,7 @@ def _vllm(
     if outputs:
         tensors |= {f"lm_heads.{head}.weight": matrix for head, matrix in enumerate(outputs)}
     elif target is not None:
-        tensors["lm_head.weight"] = output_matrix(target).weight
+        tensors["lm_head.weight"] = _without_bias(target, "vllm").weight
     return (
         {
             "architectures": ["MedusaModel"],

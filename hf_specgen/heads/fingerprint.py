@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -30,6 +31,8 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> Fingerprint:
     """
     matrix = output_matrix(model)
     template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):  # several templates by name
+        template = json.dumps(template, sort_keys=True)
     return {
         "name_or_path": model.name_or_path,
         "model_type": model.config.get_text_config().model_type,
@@ -59,9 +62,19 @@ def check_fingerprint(base: Fingerprint | None, model: PreTrainedModel, what: st
     own = fingerprint(model)
     for field, name in COMPARED.items():
         wanted = (base or {}).get(field)
-        if wanted is not None and wanted != own[field]:
+        if wanted and wanted != own[field]:
             origin = (base or {}).get("name_or_path")
             raise ValueError(
                 f"{what} was made for a target with {name} {wanted}{f' ({origin})' if origin else ''}, but this target "
                 f"has {own[field]}; load the heads that belong to it"
             )
+
+
+def check_heads(config: Any, model: PreTrainedModel, what: str) -> None:
+    """Raise unless heads of this `MedusaConfig` can be those of `model`: sizes, then what they were trained for.
+
+    Raises:
+        ValueError: naming the first field that differs.
+    """
+    for base in ({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, config.base):
+        check_fingerprint(base, model, what)

@@ -7,8 +7,8 @@
 | Medusa v2, TGI | medusa_lm_head.safetensors | `{head}.{layer}.linear.weight`, `.bias` |
 | vLLM | model.safetensors | `blocks.{head}.layers.{layer}.weight`, `.bias`; `lm_heads.{head}.weight` |
 
-Numbers of heads and layers are counted in the tensors: configs in the wild are wrong about them. Files are untrusted:
-safetensors, or `torch.load(weights_only=True)`.
+In foreign formats the numbers of heads and layers are counted in the tensors: configs in the wild are wrong about them.
+Files are untrusted: safetensors, or `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from hf_specgen.heads.anatomy import output_matrix
-from hf_specgen.heads.fingerprint import check_fingerprint
+from hf_specgen.heads.fingerprint import check_heads
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
 
 Tensors = dict[str, torch.Tensor]
@@ -51,16 +52,23 @@ def load_medusa(path_or_id: str | Path, target: PreTrainedModel | None = None) -
     """
     source = str(path_or_id)
     config = _config(source)
-    if config.get("model_type") == MedusaConfig.model_type:
-        heads = MedusaHeads.from_pretrained(source, dtype="auto")
-    else:
-        heads = _foreign(source, config)
+    heads = _own(source) if config.get("model_type") == MedusaConfig.model_type else _foreign(source, config)
     if target is not None:
         heads.config.vocab_size = heads.config.vocab_size or output_matrix(target).out_features  # v2 does not say
-        sizes = {"hidden_size": heads.config.hidden_size, "vocab_size": heads.config.vocab_size}
-        for base in (sizes, heads.config.base):
-            check_fingerprint(base, target, f"the set of heads {source!r}")
+        check_heads(heads.config, target, f"the set of heads {source!r}")
     return heads
+
+
+def _own(source: str) -> MedusaHeads:
+    try:
+        loaded: Any = MedusaHeads.from_pretrained(source, dtype="auto", output_loading_info=True)
+    except (SafetensorError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{source}: the heads cannot be read ({_first_line(error)}); download them again") from None
+    heads, information = loaded
+    wrong = {kind: sorted(map(str, names)) for kind, names in information.items() if names}
+    if wrong:
+        raise ValueError(f"{source}: its tensors are not those that its config.json describes ({wrong})")
+    return cast(MedusaHeads, heads)
 
 
 def _foreign(source: str, config: dict[str, Any]) -> MedusaHeads:
@@ -70,31 +78,32 @@ def _foreign(source: str, config: dict[str, Any]) -> MedusaHeads:
     state, own = native_names(tensors)
     if not state:
         raise ValueError(f"{source}: no Medusa layers among its tensors {sorted(tensors)[:3]}; use another checkpoint")
-    heads = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
-    layers = 1 + max(int(name.split(".")[3]) for name in state if name.startswith("blocks."))
-    hidden = state["blocks.0.layers.0.weight"].shape[0]
+    heads, layers = _count(state, 1), _count(state, 3)
     base_name = config.get("base_model_name_or_path")
-    vocab = state["lm_heads.0.weight"].shape[0] if own else int(config.get("vocab_size") or 0)
-    fresh: Any = MedusaHeads(
-        MedusaConfig(
-            hidden_size=hidden,
-            vocab_size=vocab,
-            num_heads=heads,
-            num_layers=layers,
-            own_outputs=own,
-            base={"name_or_path": base_name} if base_name else None,
-        )
-    )
-    result = cast(MedusaHeads, fresh.to(next(iter(state.values())).dtype))
-    if not any(name.endswith(".bias") for name in state):  # vLLM's medusa_fc_bias=False
-        state |= {name: value for name, value in result.state_dict().items() if name.endswith(".bias")}
     try:
+        hidden = state["blocks.0.layers.0.weight"].shape[-1]
+        vocab = state["lm_heads.0.weight"].shape[0] if own else int(config.get("vocab_size") or 0)
+        shape = {"num_heads": heads, "num_layers": layers, "own_outputs": own, "vocab_size": vocab}
+        base = {"name_or_path": base_name} if base_name else None
+        fresh: Any = MedusaHeads(MedusaConfig(hidden_size=hidden, base=base, **cast(Any, shape)))
+        result = cast(MedusaHeads, fresh.to(next(iter(state.values())).dtype))
+        if not any(name.endswith(".bias") for name in state):  # vLLM's medusa_fc_bias=False
+            state |= {name: value for name, value in result.state_dict().items() if name.endswith(".bias")}
         result.load_state_dict(state)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
-        raise ValueError(f"{source}: its tensors do not make a whole set of heads ({reason})") from None
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{source}: its tensors do not make a whole set of heads ({_first_line(error)})") from None
     result.config.name_or_path = source
     return result.eval()
+
+
+def _count(state: Tensors, place: int) -> int:
+    """How many heads (place 1) or layers (place 3) the names of the blocks count; at most as many as there are."""
+    return len({name.split(".")[place] for name in state if name.startswith("blocks.")})
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if not line.startswith("Error(s) in loading")), type(error).__name__)
 
 
 def native_names(tensors: Tensors) -> tuple[Tensors, bool]:
@@ -112,10 +121,10 @@ def native_names(tensors: Tensors) -> tuple[Tensors, bool]:
             state[f"lm_heads.{found[1]}.weight"] = tensor
     blocks = {name.split(".")[1] for name in state if name.startswith("blocks.")}
     outputs = {name for name in state if name.startswith("lm_heads.")}
-    own = len(outputs) == len(blocks)
-    if not own:  # vLLM's `original_lm_head`: the one matrix is the target's
-        state = {name: tensor for name, tensor in state.items() if name not in outputs}
-    return state, own
+    if outputs == {"lm_heads.0.weight"} and len(blocks) > 1 and "lm_heads.0.weight" in tensors:
+        del state["lm_heads.0.weight"]  # vLLM's `original_lm_head`: the one matrix is the target's
+        outputs = set()
+    return state, bool(outputs)
 
 
 def _tensors(source: str) -> Tensors:
@@ -131,7 +140,7 @@ def _tensors(source: str) -> Tensors:
                 return cast(Tensors, tensors)
             return load_file(path)
         except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = _first_line(error)
             raise ValueError(f"{source}: {name} cannot be read as tensors ({reason}); download it again") from None
     raise FileNotFoundError(
         f"{source} has no Medusa heads: none of {', '.join((*ORIGINAL, 'model.safetensors'))} is there"
@@ -143,13 +152,21 @@ def _config(source: str) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return cast(dict[str, Any], json.loads(Path(path).read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{source}: config.json is not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{source}: config.json holds {type(config).__name__}, not an object")
+    return config
 
 
 def _file(source: str, name: str) -> str | None:
-    try:
-        return cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    except OSError:
-        return None
+    """Where a file is, or None if the folder or repository has none of that name.
+
+    Raises:
+        OSError: Transformers' own sentence, if the repository cannot be reached or does not exist.
+    """
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return str(path) if path.exists() else None
+    return cached_file(source, name, _raise_exceptions_for_missing_entries=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers.utils.hub import cached_file
 
 from hf_specgen.heads.exit_head import shared_linear
 
@@ -21,12 +23,30 @@ class HeadOutputs(nn.Module):
         self.heads = nn.ModuleList(shared_linear(matrix) for _ in range(num_heads))
 
 
+def copy_lora(source: str, folder: Path) -> None:
+    """Copy the adapter of a set of heads, from a folder or the Hub, beside another copy of them."""
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        path = cached_file(source, name, subfolder=FOLDER)
+        if path is not None and Path(path).resolve() != (folder / FOLDER / name).resolve():
+            shutil.copyfile(path, folder / FOLDER / name)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ImportError(
+            "these heads have LoRA matrices, which need peft: pip install 'hf-specgen[adapters]'"
+        ) from None
+    return peft
+
+
 def new_lora(matrix: nn.Linear, num_heads: int, rank: int) -> Any:
     """A `PeftModel` around `HeadOutputs` whose deltas are zero."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=r"heads\.\d+")
-    return get_peft_model(cast(Any, HeadOutputs(matrix, num_heads)), config)
+    peft = _peft()
+    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=r"heads\.\d+")
+    return peft.get_peft_model(cast(Any, HeadOutputs(matrix, num_heads)), config)
 
 
 def load_lora(matrix: nn.Linear, num_heads: int, source: str) -> Any:
@@ -37,11 +57,17 @@ def load_lora(matrix: nn.Linear, num_heads: int, source: str) -> Any:
         num_heads: of the set.
         source: folder or Hub id of the set.
     """
-    from peft import PeftModel
-
+    peft = _peft()
     local = Path(source) / FOLDER
     place: dict[str, Any] = {"model_id": str(local)} if local.is_dir() else {"model_id": source, "subfolder": FOLDER}
-    return PeftModel.from_pretrained(cast(Any, HeadOutputs(matrix, num_heads)), **place, autocast_adapter_dtype=False)
+    try:
+        return peft.PeftModel.from_pretrained(
+            cast(Any, HeadOutputs(matrix, num_heads)), **place, autocast_adapter_dtype=False
+        )
+    except ValueError:
+        raise FileNotFoundError(
+            f"the heads in {source} have a LoRA matrix each, but no folder {FOLDER} is there; copy it beside them"
+        ) from None
 
 
 def output_of(adapter: Any, head: int) -> nn.Module:

@@ -63,6 +63,10 @@ class MedusaConfig(PreTrainedConfig):
         for name in ("num_heads", "num_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.own_outputs and self.lora_rank:
+            raise ValueError(f"heads with output matrices of their own take no LoRA, got lora_rank={self.lora_rank}")
+        if self.acceptance is not None and len(self.acceptance) != self.num_heads:
+            raise ValueError(f"acceptance is given for {len(self.acceptance)} heads, but there are {self.num_heads}")
 
 
 class ResidualBlock(nn.Module):
@@ -131,6 +135,8 @@ class MedusaHeads(PreTrainedModel):
         sizes: dict[str, Any] = {"hidden_size": matrix.in_features, "vocab_size": matrix.out_features}
         heads = cls(MedusaConfig(**sizes, base=fingerprint(target, tokenizer), **shape))
         if heads.config.own_outputs:
+            if matrix.bias is not None:
+                raise ValueError("the target's output matrix has a bias, and heads' own matrices have none; share it")
             for head in heads.lm_heads:
                 cast(nn.Linear, head).weight.data.copy_(matrix.weight)
         return cast(MedusaHeads, cast(Any, heads).to(matrix.weight.device))

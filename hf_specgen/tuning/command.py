@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from hf_specgen.candidates.tree_plan import MAX_NODES
 from hf_specgen.cost import CostCurve
 from hf_specgen.demo import DOMAINS, EMBEDDED_PROMPTS, GREEDY, DemoSettings, encode, load
 from hf_specgen.heads.acceptance import best_tree
 from hf_specgen.heads.formats import load_medusa
-from hf_specgen.heads.lora import FOLDER
+from hf_specgen.heads.lora import copy_lora
 from hf_specgen.tuning.counting import Counts, measure_acceptance, measure_cost, save_tuning
 
 SHOWN_RANKS = 5
@@ -57,9 +57,8 @@ def run(settings: TuneSettings, console: Console) -> RenderableType:
     tuned = load_medusa(settings.heads, model)  # in the dtype of its file; the other set has taken the target's
     save_tuning(tuned, counts, cost)
     tuned.save_pretrained(settings.output)
-    adapter = Path(settings.heads) / FOLDER
-    if adapter.is_dir() and adapter.resolve() != (settings.output / FOLDER).resolve():
-        shutil.copytree(adapter, settings.output / FOLDER, dirs_exist_ok=True)
+    if tuned.config.lora_rank:
+        copy_lora(settings.heads, settings.output)
     return _report(counts, cost, settings.output)
 
 
@@ -106,7 +105,7 @@ def _report(counts: Counts, cost: CostCurve, output: Path) -> RenderableType:
     for queries in cost.queries:
         times.add_column(str(queries), justify="right")
     times.add_row(*[f"{cost.relative(queries):.2f}" for queries in cost.queries])
-    paths, expected = best_tree(by_rank.tolist(), lambda nodes: cost(1 + nodes), max_nodes=64)
+    paths, expected = best_tree(by_rank.tolist(), lambda nodes: cost(1 + nodes), MAX_NODES)
     gain = expected / cost.relative(1 + len(paths))
     tree = f"{[list(path) for path in sorted(paths)]}" if paths else "none: plain decoding is faster"
     text = (

@@ -1,7 +1,8 @@
 """Measures what Medusa heads are worth on a dataset and a machine, so that the best tree can be chosen.
 
 Real generations, with the decoding settings of each domain: what the heads guessed at each step is compared with the
-text that came. Head h counts where the guesses before it could have been right, because only there it matters.
+text that came. Head h counts where the right token was among the first guesses of every head before it: elsewhere its
+guess could not have been accepted.
 """
 
 from __future__ import annotations
