@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cards import push, write_card
 from hf_specgen.heads.lora import FOLDER
 from hf_specgen.heads.medusa import MedusaHeads
@@ -28,11 +30,12 @@ target.load_adapter("{heads}", adapter_kwargs={{"subfolder": "adapter"}})  # the
 
 @dataclass
 class Trained:
-    """What a run has made: heads, the `PeftModel` of their LoRA matrices, and of stage 2 the adapted target."""
+    """What a run has made: heads, the `PeftModel` of their LoRA matrices, the adapted target and its whole weights."""
 
     heads: MedusaHeads
     lora: Any
     adapted: Any
+    weights: dict[str, torch.Tensor]
 
 
 def save(settings: Any, trained: Trained, results: dict[str, HeadScores], losses: list[tuple[int, float]]) -> None:
@@ -42,7 +45,7 @@ def save(settings: Any, trained: Trained, results: dict[str, HeadScores], losses
     if trained.lora is not None:
         trained.lora.save_pretrained(folder / FOLDER)
     if trained.adapted is not None:
-        trained.adapted.save_pretrained(folder / ADAPTER)
+        trained.adapted.save_pretrained(folder / ADAPTER, state_dict=trained.weights)
     name = settings.push_to_hub or settings.output
     write_custom_generate(folder, name)
     config = heads.config

@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     def loss_sum(module: nn.Module, batch: Batch) -> torch.Tensor:
         return cast(torch.Tensor, module(batch, [target], target_states(target, batch)[0]))
 
-    progress = train(accelerator, Distiller(draft), loader, loss_sum, settings)
+    progress, _ = train(accelerator, Distiller(draft), loader, loss_sum, settings)
     if accelerator.is_main_process:
         plain: Any = adapted.merge_and_unload() if adapted else draft
         save(settings, plain.to(target.device, target.dtype).eval(), target, tokenizer, progress.losses)

@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         last, states = target_states(target, batch, tuple(settings.exit_layers))
         return cast(torch.Tensor, module(states, [target], last))
 
-    progress = train(accelerator, exits, loader, loss_sum, settings)
+    progress, _ = train(accelerator, exits, loader, loss_sum, settings)
     if accelerator.is_main_process:
         save(settings, exits, target, tokenizer, progress.losses)
     accelerator.end_training()

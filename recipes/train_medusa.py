@@ -109,11 +109,15 @@ def main(arguments: list[str] | None = None) -> None:
 
     evaluation = Evaluation(settings, heads, lora, target, tokenizer) if settings.evaluation else None
     summary = evaluation.summary if evaluation else None
-    progress = train(accelerator, module, loader, loss_sum, settings, optimizers, evaluate=summary)
+    progress, weights = train(accelerator, module, loader, loss_sum, settings, optimizers, evaluate=summary)
     if accelerator.is_main_process:
+        heads, lora = make_heads(settings, target, tokenizer)  # plain ones, whatever the launcher made of the others
+        HeadsTraining(heads, lora).load_state_dict(weights, strict=False)
+        results = Evaluation(settings, heads, lora, target, tokenizer).measure() if settings.evaluation else {}
+        adapter = {name.removeprefix("adapted."): weights[name] for name in weights if name.startswith("adapted.")}
         adapted = module.adapted if isinstance(module, JointTraining) else None
-        results = evaluation.measure() if evaluation else {}
-        save(settings, Trained(cast(Any, heads).to(target.dtype), lora, adapted), results, progress.losses)
+        trained = Trained(cast(Any, heads).to(target.dtype), lora, adapted, adapter)
+        save(settings, trained, results, progress.losses)
     accelerator.end_training()
 
 

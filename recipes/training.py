@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from corpus import Batch, batches
+
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 @dataclass(kw_only=True)
@@ -118,7 +120,7 @@ def train(
     optimizers: Sequence[Optimizer] | None = None,
     name: str = "checkpoint",
     evaluate: Callable[[], dict[str, float]] | None = None,
-) -> Progress:
+) -> tuple[Progress, dict[str, torch.Tensor]]:
     """Train `module` in place for `settings.steps` steps.
 
     Args:
@@ -128,10 +130,12 @@ def train(
             given, which is `module` as prepared for several processes.
         optimizers: AdamW over everything if None.
         name: of the checkpoint.
-        evaluate: called every `evaluate_every` steps in the main process; what it returns goes to the trackers.
+        evaluate: called every `evaluate_every` steps in the main process; what it returns goes to the trackers. Not
+            where the launcher has sharded the weights.
 
     Returns:
-        the progress, with the loss per answer token every `log_every` steps.
+        the progress, with the loss per answer token every `log_every` steps; and the weights of `module`, whole (in the
+        main process) wherever they were sharded.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if optimizers is None:
@@ -165,14 +169,15 @@ def train(
         bar.update()
         if progress.step % settings.log_every == 0 or progress.step == settings.steps:
             _log(accelerator, progress, since_log, schedules[0], bar)
-        if evaluate and settings.evaluate_every and progress.step % settings.evaluate_every == 0:
+        due = settings.evaluate_every and progress.step % settings.evaluate_every == 0
+        if evaluate and due and accelerator.distributed_type not in SHARDED:
             _evaluate(accelerator, evaluate, progress.step)
         if settings.save_every and (progress.step % settings.save_every == 0 or progress.step == settings.steps):
             _save(accelerator, checkpoint)
     bar.close()
     module.eval()
     accelerator._custom_objects.clear()  # a recipe with several stages registers each stage's own
-    return progress
+    return progress, accelerator.get_state_dict(module)
 
 
 def _step(

@@ -187,6 +187,45 @@ def test_the_targets_own_loss_is_cross_entropy(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(hidden.grad, again.grad)
 
 
+SHARD = """
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import torch, train_medusa
+from distillation import target_states
+from hf_specgen.heads import MedusaHeads
+from hf_specgen.heads.lora import new_lora
+from tests.helpers import tiny_model
+
+Accelerator()
+model = tiny_model("llama").requires_grad_(False)
+module = train_medusa.HeadsTraining(MedusaHeads.from_target(model, num_heads=2), new_lora(model.lm_head, 2, 4))
+fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+ids = torch.arange(3, 27).view(2, 12)
+batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "predicts": torch.ones_like(ids).bool()}
+module(batch, [model], target_states(model, batch)[0]).backward()
+optimizer.step()
+whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+if dist.get_rank() == 0:
+    fresh = train_medusa.HeadsTraining(MedusaHeads.from_target(model, num_heads=2), new_lora(model.lm_head, 2, 4))
+    fresh.load_state_dict(whole)
+    moved = [float(p.abs().sum()) for p in fresh.heads.parameters()]
+    print("sharded over", dist.get_world_size(), "and learnt", all(moved))
+"""
+
+
+def test_sharded_heads_learn_and_come_back_whole(tmp_path: Path) -> None:
+    """Would catch: a head that is not reached through its module's forward pass, a parameter that is only a shard."""
+    (tmp_path / "shard.py").write_text(SHARD)
+    recipes = str(ROOT / "recipes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", recipes)
+        assert "sharded over 2 and learnt True" in run_in_processes(2, str(tmp_path / "shard.py"))
+
+
 def test_bad_stage(folder: Path) -> None:
     with pytest.raises(ValueError, match="stage must be 1 or 2, not 3"):
         train_medusa.main(arguments(folder, "bad", "--stage", "3"))
