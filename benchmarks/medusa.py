@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from benchmarks.common import PEERS, PLAIN, WIDE, Rows, spread
 from benchmarks.throughput import domain_totals
 from benchmarks.widen import widen
-from hf_specgen import MedusaCandidates
+from hf_specgen import AutoCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.demo import DOMAINS, EMBEDDED_HEADS, DemoSettings, load
 from hf_specgen.heads import load_medusa
 from hf_specgen.heads.anatomy import decoder
@@ -57,8 +57,12 @@ def medusa(repeats: int, quick: bool, wide: bool = False, batch_size: int = 1) -
 def _contenders(model: PreTrainedModel) -> list[Contender]:
     heads = load_medusa(EMBEDDED_HEADS, model)
     heads.config.cost = asdict(measure_cost(model))
-    ours = MedusaCandidates(heads)
-    return [PLAIN, PEERS[0], Contender("Medusa", partial(dict, candidate_generator=ours))]
+    sides = {
+        "Medusa": MedusaCandidates(heads),
+        "n-grams or Medusa": AutoCandidates([NgramCandidates(k=16), MedusaCandidates(heads)]),
+    }
+    ours = [Contender(name, partial(dict, candidate_generator=candidates)) for name, candidates in sides.items()]
+    return [PLAIN, PEERS[0], *ours]
 
 
 def _total(run: dict[str, dict[str, Total]], domain: str, contender: str) -> Total:
