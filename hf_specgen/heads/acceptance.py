@@ -104,7 +104,7 @@ def best_tree(
 
     Example:
         >>> best_tree([[0.8, 0.1], [0.5, 0.2]], lambda nodes: 1 + 0.1 * nodes, max_nodes=4)
-        ([(0,), (0, 0), (0, 1)], 2.36)
+        ([(0,), (0, 0)], 2.2)
     """
     heap: list[tuple[float, Path]] = [(-probabilities[0][0], (0,))]
     grown: list[Path] = []
