@@ -15,10 +15,13 @@ from distillation import DistillationSettings, target_states
 from hf_specgen import MedusaCandidates
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.heads.reader import MedusaReader
+from hf_specgen.measure import Contender, race
+from hf_specgen.tuning import measure_acceptance, measure_cost, save_tuning
 from medusa_loss import later_positions
 
 SHOWN = 5
 GENERATED_PER_DOMAIN = 4
+TUNED_PER_DOMAIN = 8
 NEW_TOKENS = 128
 
 
@@ -30,7 +33,7 @@ class HeadScores:
     seen: torch.Tensor  # [heads] of how many
     tokens: int = 0
     steps: int = 0
-    answers: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: {"plain": 0.0, "Medusa": 0.0})
 
     def accuracy(self, ranks: int) -> list[float]:
         """Share of tokens among the first `ranks` guesses of each head."""
@@ -40,6 +43,11 @@ class HeadScores:
     def tokens_per_step(self) -> float:
         """Of real generations."""
         return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Of the same generations over plain `generate`, which write the same tokens."""
+        return self.seconds["plain"] / self.seconds["Medusa"] if self.steps else 0.0
 
 
 class Evaluation:
@@ -112,22 +120,36 @@ class Evaluation:
             scores.seen[head] += len(later)
 
     def _generate(self, scores: HeadScores, candidates: MedusaCandidates, row: dict[str, Any], seed: int) -> None:
+        ours = Contender("Medusa", lambda: {"candidate_generator": candidates})
+        sides = [Contender("plain", dict), ours]
+        call = self._call(row)
+        inputs = {name: call.pop(name) for name in ("input_ids", "attention_mask")}
+        samples = race(self._target, inputs, sides, call, seed, first=seed)
+        statistics = samples["Medusa"].speculation
+        assert statistics is not None
+        scores.steps += statistics.steps
+        scores.tokens += sum(step.emitted for steps in statistics.rows for step in steps)
+        for name, sample in samples.items():
+            scores.seconds[name] += sample.seconds
+
+    def _call(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `generate` for a prompt."""
         special = not self._tokenizer.chat_template
         prompt = chat_prompt(self._tokenizer, row["prompt"])
         inputs = self._tokenizer(prompt, return_tensors="pt", add_special_tokens=special).to(self._target.device)
         generation = self._settings.generation
-        torch.manual_seed(seed)
-        model: Any = self._target
-        model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=NEW_TOKENS,
-            candidate_generator=candidates,
+        return {
+            "input_ids": inputs["input_ids"],
+            "attention_mask": inputs["attention_mask"],
+            "max_new_tokens": NEW_TOKENS,
             **generation.get(row["domain"], generation["default"]),
-        )
-        assert candidates.speculation is not None
-        scores.steps += candidates.speculation.steps
-        scores.tokens += sum(step.emitted for steps in candidates.speculation.rows for step in steps)
+        }
+
+    def tune(self) -> None:
+        """Put acceptance by rank and confidence, and T(q) on this machine, into the heads' config."""
+        calls = [self._call(row) for rows in self._rows.values() for row in rows[-TUNED_PER_DOMAIN:]]
+        counts = measure_acceptance(self._target, self._heads, calls, self._lora)
+        save_tuning(self._heads, counts, measure_cost(self._target))
 
 
 def evaluation_section(prompts: str | None, results: dict[str, HeadScores]) -> str:
@@ -138,13 +160,13 @@ def evaluation_section(prompts: str | None, results: dict[str, HeadScores]) -> s
     lines = [
         f"On answers that the target itself gave to held-out prompts (`{prompts}`), with each domain's own decoding "
         f"settings: how often each head's first guess, and one of its first {SHOWN}, was the answer's token. *Tokens "
-        f"per step* counts real generations with `MedusaCandidates`, {GENERATED_PER_DOMAIN} a domain, the target's own "
-        "token included.\n",
-        "| domain | " + " | ".join(f"head {head}" for head in heads) + " | tokens per step |",
-        "|---" * (len(heads) + 2) + "|",
+        f"per step* and *speedup* are those of real generations with `MedusaCandidates` beside plain `generate`, "
+        f"{GENERATED_PER_DOMAIN} a domain, on the machine that trained; the target's own token counts.\n",
+        "| domain | " + " | ".join(f"head {head}" for head in heads) + " | tokens per step | speedup |",
+        "|---" * (len(heads) + 3) + "|",
     ]
     for domain, scores in results.items():
         pairs = zip(scores.accuracy(1), scores.accuracy(SHOWN), strict=True)
         cells = " | ".join(f"{first:.0%} / {several:.0%}" for first, several in pairs)
-        lines.append(f"| {domain} | {cells} | {scores.tokens_per_step:.2f} |")
+        lines.append(f"| {domain} | {cells} | {scores.tokens_per_step:.2f} | {scores.speedup:.2f}x |")
     return "\n".join(lines)

@@ -41,6 +41,8 @@ class Trained:
 def save(settings: Any, trained: Trained, results: dict[str, HeadScores], losses: list[tuple[int, float]]) -> None:
     """Write the folder, and upload it if asked to."""
     folder, heads = Path(settings.output), trained.heads
+    if trained.adapted is None:
+        settings.lora = settings.base_learning_rate = settings.heads_weight = None  # not used, so not on the card
     heads.save_pretrained(folder)
     if trained.lora is not None:
         trained.lora.save_pretrained(folder / FOLDER)

@@ -113,7 +113,11 @@ def main(arguments: list[str] | None = None) -> None:
     if accelerator.is_main_process:
         heads, lora = make_heads(settings, target, tokenizer)  # plain ones, whatever the launcher made of the others
         HeadsTraining(heads, lora).load_state_dict(weights, strict=False)
-        results = Evaluation(settings, heads, lora, target, tokenizer).measure() if settings.evaluation else {}
+        results = {}
+        if settings.evaluation:
+            final = Evaluation(settings, heads, lora, target, tokenizer)
+            final.tune()
+            results = final.measure()
         adapter = {name.removeprefix("adapted."): weights[name] for name in weights if name.startswith("adapted.")}
         adapted = module.adapted if isinstance(module, JointTraining) else None
         trained = Trained(cast(Any, heads).to(target.dtype), lora, adapted, adapter)

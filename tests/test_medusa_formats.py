@@ -17,6 +17,7 @@ from hf_specgen import MedusaCandidates
 from hf_specgen.heads import MedusaHeads, load_medusa
 from hf_specgen.heads.acceptance import Acceptance
 from hf_specgen.heads.export import export_medusa
+from hf_specgen.heads.fingerprint import fingerprint, other_chat_template
 from hf_specgen.heads.lora import load_lora, new_lora, output_of, stacked_deltas
 from hf_specgen.heads.publishing import write_custom_generate
 from hf_specgen.heads.reader import MedusaReader
@@ -94,6 +95,17 @@ def test_heads_without_biases(tmp_path: Path) -> None:
     loaded = load_medusa(tmp_path, model)
     assert not any(loaded.state_dict()[name].any() for name in loaded.state_dict() if name.endswith("bias"))
     assert torch.equal(loaded.blocks[0].layers[0].weight, heads.blocks[0].layers[0].weight)  # type: ignore[union-attr, index]
+
+
+def test_another_chat_template_is_noticed() -> None:
+    class Tokenizer:
+        chat_template: Any = "{{ messages }}"
+
+    base = fingerprint(tiny_model("llama"), Tokenizer())
+    assert other_chat_template(base, Tokenizer()) is None and other_chat_template(None, Tokenizer()) is None
+    named = Tokenizer()
+    named.chat_template = {"default": "a", "tools": "b"}
+    assert "another chat template" in str(other_chat_template(base, named))
 
 
 def test_loaded_heads_generate(tmp_path: Path) -> None:

@@ -89,8 +89,31 @@ def test_stage_one(folder: Path) -> None:
     after = load_file(folder / "target" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     card = (folder / "medusa" / "README.md").read_text()
-    assert "| tokens per step |" in card and "custom_generate=" in card and "`adapter`" not in card
+    assert heads.config.acceptance is not None and heads.config.cost is not None
+    assert "| tokens per step | speedup |" in card and "custom_generate=" in card and "`adapter`" not in card
     generate_twice(target, str(folder / "medusa"))
+
+
+def test_the_way_to_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A faked endpoint: heads, LoRA matrices, card and code go up, under the repository's name."""
+    calls: list[Any] = []
+
+    class Hub:
+        def create_repo(self, repository: str, exist_ok: bool) -> None:
+            calls.append(repository)
+
+        def upload_folder(self, repo_id: str, folder_path: str, ignore_patterns: list[str]) -> None:
+            files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+            calls.append((repo_id, files))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    more = ["--lora-rank", "2", "--push-to-hub", "user/medusa-heads"]
+    train_medusa.main(arguments(folder, "pushed", *HEADS, *more))
+    wanted = {"config.json", "model.safetensors", "README.md", "custom_generate/generate.py"}
+    wanted |= {"lora/adapter_config.json", "lora/adapter_model.safetensors"}
+    assert calls[0] == calls[1][0] == "user/medusa-heads" and wanted <= set(calls[1][1])
+    assert "HEADS = 'user/medusa-heads'" in (folder / "pushed" / "custom_generate" / "generate.py").read_text()
+    assert 'custom_generate="user/medusa-heads"' in (folder / "pushed" / "README.md").read_text()
 
 
 def generate_twice(target: Any, heads: str) -> None:

@@ -37,7 +37,9 @@ def heads(name: str, target: Blueprint) -> list[Finding]:
     if widths != {target.config.hidden_size}:
         found = f"made for states of width {sorted(widths)}, the target's have {target.config.hidden_size}"
         findings.append(Finding("heads' size", Verdict.BAD, found, "these heads belong to another model"))
-    base = next((str(_config(name)[key]) for key in BASE_KEYS if _config(name).get(key)), "")
+    config = _config(name)
+    base = next((str(config[key]) for key in BASE_KEYS if config.get(key)), "")
+    base = base or str((config.get("base") or {}).get("name_or_path") or "")
     if base and base.rstrip("/").split("/")[-1] != target.name.rstrip("/").split("/")[-1]:
         meaning = "heads guess well only for the very model that they were trained on"
         findings.append(Finding("heads' base", Verdict.WARNING, f"trained on {base!r}, not {target.name!r}", meaning))

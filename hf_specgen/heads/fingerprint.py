@@ -30,22 +30,31 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> Fingerprint:
         name, architecture, sizes, and a hash of the chat template (None if there is none or it is not known).
     """
     matrix = output_matrix(model)
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):  # several templates by name
-        template = json.dumps(template, sort_keys=True)
     return {
         "name_or_path": model.name_or_path,
         "model_type": model.config.get_text_config().model_type,
         "hidden_size": matrix.in_features,
         "vocab_size": matrix.out_features,
         "num_hidden_layers": len(decoder_layers(model)),
-        "chat_template": None if template is None else chat_template_hash(template),
+        "chat_template": chat_template_hash(tokenizer),
     }
 
 
-def chat_template_hash(template: str) -> str:
-    """The first 16 hexadecimal digits of its SHA-256."""
-    return hashlib.sha256(template.encode()).hexdigest()[:16]
+def chat_template_hash(tokenizer: Any) -> str | None:
+    """The first 16 hexadecimal digits of the SHA-256 of a tokenizer's chat template; None if it has none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def other_chat_template(base: Fingerprint | None, tokenizer: Any) -> str | None:
+    """A sentence if the heads learnt text in another chat format than this tokenizer writes, else None."""
+    learnt = (base or {}).get("chat_template")
+    if learnt is None or learnt == chat_template_hash(tokenizer):
+        return None
+    return "the heads were trained with another chat template than this tokenizer's, and will guess worse for it"
 
 
 def check_fingerprint(base: Fingerprint | None, model: PreTrainedModel, what: str) -> None:

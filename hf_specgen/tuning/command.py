@@ -17,6 +17,7 @@ from hf_specgen.candidates.tree_plan import MAX_NODES
 from hf_specgen.cost import CostCurve
 from hf_specgen.demo import DOMAINS, EMBEDDED_PROMPTS, GREEDY, DemoSettings, encode, load
 from hf_specgen.heads.acceptance import best_tree
+from hf_specgen.heads.fingerprint import other_chat_template
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import copy_lora
 from hf_specgen.tuning.counting import Counts, measure_acceptance, measure_cost, save_tuning
@@ -48,6 +49,8 @@ def run(settings: TuneSettings, console: Console) -> RenderableType:
     rows = read_prompts(settings.prompts or EMBEDDED_PROMPTS, settings.prompts_per_domain)
     model, tokenizer = load(DemoSettings(model=settings.target, dtype=settings.dtype, device=settings.device))
     heads = load_medusa(settings.heads, model)
+    if warning := other_chat_template(heads.config.base, tokenizer):
+        console.print(f"[yellow]{warning}[/]")
     console.print("timing the target's forward pass …")
     cost = measure_cost(model)
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
