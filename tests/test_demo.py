@@ -24,7 +24,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
 
 
-def test_demo_prints_identical_rows(tmp_path: Path) -> None:
+def test_demo_prints_identical_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     result = CliRunner().invoke(
         app, ["demo", "--prompts", "1", "--max-new-tokens", "12", "--json", str(tmp_path / "demo.json")]
     )
@@ -36,6 +37,7 @@ def test_demo_prints_identical_rows(tmp_path: Path) -> None:
     assert {"commit", "versions", "machine", "argv"} <= set(saved["provenance"])
     for domain in saved["domains"]:
         assert domain in result.output
+    assert "…" not in result.output.split("One answer.")[0], "the table does not fit 80 columns"
 
 
 def test_demo_with_own_prompts_in_a_batch() -> None:
