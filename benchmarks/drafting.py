@@ -18,7 +18,7 @@ from hf_specgen.demo import DOMAINS, EMBEDDED_ADAPTER, EMBEDDED_DRAFT, DemoSetti
 from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.measure import Contender, Total
 
-DRAFT_K, SKIP_K = 4, 2
+DRAFT_K, SKIP_K = 4, 1
 
 
 def drafting(repeats: int, quick: bool, wide: bool = False) -> Rows:

@@ -140,8 +140,8 @@ def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
     tokens = tokens.to(model.device)
     positions = torch.arange(tokens.shape[1], device=model.device)[None].expand(len(tokens), -1)
     arguments = {"attention_mask": torch.ones_like(tokens), "position_ids": positions, "use_cache": True}
-    target = Target(model, GenerationConfig(), arguments)
-    target.prefill(tokens)
+    target = Target(model, tokens, GenerationConfig(), arguments)
+    target.prefill(DraftTree.empty(len(tokens)))
     return target
 
 

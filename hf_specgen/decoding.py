@@ -1,11 +1,14 @@
 """The decoding loop: draft, score, verify, keep. One step yields one to `1 + depth of the draft` tokens per row.
 
+The prompt is read in a step like the others: what can be guessed before the target has read it is verified with it.
+
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), algorithm 1; Miao et al.,
 "SpecInfer" (2023), section 4, for trees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
@@ -24,7 +27,7 @@ from hf_specgen.scoring import Scorer
 from hf_specgen.sequences import Sequences
 from hf_specgen.statistics import Statistics
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import Verifier
+from hf_specgen.verification import Verdict, Verifier
 
 
 @dataclass
@@ -71,10 +74,10 @@ def speculative_decode(
     call.emission = Emission(call.sequences, stopping_criteria, streamer, call.keep_scores, call.output_scores)
     decode_mode = getattr(model, "_optimize_model_for_decode", nullcontext)
     try:
-        logits = call.prefill(input_ids)
         drafter = candidates.bind(call.context, model)
+        call.read_prompt(drafter)
         with decode_mode():
-            call.decode(drafter, logits)
+            call.decode(drafter)
             call.fill_in_padding()
     except BaseException:
         call.target.abandon()
@@ -91,6 +94,7 @@ class _Call:
 
     emission: Emission
     pace: Pace
+    _given: list[int]
 
     def __init__(
         self,
@@ -108,7 +112,7 @@ class _Call:
         self.output_scores = self.returns_dict and bool(config.output_scores)
         self.output_logits = self.returns_dict and bool(config.output_logits)
         self.keep_scores = self.output_scores or self.output_logits
-        self.target = candidates.make_target(model, config, model_kwargs)
+        self.target = candidates.make_target(model, input_ids, config, model_kwargs)
         self.sequences = Sequences.of_call(input_ids, model_kwargs.get("attention_mask"), criteria, config)
         self.verifier = verifier
         self.scorer = Scorer(processors, self.sequences)
@@ -136,39 +140,55 @@ class _Call:
             cheap=candidates.cheap,
         )
 
-    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def read_prompt(self, drafter: Drafter) -> None:
+        """The first step. Rows that nothing is guessed for get the token that the prompt itself gives."""
+        rows = [True] * self.sequences.batch
+        tree = DraftTree.empty(len(rows))
+        if self.target.can_open:
+            tree = self._draft(drafter.open, rows).first_paths()
         with _Timer(self._seconds, "prefill"):
-            return self.target.prefill(input_ids)
+            logits = self.target.prefill(tree)
+        verdict = self._verify(tree, logits, rows)
+        self._given = [int(not parents) for parents in tree.parents]
+        if tree.nodes:
+            drafter.observe(verdict)
+            self.pace.observe(tree, self.statistics.record_opening(tree, verdict), self._seconds)
 
-    def decode(self, drafter: Drafter, logits: torch.Tensor) -> None:
-        """The loop. The prompt's own logits give the first token; every later step begins with a draft."""
-        tree = DraftTree.empty(self.sequences.batch)
-        self.emission.add(self.verifier.verify(tree, logits, [True] * tree.batch))
+    def decode(self, drafter: Drafter) -> None:
+        """All further steps."""
         while not self.emission.done:
             active = self._active_rows()
-            room = [self._room(row) if active[row] else 0 for row in range(tree.batch)]
-            with _Timer(self._seconds, "policy"):
-                self.context.budget = self.pace.budget(room)
-            with _Timer(self._seconds, "draft"):
-                tree = drafter.draft(self.context)
+            tree = self._draft(drafter.draft, active)
             with _Timer(self._seconds, "forward"):
                 logits = self.target.forward(tree, self.sequences.pending())
-            with _Timer(self._seconds, "verify"):
-                verdict = self.verifier.verify(tree, logits, active)
-                self.target.commit(verdict.paths)
-                steps = self.statistics.record(tree, verdict)
-                drafter.observe(verdict)
-                self.emission.add(verdict)
-                self.verifier.confirmed(self.emission.columns)
+            verdict = self._verify(tree, logits, active)
+            drafter.observe(verdict)
+            steps = self.statistics.record(tree, verdict)
             with _Timer(self._seconds, "policy"):
                 self.pace.observe(tree, steps, self._seconds)
             if not self._reads_padding:
                 self.target.drop_rows([self.emission.goes_on(row) for row in range(tree.batch)])
         self.verifier.end(self.emission.columns)
-        self.statistics.finish([len(tokens) for tokens in self.sequences.generated])
+        self.statistics.finish([len(tokens) for tokens in self.sequences.generated], self._given)
         self._seconds["total"] = perf_counter() - self._started
         self.statistics.seconds = self._seconds
         self.pace.end()
+
+    def _draft(self, draft: Callable[[DraftContext], DraftTree], active: Sequence[bool]) -> DraftTree:
+        room = [self._room(row) if is_active else 0 for row, is_active in enumerate(active)]
+        with _Timer(self._seconds, "policy"):
+            self.context.budget = self.pace.budget(room)
+        with _Timer(self._seconds, "draft"):
+            return draft(self.context)
+
+    def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Verdict:
+        """Accept, keep, emit."""
+        with _Timer(self._seconds, "verify"):
+            verdict = self.verifier.verify(tree, logits, active)
+            self.target.commit(verdict.paths)
+            self.emission.add(verdict)
+            self.verifier.confirmed(self.emission.columns)
+        return verdict
 
     def fill_in_padding(self) -> None:
         """Read the padding of rows that ended early, if its scores or the cache are visible to the caller.

@@ -163,7 +163,7 @@ def _contenders(settings: DemoSettings) -> list[Contender]:
     if draft:
         strategies[DRAFT] = DraftModelCandidates(draft, k=4, dtype=settings.dtype)
     if adapter:
-        strategies[SKIP] = LayerSkipCandidates(exit_layer_of(adapter), k=2, adapter=adapter)
+        strategies[SKIP] = LayerSkipCandidates(exit_layer_of(adapter), k=1, adapter=adapter)
     if heads:
         strategies[MEDUSA] = MedusaCandidates(heads)
     return [

@@ -33,6 +33,7 @@ class NoiseTape:
         check_multinomial(device)
         self.capacity = max(SHORTEST_TAPE, TAPE_BYTES // (4 * batch * vocab))
         """How many steps the fastest row may be ahead of the slowest, so that the tape stays within `TAPE_BYTES`."""
+        self.vocab = vocab
         self._shape, self._device = (batch, vocab), device
         self._drawn = 0
         self._noise: dict[int, torch.Tensor] = {}

@@ -36,7 +36,7 @@ class SplitTarget(Target):
     """A `Target` whose first layers can run by themselves.
 
     Args:
-        model, generation_config, model_kwargs: as for `Target`.
+        model, input_ids, generation_config, model_kwargs: as for `Target`.
         exit_layer: E, the number of layers that draft.
 
     Raises:
@@ -44,26 +44,47 @@ class SplitTarget(Target):
     """
 
     def __init__(
-        self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any], exit_layer: int
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        exit_layer: int,
     ):
         self._layers = divisible_layers(model, exit_layer)
-        super().__init__(model, generation_config, model_kwargs)
+        super().__init__(model, input_ids, generation_config, model_kwargs)
         self._first, self._last = range(exit_layer), range(exit_layer, len(self._layers))
         self._pass_through = [_PassThrough(layer) for layer in self._layers]
         self._states: list[torch.Tensor] = []
+        self._before_prompt: tuple[int, ...] = ()
 
-    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Read the prompt, and see in what form the layers return their state."""
+    def open_early(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the first layers on the prompt: the first draft goes on from there.
 
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            for stand_in in self._pass_through:
-                stand_in.returns_tuple = isinstance(output, tuple)
+        Returns:
+            `[batch, 1, hidden]` the state that goes into layer E at the last token, and `[batch, vocab]` the logits
+            that follow from it.
+        """
+        self._before_prompt = self.cache.lengths or (0,) * len(self._input_ids)
+        with self._passing(self._last), self._noting_form():
+            logits = self._read_prompt(DraftTree.empty(len(self._input_ids)))
+        self._prompt_was_read(self._before_prompt[0], 0)
+        seen = self._pass_through[self._last[0]].seen
+        assert seen is not None
+        self._states.append(seen)
+        return seen[:, -1:], logits[:, -1]
 
-        handle = self._layers[0].register_forward_hook(look)
-        try:
-            return super().prefill(input_ids)
-        finally:
-            handle.remove()
+    def prefill(self, opening: DraftTree) -> torch.Tensor:
+        """Read the prompt and the guesses behind it, starting from the states that drafting has left, if it has."""
+        if not self._states:
+            with self._noting_form():
+                return super().prefill(opening)
+        states = self._take_states(opening)  # [batch, prompt + nodes, hidden]
+        self.cache.set_lengths(self._before_prompt)
+        kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(opening.nodes)}
+        kwargs["position_ids"] = kwargs["position_ids"][..., -states.shape[1] :]
+        with self._passing(self._first):
+            return self.model(inputs_embeds=states, return_dict=True, **kwargs).logits[:, -1 - opening.nodes :]
 
     def run_early(self, tokens: torch.Tensor, with_logits: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the first layers on one more token of each row.
@@ -87,23 +108,42 @@ class SplitTarget(Target):
         return self._states[-1], self._for_all_rows(outputs.logits[:, -1], len(tokens)) if with_logits else None
 
     def forward(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Score a draft, starting from the states that drafting has left.
-
-        The first layers still have to see what they have not: as a rule the last guess, which nothing was drafted from.
-        """
+        """Score a draft, starting from the states that drafting has left."""
         if not self._states:
             return super().forward(tree, pending)
-        for place in range(len(self._states) - 1, tree.nodes):
-            self.run_early(tree.tokens[:, place], with_logits=False)
-        states = torch.cat(self._states[: 1 + tree.nodes], dim=1)
-        self._states.clear()
+        states = self._take_states(tree)  # [batch, 1 + nodes, hidden]
         self.cache.set_lengths(self._starts)
         with self._passing(self._first):
             return self._for_all_rows(self._run(self.model, tree, {"inputs_embeds": states}).logits, tree.batch)
 
+    def _take_states(self, tree: DraftTree) -> torch.Tensor:
+        """The states of everything up to the draft's last node.
+
+        The first layers still have to see what they have not: as a rule the last guess, which nothing was drafted from.
+        """
+        for place in range(len(self._states) - 1, tree.nodes):
+            self.run_early(tree.tokens[:, place], with_logits=False)
+        states = torch.cat(self._states[: 1 + tree.nodes], dim=1)
+        self._states.clear()
+        return states
+
     def abandon(self) -> None:
         self._states.clear()
         super().abandon()
+
+    @contextmanager
+    def _noting_form(self) -> Iterator[None]:
+        """See in what form the layers return their state."""
+
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            for stand_in in self._pass_through:
+                stand_in.returns_tuple = isinstance(output, tuple)
+
+        handle = self._layers[0].register_forward_hook(look)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     @contextmanager
     def _passing(self, indices: range) -> Iterator[None]:

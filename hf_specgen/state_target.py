@@ -19,7 +19,7 @@ class StateTarget(Target):
     """A `Target` with `states`.
 
     Args:
-        model, generation_config, model_kwargs: as for `Target`.
+        model, input_ids, generation_config, model_kwargs: as for `Target`.
 
     Raises:
         ValueError: if the model has no linear output matrix, whose input the states are.
@@ -28,14 +28,21 @@ class StateTarget(Target):
     states: torch.Tensor
     """`[batch, hidden]` what the output matrix read when each row's last token was chosen."""
 
-    def __init__(self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ):
         self._matrix = output_matrix(model)
-        super().__init__(model, generation_config, model_kwargs)
+        super().__init__(model, input_ids, generation_config, model_kwargs)
 
-    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def prefill(self, opening: DraftTree) -> torch.Tensor:
         with self._reading() as read:
-            logits = super().prefill(input_ids)
-        self.states = read[-1][:, -1].clone()  # the prompt's other states are not kept
+            logits = super().prefill(opening)
+        self._read = read[-1][:, -1 - opening.nodes :]
+        self.states = self._read[:, 0].clone()  # the prompt's other states are not kept
         return logits
 
     def forward(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:

@@ -40,12 +40,13 @@ class RowStep:
 class Statistics:
     """Counters of one `generate` call.
 
-    A *step* of a row is one verification (a forward pass of the target after the prompt) in which the row took part;
-    a *draft* is a step in which something was guessed for it. Tokens cut off by a stop do not count as accepted.
+    A *step* of a row is one verification (a forward pass of the target) in which the row took part; a *draft* is a step
+    in which something was guessed for it. The prompt's own pass is a step for the rows that something was guessed for
+    before it. Tokens cut off by a stop do not count as accepted.
 
     Args:
         rows: the steps of each row, in order.
-        lengths: generated tokens of each row that stand in the output, the first (which the prompt gives) included.
+        lengths: generated tokens of each row that stand in the output, one that the prompt alone gave included.
         seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (deciding how deep to draft), `total`.
 
     Example:
@@ -72,11 +73,25 @@ class Statistics:
                 steps[row] = step
         return steps
 
-    def finish(self, lengths: Sequence[int]) -> None:
-        """Settle the output's length in each row, and take out of the counts what lies behind it."""
+    def record_opening(self, tree: DraftTree, verdict: Verdict) -> list[RowStep | None]:
+        """The same for the prompt's own pass, which is no step of a row that nothing was guessed for."""
+        steps = self.record(tree, verdict)
+        for row, parents in enumerate(tree.parents):
+            if not parents:
+                self.rows[row].pop()
+                steps[row] = None
+        return steps
+
+    def finish(self, lengths: Sequence[int], given: Sequence[int]) -> None:
+        """Settle the output's length in each row, and take out of the counts what lies behind it.
+
+        Args:
+            lengths: generated tokens of each row.
+            given: how many of them came without a step: 1 where the prompt alone gave the first.
+        """
         self.lengths = list(lengths)
-        for steps, length in zip(self.rows, lengths, strict=True):
-            left = length - 1
+        for steps, length, free in zip(self.rows, lengths, given, strict=True):
+            left = length - free
             for step in steps:
                 step.emitted = max(0, min(step.emitted, left))
                 step.accepted = min(step.accepted, step.emitted)
@@ -187,7 +202,7 @@ class Statistics:
 
     def origins(self, row: int = 0) -> list[bool]:
         """For each generated token of a row, True if it was guessed and accepted, False if the target's own."""
-        marks = [False]
+        marks = [False] * (self.lengths[row] - sum(step.emitted for step in self.rows[row]))
         for step in self.rows[row]:
             marks += [True] * step.accepted + [False] * (step.emitted - step.accepted)
         return marks

@@ -1,7 +1,8 @@
-"""The target model as the decoding loop sees it: prefill, score a draft tree, keep what was accepted."""
+"""The target model as the decoding loop sees it: read the prompt, score a draft tree, keep what was accepted."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ class Target:
 
     Args:
         model: the model whose text is generated.
+        input_ids: `[batch, prompt]`, left-padded.
         generation_config: as prepared by `generate`.
         model_kwargs: as prepared by `generate`: attention mask, positions, cache and whatever else forward takes.
 
@@ -27,8 +29,14 @@ class Target:
         ValueError: for a cache or inputs that speculative decoding cannot work with.
     """
 
-    def __init__(self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]):
-        self.model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ):
+        self.model, self._input_ids = model, input_ids
         self._generation_config = generation_config
         self._kwargs = model_kwargs
         self._config = model.config.get_text_config()
@@ -44,35 +52,67 @@ class Target:
         self._offsets: tuple[int, ...] = ()
         self._prompt_slots: tuple[int, ...] = ()
         self._starts: tuple[int, ...] = ()
-        self._present: list[int] = []
-        self.first_positions: tuple[int, ...] = ()
+        self._present = list(range(len(input_ids)))
+        last = model_kwargs["position_ids"][..., -1].expand(len(input_ids)).tolist()
+        self.first_positions = tuple(position + 1 for position in last)
         """The position of each row's first generated token."""
         self.last_position = (getattr(self._config, "max_position_embeddings", None) or 2**31) - 1
 
-    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Read the prompt.
+    @property
+    def can_open(self) -> bool:
+        """Whether a draft can be verified together with the prompt."""
+        return self._generation_config.prefill_chunk_size is None
+
+    def prefill(self, opening: DraftTree) -> torch.Tensor:
+        """Read the prompt, and a draft that was made before it was read.
 
         Args:
-            input_ids: `[batch, prompt]`, left-padded.
+            opening: chains of guesses for the first tokens, or nothing.
 
         Returns:
-            `[batch, 1, vocab]` logits after the last prompt token.
+            `[batch, 1 + nodes, vocab]` logits: after the last prompt token, then after each node.
         """
-        kwargs = {**self._kwargs, "past_key_values": self.cache}
-        before = self.cache.lengths or (0,) * len(input_ids)
-        outputs = cast(Any, self.model)._prefill(input_ids, self._generation_config, kwargs)
-        read = self.cache.lengths[0] - before[0] if self.cache.lengths else 0
-        if not 0 < read <= input_ids.shape[1]:
+        before = self.cache.lengths or (0,) * len(self._input_ids)
+        logits = self._read_prompt(opening)[:, -1 - opening.nodes :]
+        self._prompt_was_read(before[0], opening.nodes)
+        return logits
+
+    def _read_prompt(self, opening: DraftTree) -> torch.Tensor:
+        """The logits of a pass over the prompt and the columns of guesses behind it."""
+        kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(opening.nodes)}
+        input_ids = torch.cat([self._input_ids, opening.tokens.to(self._input_ids)], dim=1)
+        config: Any = copy.copy(self._generation_config)
+        if kwargs.get("attention_mask") is None and opening.nodes:
+            config._mask_length += opening.nodes  # by which `_prefill` sees whether the text begins in the cache
+        outputs = cast(Any, self.model)._prefill(input_ids, config, kwargs)
+        return cast(torch.Tensor, outputs.logits)
+
+    def _longer(self, columns: int) -> dict[str, Any]:
+        """What goes with the prompt, with columns added."""
+        longer: dict[str, Any] = {}
+        if columns == 0:
+            return longer
+        mask, positions = self._kwargs.get("attention_mask"), self._kwargs["position_ids"]
+        more = positions[..., -1:] + torch.arange(1, columns + 1, device=positions.device)
+        longer["position_ids"] = torch.cat([positions, more.clamp(max=self.last_position)], dim=-1)
+        if mask is not None:
+            longer["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), columns)], dim=1)
+        if "logits_to_keep" in self._kwargs:
+            longer["logits_to_keep"] = 1 + columns
+        return longer
+
+    def _prompt_was_read(self, before: int, columns: int) -> None:
+        """Note where the prompt lies in the cache, which held `before` slots; its last token counts as pending."""
+        read = self.cache.lengths[0] - columns - before if self.cache.lengths else 0
+        if not 0 < read <= self._input_ids.shape[1]:
             raise ValueError(
-                f"the model cached {read} positions for a prompt of {input_ids.shape[1]} tokens; models that add "
+                f"the model cached {read} positions for a prompt of {self._input_ids.shape[1]} tokens; models that add "
                 "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
             )
-        self._prompt_slots = self.cache.lengths
-        self._present = list(range(len(input_ids)))
-        last = self._kwargs["position_ids"][..., -1].expand(len(input_ids)).tolist()
-        self._offsets = tuple(p + 1 - length for p, length in zip(last, self.cache.lengths, strict=True))
-        self.first_positions = tuple(p + 1 for p in last)
-        return outputs.logits[:, -1:]
+        self._prompt_slots = tuple(length - columns for length in self.cache.lengths)
+        self._starts = tuple(length - 1 for length in self._prompt_slots)
+        places = zip(self.first_positions, self._prompt_slots, strict=True)
+        self._offsets = tuple(position - length for position, length in places)
 
     def forward(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Score a draft.

@@ -78,6 +78,17 @@ class DraftTree:
         q = None if self.q is None else self.q[chosen]
         return DraftTree(self.tokens[chosen], tuple(self.parents[row] for row in chosen), q)
 
+    def first_paths(self) -> DraftTree:
+        """Of each row only the first path: a chain. From every node it goes on to the first of its children."""
+        paths = [_first_path(parents) for parents in self.parents]
+        if paths == [list(range(len(parents))) for parents in self.parents]:
+            return self
+        width = max(map(len, paths))
+        nodes = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=self.tokens.device)
+        rows = torch.arange(self.batch, device=nodes.device)[:, None]
+        q = None if self.q is None else self.q[rows, nodes]
+        return DraftTree(self.tokens[rows, nodes], tuple(chain_parents(len(path)) for path in paths), q)
+
     @classmethod
     def empty(cls, batch: int) -> DraftTree:
         """No guesses: the step decodes one token per row, as plain `generate` does."""
@@ -97,6 +108,14 @@ class DraftTree:
     def from_paths(cls, rows: Sequence[Sequence[Sequence[int]]]) -> DraftTree:
         """From a list of token paths per row; paths that begin alike share their nodes."""
         return cls.from_nodes([merge_paths(paths) for paths in rows])
+
+
+def _first_path(parents: Parents) -> list[int]:
+    path: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (path[-1] if path else -1):
+            path.append(node)
+    return path
 
 
 def _pad(rows: Sequence[Sequence[int]]) -> torch.Tensor:

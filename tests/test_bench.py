@@ -63,12 +63,12 @@ def test_all_sides_have_the_same_tokens_to_write(finished) -> None:
 
 
 def test_counts_are_those_of_the_steps(finished) -> None:
-    """The first token of an answer comes from the prompt, all others from steps."""
+    """The first token of an answer may come from the prompt alone, all others come from steps."""
     outcome, _, _ = finished
     for r in outcome.records:
         if "steps" in r:
             answers = r["rows"] * (2 if (r["section"], r["cell"]) == ("domains", "chat") else 1)
-            assert sum(emitted for *_, emitted in r["steps"]) + answers == r["tokens"]
+            assert 0 <= r["tokens"] - sum(emitted for *_, emitted in r["steps"]) <= answers
 
 
 def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:

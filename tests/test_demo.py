@@ -99,10 +99,10 @@ def test_widened_model_writes_the_same_tokens(reference_model) -> None:
 
 
 def test_replay_counts_forward_passes() -> None:
-    """A text that repeats its prompt: one token from the prompt's own pass, then whole drafts."""
+    """A text that repeats its prompt: a whole draft with the prompt's own pass, and the rest with another."""
     scripts = [([1, 2, 3, 4, 5, 6, 7, 8, 1], [2, 3, 4, 5, 6, 7, 8, 1, 2])]
     assert tokens_per_forward(scripts, 16, dict) == 1.0
-    assert tokens_per_forward(scripts, 16, lambda: {"candidate_generator": NgramCandidates(k=7)}) == 3.0
+    assert tokens_per_forward(scripts, 16, lambda: {"candidate_generator": NgramCandidates(k=7)}) == 4.5
 
 
 @pytest.mark.parametrize("section", ["lookup", "traces"])

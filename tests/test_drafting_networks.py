@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_specgen import DraftModelCandidates, LayerSkipCandidates
+from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.demo import EMBEDDED_DRAFT
 from hf_specgen.split_target import NOT_DIVISIBLE
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
@@ -87,12 +87,12 @@ def test_acceptance_is_partial_and_the_cache_goes_on(batch: int, processors: dic
 @pytest.mark.parametrize("sampling", SAMPLING.values())
 @pytest.mark.parametrize("length", [6, 11, 16, 20])
 def test_a_draft_that_is_the_target_accepts_everything(batch: int, sampling: dict, length: int) -> None:
-    """The prompt gives one token, every step k + 1 more: the noise tape makes this true when sampling as well."""
+    """Every step, that of the prompt included, gives k + 1 tokens: thanks to the noise tape when sampling as well."""
     model, k = tiny_model("llama"), 4
     plain, ours = both(model, prompts(batch), DraftModelCandidates(model, k=k), max_new_tokens=length, **sampling)
     assert torch.equal(plain, ours.sequences)
     assert ours.speculation.accepted == ours.speculation.drafted
-    assert all(len(steps) == -(-(length - 1) // (k + 1)) for steps in ours.speculation.rows)
+    assert all(len(steps) == -(-length // (k + 1)) for steps in ours.speculation.rows)
 
 
 def test_nothing_is_read_twice() -> None:
@@ -115,7 +115,30 @@ def test_nothing_is_read_twice() -> None:
     model.generate(**prompts(1), max_new_tokens=30, candidate_generator=candidates)
     for handle in handles:
         handle.remove()
-    assert ran[0] == ran[3] == 12 + candidates.speculation.drafted + candidates.speculation.steps
+    after_the_prompt = candidates.speculation.steps - 1
+    assert ran[0] == ran[3] == 12 + candidates.speculation.drafted + after_the_prompt
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("kind", ["draft", "skip", "ngram"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_first_draft_is_verified_with_the_prompt(kind: str, chunk: int | None, batch: int) -> None:
+    """Would catch: a pass of the target for the prompt alone; a draft lost among the chunks of a long prompt."""
+    model = tiny_model("llama")
+    candidates: Any = {
+        "draft": DraftModelCandidates(copy.deepcopy(model), k=4),
+        "skip": LayerSkipCandidates(3, k=4),
+        "ngram": NgramCandidates(k=4, branches=2),
+    }[kind]
+    inputs = {name: tensor.repeat(1, 2) for name, tensor in prompts(batch).items()}
+    inputs["attention_mask"][:, 12:] = 1
+    plain, ours = both(model, inputs, candidates, max_new_tokens=15, prefill_chunk_size=chunk)
+    assert torch.equal(plain, ours.sequences)
+    rows = zip(ours.speculation.rows, ours.speculation.lengths, strict=True)
+    without_step = [length - sum(step.emitted for step in steps) for steps, length in rows]
+    assert without_step == [0 if chunk is None else 1] * batch
+    if kind == "draft" and chunk is None:
+        assert [len(steps) for steps in ours.speculation.rows] == [3] * batch  # of 5 tokens each
 
 
 def test_vocabulary_padded_to_another_size() -> None:
@@ -254,4 +277,4 @@ def test_a_draft_given_by_name(reference_model, tmp_path, tokenizer) -> None:
     candidates = DraftModelCandidates(str(tmp_path), k=3, dtype="float32")
     ours = reference_model.generate(ids, max_new_tokens=13, candidate_generator=candidates)
     assert torch.equal(ours, reference_model.generate(ids, max_new_tokens=13))
-    assert candidates.speculation.steps == 3
+    assert candidates.speculation.steps == 4

@@ -92,17 +92,29 @@ def test_finish_takes_out_what_lies_behind_the_end(
 ) -> None:
     """Would catch: tokens counted that a stopping criterion cut off, or the target's own token cut before a guess."""
     stats = Statistics([steps((3, 3), (3, 1), (2, 0))])
-    stats.finish([length])
+    stats.finish([length], [1])
     assert [step.emitted for step in stats.rows[0]] == emitted
     assert [step.accepted for step in stats.rows[0]] == accepted
     assert "".join("-+"[guessed] for guessed in stats.origins()) == origins
     assert stats.emitted == length
 
 
+def test_the_prompts_pass_is_a_step_only_where_something_was_guessed() -> None:
+    """Would catch: a token that the prompt alone gives counted as a step, a guess of the opening as the target's."""
+    stats = Statistics([[], []])
+    opening = DraftTree.chains([[5, 6], []])
+    told = stats.record_opening(opening, Verdict([[0], []], [[5, 7], [8]], [1, 0]))
+    assert told == [RowStep(2, 2, 1, 2), None]
+    stats.record(DraftTree.chains([[1], [1]]), Verdict([[0], []], [[1, 2], [3]], [1, 0]))
+    stats.finish([4, 2], [0, 1])
+    assert stats.rows == [[RowStep(2, 2, 1, 2), RowStep(1, 1, 1, 2)], [RowStep(1, 1, 0, 1)]]
+    assert stats.origins(0) == [True, False, True, False] and stats.origins(1) == [False, False]
+
+
 def test_finish_settles_each_row_by_itself() -> None:
     """Would catch: the first row's length used for all; a cut in one row that goes on into the next."""
     stats = Statistics([steps((3, 3), (3, 1)), steps((3, 3), (3, 1))])
-    stats.finish([3, 7])
+    stats.finish([3, 7], [1, 1])
     assert [len(row) for row in stats.rows] == [1, 2]
     assert (stats.row(0).accepted, stats.row(1).accepted, stats.accepted) == (2, 4, 6)
     assert (stats.row(0).emitted, stats.row(1).emitted, stats.emitted) == (3, 7, 10)

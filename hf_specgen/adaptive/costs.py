@@ -159,7 +159,7 @@ class MeasuredCosts:
     @property
     def wants_plain_step(self) -> bool:
         """Whether it is still unknown what a plain step takes."""
-        return self._steps <= PLAIN_STEPS and not self._table.knows_plain_steps
+        return self._steps < PLAIN_STEPS and not self._table.knows_plain_steps
 
     @property
     def knows_wide_steps(self) -> bool:
@@ -181,7 +181,6 @@ class MeasuredCosts:
         if self._together and due:
             self._published = _frozen(from_first_rank(dict(self._own.known)), self._cheap)
             self._publications += 1
-        self._steps += 1
 
     def by_depth(self, k: int, breadth: float) -> Array:
         """`[k + 1]` seconds of a step by the depth of its draft, with `breadth` nodes per position."""
@@ -193,6 +192,9 @@ class MeasuredCosts:
 
     def observe(self, step: Step) -> None:
         """Enter what a step took. A network's draft after plain steps reads their text first, and is not typical."""
+        if "forward" not in step.seconds:
+            return
+        self._steps += 1
         if step.width == 1 or self._cheap or self._follows_draft:
             self._own.add(step.width, step.total_seconds)
         self._follows_draft = step.width > 1

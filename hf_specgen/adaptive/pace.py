@@ -65,7 +65,7 @@ class Pace:
             seconds: of the call so far, by part.
         """
         now = {part: seconds[part] for part in PARTS}
-        spent = {part: now[part] - self._before[part] for part in PARTS}
+        spent = {part: now[part] - self._before[part] for part in PARTS if now[part] > self._before[part]}
         self._before = now
         step = Step(self._asked, rows, 1 + tree.nodes, spent)
         self.policy.observe(self._state, step)

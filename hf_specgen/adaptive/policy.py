@@ -59,7 +59,8 @@ class Step:
         asked: how many tokens each row was allowed to draft.
         rows: drafted, accepted and emitted tokens of each row; None for a row that took no part.
         width: tokens of each row in the target's forward pass: one, and the draft nodes of the largest row.
-        seconds: wall time of this step in `draft`, `forward` and `verify`.
+        seconds: wall time of this step in `draft`, `forward` and `verify`; without `forward` where a draft was
+            verified together with the prompt, which takes as long as the prompt is.
     """
 
     asked: Sequence[int]

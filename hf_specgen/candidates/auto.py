@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_specgen.adaptive.chooser import Chooser
@@ -11,6 +11,7 @@ from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
 from hf_specgen.tree import DraftTree
 
 if TYPE_CHECKING:
+    import torch
     from transformers import GenerationConfig, PreTrainedModel
 
     from hf_specgen.target import Target
@@ -57,11 +58,14 @@ class AutoCandidates(Candidates):
         )
 
     def make_target(
-        self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
     ) -> Target:
-        if self._own_target:
-            return self._own_target[0].make_target(model, generation_config, model_kwargs)
-        return super().make_target(model, generation_config, model_kwargs)
+        chosen = self._own_target[0].make_target if self._own_target else super().make_target
+        return chosen(model, input_ids, generation_config, model_kwargs)
 
     def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
         return _AutoDrafter([strategy.bind(context, model) for strategy in self.strategies], context.policy)
@@ -76,9 +80,15 @@ class _AutoDrafter(Drafter):
         self._chooser = policy if isinstance(policy, Chooser) else None
 
     def draft(self, context: DraftContext) -> DraftTree:
+        return self._first_taken(context, [drafter.draft for drafter in self._drafters])
+
+    def open(self, context: DraftContext) -> DraftTree:
+        return self._first_taken(context, [drafter.open for drafter in self._drafters])
+
+    def _first_taken(self, context: DraftContext, drafts: Sequence[Callable[[DraftContext], DraftTree]]) -> DraftTree:
         """The first draft that is taken. Every strategy is called, those that are not asked with a budget of zero."""
         chooser, budget = self._chooser, context.budget
-        order = range(len(self._drafters)) if chooser is None else chooser.asked()
+        order = range(len(drafts)) if chooser is None else chooser.asked()
         taken: DraftTree | None = None
         asked = set()
         for index in order:
@@ -87,14 +97,14 @@ class _AutoDrafter(Drafter):
             asked.add(index)
             if chooser is not None:
                 context.budget = list(map(min, budget, chooser.arms[index].depths))
-            tree = self._drafters[index].draft(context)
+            tree = drafts[index](context)
             depths = [max(tree.depths(row)) for row in range(tree.batch)] if tree.nodes else [0] * tree.batch
             if chooser.accepts(index, depths) if chooser is not None else any(depths):
                 taken = tree
         context.budget = [0] * len(budget)
-        for index, drafter in enumerate(self._drafters):
+        for index, draft in enumerate(drafts):
             if index not in asked:
-                drafter.draft(context)
+                draft(context)
         context.budget = budget
         return taken or DraftTree.empty(len(budget))
 

@@ -7,7 +7,6 @@ that call and gives a `Drafter`, which holds all the state of the call.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,6 +62,14 @@ class Drafter(ABC):
         the next draft can catch up on.
         """
 
+    def open(self, context: DraftContext) -> DraftTree:
+        """Guess the first tokens, before the target has read the prompt: what is guessed is verified in that pass.
+
+        Here nothing. A drafter that needs nothing of the target can write ``open = draft`` where its `draft` can do
+        with a text that nothing was generated for yet. Of a tree only the first path is used.
+        """
+        return DraftTree.empty(len(context.budget))
+
     def observe(self, verdict: Verdict) -> None:
         """Learn what the target made of the last draft."""
 
@@ -88,12 +95,16 @@ class Candidates(CandidateGenerator, ABC):
     _foreign_call: tuple[DraftContext, Drafter] | None = None
 
     def make_target(
-        self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
     ) -> Target:
         """The target of a call; a strategy that drafts with parts of the target gives one of its own."""
         from hf_specgen.target import Target
 
-        return Target(model, generation_config, model_kwargs)
+        return Target(model, input_ids, generation_config, model_kwargs)
 
     def _set_depth(self, k: Depth, policy: Policy | None, default: int, auto: int) -> None:
         """Take the arguments `k` and `policy` of a strategy.
@@ -141,9 +152,8 @@ class Candidates(CandidateGenerator, ABC):
         if input_ids.shape[0] != 1:
             raise ValueError(f"get_candidates works on one row, got {input_ids.shape[0]}; use candidate_generator=")
         context, drafter = self._resume(input_ids[0].tolist())
-        tree = drafter.draft(context)
-        guesses = torch.tensor([_first_path(tree)], dtype=input_ids.dtype, device=input_ids.device)
-        return torch.cat([input_ids, guesses.view(1, -1)], dim=1), None
+        guesses = drafter.draft(context).first_paths().tokens
+        return torch.cat([input_ids, guesses.to(input_ids)], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Transformers' interface: the text after verification, and how many guesses were right."""
@@ -165,12 +175,3 @@ class Candidates(CandidateGenerator, ABC):
         context = DraftContext([text[:-1] or text], [text[-1:]], [2**31])
         self._foreign_call = context, self.bind(context, None)
         return self._foreign_call
-
-
-def _first_path(tree: DraftTree) -> Sequence[int]:
-    path, node, tokens = [], -1, tree.tokens[0].tolist()
-    for child, parent in enumerate(tree.parents[0]):
-        if parent == node:
-            node = child
-            path.append(tokens[child])
-    return path

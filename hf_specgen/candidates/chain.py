@@ -57,6 +57,9 @@ class ChainDrafter(Drafter):
         parents = tuple(chain_parents(length) for length in lengths)
         return DraftTree(torch.stack(tokens, dim=1), parents, torch.stack(qs, dim=1) if qs else None)
 
+    def open(self, context: DraftContext) -> DraftTree:
+        return self.draft(context)
+
     @property
     def _wants_q(self) -> bool:
         return self.context.verifier is not None and self.context.verifier.wants_q

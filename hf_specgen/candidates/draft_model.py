@@ -107,8 +107,8 @@ class _DraftModelDrafter(ChainDrafter):
         input_ids, mask = _left_padded([self._known(prompt) for prompt in context.prompts], draft.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
-        self._draft = Target(draft, GenerationConfig(), arguments)
-        self._unread_prompt: torch.Tensor | None = input_ids
+        self._draft = Target(draft, input_ids, GenerationConfig(), arguments)
+        self._has_read_prompt = False
         self._read = [0] * len(context.prompts)
 
     def room(self, row: int) -> int:
@@ -120,9 +120,11 @@ class _DraftModelDrafter(ChainDrafter):
 
         The prompt is read before the first draft: a call that never drafts does not pay for it.
         """
-        if self._unread_prompt is not None:
-            self._draft.prefill(self._unread_prompt)
-            self._unread_prompt = None
+        if not self._has_read_prompt:
+            logits = self._draft.prefill(DraftTree.empty(len(self._read)))
+            self._has_read_prompt = True
+            if not any(self.context.generated):
+                return logits[:, -1]
         texts = enumerate(zip(self.context.generated, self._read, strict=True))
         unread = [self._known((self.room(row) and text[read:]) or text[-1:]) for row, (text, read) in texts]
         tree = DraftTree.chains([tokens[1:] for tokens in unread])

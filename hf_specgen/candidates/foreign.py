@@ -40,6 +40,7 @@ class ForeignCandidates(Candidates):
 class _ForeignDrafter(Drafter):
     def __init__(self, generator: CandidateGenerator, device: torch.device):
         self._generator, self._device = generator, device
+        self._drafted = False
 
     def draft(self, context: DraftContext) -> DraftTree:
         self._context = context
@@ -50,6 +51,8 @@ class _ForeignDrafter(Drafter):
         candidates, _ = self._generator.get_candidates(text)  # type: ignore[arg-type]
         guesses = candidates[0, text.shape[1] :].tolist()[: context.budget[0]]
         return DraftTree.chains([guesses])
+
+    open = draft
 
     def observe(self, verdict: Verdict) -> None:
         if not self._drafted:

@@ -52,9 +52,13 @@ class LayerSkipCandidates(Candidates):
         self._head = adapter if isinstance(adapter, nn.Module) else None
 
     def make_target(
-        self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
     ) -> SplitTarget:
-        return SplitTarget(model, generation_config, model_kwargs, self.exit_layer)
+        return SplitTarget(model, input_ids, generation_config, model_kwargs, self.exit_layer)
 
     def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
         if model is None or not isinstance(context.target, SplitTarget):
@@ -75,12 +79,17 @@ class _LayerSkipDrafter(ChainDrafter):
         self._target, self._head = target, head
 
     def first_scores(self) -> torch.Tensor:
-        """Run the first layers on each row's last token."""
-        return self.next_scores(torch.tensor([text[-1] for text in self.context.generated]))
+        """Run the first layers on each row's last token, or on the prompt if that has not been read."""
+        texts = self.context.generated
+        if not any(texts):
+            return self._scores(*self._target.open_early())
+        return self.next_scores(torch.tensor([text[-1] for text in texts]))
 
     def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run the first layers on the last guesses."""
-        state, logits = self._target.run_early(tokens, with_logits=self._head is None)
+        return self._scores(*self._target.run_early(tokens, with_logits=self._head is None))
+
+    def _scores(self, state: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
         if self._head is not None:
             return self._head(state)[:, -1]
         assert logits is not None

@@ -81,10 +81,14 @@ class MedusaCandidates(Candidates):
         return cls(heads, tree)
 
     def make_target(
-        self, model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
     ) -> StateTarget:
         self._on(model)
-        return StateTarget(model, generation_config, model_kwargs)
+        return StateTarget(model, input_ids, generation_config, model_kwargs)
 
     def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
         if model is None or not isinstance(context.target, StateTarget):

@@ -129,6 +129,8 @@ class _NgramDrafter(Drafter):
     def draft(self, context: DraftContext) -> DraftTree:
         return DraftTree.from_nodes([self._draft_row(row, budget) for row, budget in enumerate(context.budget)])
 
+    open = draft
+
     def end(self) -> None:
         if self._settings.history is not None:
             for prompt, generated in zip(self._context.prompts, self._context.generated, strict=True):

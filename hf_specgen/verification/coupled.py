@@ -31,14 +31,19 @@ class CoupledVerifier(Verifier):
     ) -> torch.Tensor:
         if not self.do_sample:
             return scores.argmax(dim=-1)
+        if self._tape is not None and self._tape.vocab != scores.shape[2]:
+            self._tape.rewind(0)  # it was made for the first draft, by a draft with another vocabulary
+            self._tape = None
         if self._tape is None:
             self._tape = NoiseTape(scores.shape[0], scores.shape[2], scores.device)
         return race(scores.softmax(dim=-1), self._tape.at(steps))
 
     def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
         """What decides the same race, on the target's own noise: where q is near p, the winners mostly agree."""
-        if self._tape is None:  # greedy, or nothing has been verified yet
+        if not self.do_sample:
             return super().draft_weights(scores, steps)
+        if self._tape is None:
+            self._tape = NoiseTape(scores.shape[0], scores.shape[2], self.sequences.device)
         steps_on_tape = [[max(step, self._confirmed) for step in row] for row in steps]
         noise = self._tape.at(steps_on_tape).to(scores.device)  # [batch, places, vocab]
         vocab = min(scores.shape[-1], noise.shape[-1])
