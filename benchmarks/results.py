@@ -38,6 +38,7 @@ def result(outcome: Outcome) -> dict[str, Any]:
         "provenance": provenance(),
         "plan": asdict(outcome.plan),
         "seed": outcome.plan.seed,
+        "seconds": outcome.seconds,
         "chosen": outcome.chosen,
         "ours": outcome.ours,
         "notes": outcome.notes,

@@ -23,8 +23,10 @@ def markdown(result: dict[str, Any]) -> str:
     machine, versions = origin["machine"], origin["versions"]
     made = (
         f"commit {(origin['commit'] or 'unknown')[:12]}, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, {machine['processor']}, {machine['threads']} threads"
+        f"{versions['transformers']}, {machine['gpu'] or machine['processor']}, {machine['threads']} threads"
     )
+    if "seconds" in result:
+        made += f", {result['seconds'] / 60:.1f} minutes"
     if "section" in result:
         command = f"python -m benchmarks.core {result['section']} --repeats {result['repeats']}"
         parts = [f"### {result['section']}", f"`{command}`: {made}", "\n".join(lines(result["rows"]))]
