@@ -22,7 +22,7 @@ def markdown(result: dict[str, Any]) -> str:
     origin = result["provenance"]
     machine, versions = origin["machine"], origin["versions"]
     made = (
-        f"commit {(origin['commit'] or 'unknown')[:12]}, torch {versions['torch']}, transformers "
+        f"commit {short(origin['commit'])}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}, {machine['gpu'] or machine['processor']}, {machine['threads']} threads"
     )
     if "seconds" in result:
@@ -50,6 +50,12 @@ def cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def short(commit: str | None) -> str:
+    """Enough of a commit to find it; what was changed since stays told."""
+    name, changed, _ = (commit or "unknown").partition("+")
+    return name[:12] + (" with changes" if changed else "")
 
 
 def main(

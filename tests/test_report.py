@@ -42,8 +42,8 @@ def test_page_holds_itself(finished) -> None:
     parsed.feed(text)
     assert [link for link in parsed.links if not link.startswith(("#", "data:"))] == []
     assert "script" not in parsed.tags and "@import" not in text and "url(http" not in text
-    assert parsed.tags.count("svg") == 6 == len(list((page.parent / "plots").glob("*.png")))
-    for name in ("speed", "acceptance", "cost", "batch", "temperature", "context"):
+    assert parsed.tags.count("svg") == 7 == len(list((page.parent / "plots").glob("*.png")))
+    for name in ("speed", "acceptance", "cost", "tuning", "batch", "temperature", "context"):
         for row in found["tables"][name]:
             assert all(cell(value) in text for value in row.values() if isinstance(value, float)), (name, row)
     assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
