@@ -14,6 +14,7 @@ import typer
 
 from benchmarks.common import Rows
 
+LONG = 24
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
@@ -29,13 +30,23 @@ def markdown(result: dict[str, Any]) -> str:
         made += f", {result['seconds'] / 60:.1f} minutes"
     if "section" in result:
         command = f"python -m benchmarks.core {result['section']} --repeats {result['repeats']}"
-        parts = [f"### {result['section']}", f"`{command}`: {made}", "\n".join(lines(result["rows"]))]
+        parts = [f"### {result['section']}", f"`{command}`: {made}", _folded(lines(result["rows"]))]
     else:
-        command = " ".join(["python", f"benchmarks/{origin['argv'][0]}", *origin["argv"][1:]])
+        program, *options = origin["argv"]
+        program = f"python benchmarks/{program}" if program.endswith(".py") else program
+        command = " ".join([program, *options])
         parts = ["### The report's tables", f"`{command}`: {made}", *result["notes"]]
         for name, rows in result["tables"].items():
-            parts += [f"#### {name}", "\n".join(lines(rows))]
+            parts += [f"#### {name}", _folded(lines(rows))]
     return "\n\n".join(parts) + "\n"
+
+
+def _folded(table: list[str]) -> str:
+    """A long table opens on a click."""
+    text = "\n".join(table)
+    if len(table) <= LONG:
+        return text
+    return f"<details><summary>{len(table) - 2} rows</summary>\n\n{text}\n\n</details>"
 
 
 def lines(rows: Rows) -> list[str]:
