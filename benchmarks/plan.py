@@ -42,9 +42,9 @@ class Plan:
     strategies: tuple[str, ...] = ("ngram", "draft", "layerskip", "medusa")
     peers: tuple[str, ...] = ("transformers",)
     domains: tuple[str, ...] = ("default",)
-    prompts: int = 3
+    prompts: int = 4
     tuning_prompts: int = 6
-    max_new_tokens: int = 64
+    max_new_tokens: int = 48
     repeats: int = 2
     sweep_prompts: int = 3
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
