@@ -61,7 +61,7 @@ def _head(result: dict[str, Any]) -> str:
     target = Path(plan["model"]).name or "the embedded model"
     if plan["widen"]:
         target += f" widened to {plan['widen'] / 1e6:.0f}M parameters (the same function, a cost model)"
-    hardware = machine["gpu"] or f"{machine['processor']}, {machine['threads']} thread(s)"
+    hardware = machine["gpu"] or f"{machine['processor']}, {machine['threads']} thread" + "s" * (machine["threads"] > 1)
     return (
         "<h1>Speculative decoding, measured</h1>"
         f'<p class="soft">{escape(target)} in {plan["dtype"]} on '
