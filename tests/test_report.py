@@ -120,7 +120,9 @@ def test_headings_of_tables() -> None:
     recorded = {"section": "loop", "repeats": 2, "rows": [{"a": 1.0}] * 30, "seconds": 90.0, "provenance": origin}
     text = markdown(recorded)
     assert "`python -m benchmarks.core loop --repeats 2`: commit 012345678901 with changes, " in text
-    assert "2 threads, 1.5 minutes" in text and "<details><summary>30 rows</summary>" in text
+    assert "2 threads, 1.5 minutes" in text and "<details><summary>all 30 rows</summary>\n\n| a |" in text
+    domains = [{"domain": name, "a": 1.0} for name in [*"xyz" * 10, "all"]]
+    assert "\n| all | 1.00 |\n\n<details>" in markdown({**recorded, "rows": domains})
     report = {"notes": [], "tables": {"speed": [{"a": 1.0}]}, "provenance": origin}
     assert "`python benchmarks/run.py --out x`" in markdown(report) and "<details>" not in markdown(report)
 
