@@ -14,13 +14,14 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import adaptive, drafting, medusa, overhead, replay, throughput
+from benchmarks import adaptive, drafting, matches, medusa, overhead, replay, throughput
 from benchmarks.common import Rows
 from benchmarks.tables import cell
 from hf_specgen.provenance import provenance
@@ -30,6 +31,7 @@ SECTIONS: dict[str, Callable[[int, bool], Rows]] = {
     "loop": overhead.loop,
     "context": overhead.context,
     "traces": replay.traces,
+    "matches": matches.matches,
     "domains": throughput.domains,
     "batch": throughput.batch,
     "domains-wide": partial(throughput.domains, wide=True),
@@ -56,10 +58,11 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     for name in sections or SECTIONS:
-        section = SECTIONS[name]
-        rows = section(1 if quick else repeats, quick)
+        begin = perf_counter()
+        rows = SECTIONS[name](1 if quick else repeats, quick)
+        took = {"seconds": perf_counter() - begin}
         console.print(table(name, rows))
-        result = {"section": name, "quick": quick, "repeats": repeats, "rows": rows, "provenance": provenance()}
+        result = {"section": name, "quick": quick, "repeats": repeats, **took, "rows": rows, "provenance": provenance()}
         (out / f"{name}.json").write_text(json.dumps(result, indent=2))
 
 

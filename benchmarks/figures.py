@@ -21,6 +21,7 @@ KINDS |= {"layer skip": 2, "assistant_early_exit": 2, "Medusa": 3}
 PEERS = ("prompt lookup", "assistant_model", "assistant_early_exit")
 COLOURS = ["#0b7a75", "#c8553d", "#6a4c93", "#3a6ea5"]
 PALE = ["#93c9c6", "#ebb5a8", "#c0b1d4", "#a9c4de"]
+DEPTH = re.compile(r"(?P<kind>.+?) (k|tree)=(?P<depth>\d+)( n=2)?")
 INK, GRID = "#202428", "#d5d9dd"
 VARIABLES = {
     **{colour: f"--kind{i}" for i, colour in enumerate(COLOURS)},
@@ -48,6 +49,7 @@ def figures(tables: dict[str, Rows]) -> dict[str, Figure]:
         "speed": _speedups,
         "acceptance": _positions,
         "cost": _cost,
+        "tuning": _depths,
         "batch": lambda rows: _sweep(rows, "batch", "rows at once"),
         "temperature": lambda rows: _sweep(rows, "temperature", "temperature"),
         "context": lambda rows: _sweep(rows, "context", "tokens of context"),
@@ -94,7 +96,7 @@ def _speedups(rows: Rows) -> Figure:
     rows = [row for row in rows if "speedup" in row]
     domains = list(dict.fromkeys(row["domain"] for row in rows))
     contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    figure, axes = _axes(0.9 + 0.17 * len(rows))
+    figure, axes = _axes(1.3 + 0.15 * len(rows))
     height = 0.82 / len(contenders)
     for place, contender in enumerate(contenders):
         mine = {row["domain"]: row for row in rows if row["contender"] == contender}
@@ -106,7 +108,7 @@ def _speedups(rows: Rows) -> Figure:
         axes.barh(at, values, height, xerr=[lower, upper], color=colour_of(contender), label=contender, error_kw=error)
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_yticks(range(len(domains)), domains)
-    axes.invert_yaxis()
+    axes.set_ylim(len(domains) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.set_xlabel("speedup over plain generate, with 95% interval")
     return _with_legend(figure, axes)
@@ -118,7 +120,7 @@ def _positions(rows: Rows) -> Figure:
     for row in [row for row in rows if row["domain"] == "all"]:
         shares = [float(share) for share in row["by position"].split()]
         axes.plot(range(1, len(shares) + 1), shares, "o-", color=colour_of(row["contender"]), label=row["contender"])
-    axes.set(xlabel="position in the draft", ylabel="accepted up to there", ylim=(0, 1))
+    axes.set(xlabel="position in the draft", ylabel="accepted, of drafts that long", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     return _with_legend(figure, axes)
@@ -139,16 +141,34 @@ def _sweep(rows: Rows, column: str, label: str) -> Figure:
     """Speedup along what was swept, a line for each contender."""
     rows = [row for row in rows if "speedup" in row]
     points = list(dict.fromkeys(row[column] for row in rows))
-    figure, axes = _axes(3.0)
-    for contender in dict.fromkeys(row["contender"] for row in rows):
-        mine = [row for row in rows if row["contender"] == contender]
-        places = [points.index(row[column]) for row in mine]
-        axes.plot(places, [row["speedup"] for row in mine], "o-", color=colour_of(contender), label=contender)
-        if all("low" in row for row in mine):
-            low, high = ([row[end] for row in mine] for end in ("low", "high"))
-            axes.fill_between(places, low, high, color=colour_of(contender), alpha=0.15, linewidth=0)
+    lines = {
+        contender: [(points.index(row[column]), row["speedup"]) for row in rows if row["contender"] == contender]
+        for contender in dict.fromkeys(row["contender"] for row in rows)
+    }
+    return _lines(lines, [str(point) for point in points], label)
+
+
+def _depths(rows: Rows) -> Figure:
+    """Speedup along the length of the draft, where that is all that a setting says."""
+    found = [(DEPTH.fullmatch(row["contender"]), row["speedup"]) for row in rows if "speedup" in row]
+    named = [(match["kind"], int(match["depth"]), speedup) for match, speedup in found if match]
+    depths = sorted({depth for _, depth, _ in named})
+    lines = {
+        kind: [(depths.index(depth), speedup) for other, depth, speedup in named if other == kind]
+        for kind in dict.fromkeys(kind for kind, _, _ in named)
+    }
+    return _lines(lines, [str(depth) for depth in depths], "tokens in a draft, k; nodes of a Medusa tree")
+
+
+def _lines(lines: dict[str, list[tuple[int, float]]], ticks: list[str], label: str) -> Figure:
+    """Speedups: a line for each contender, dashed for Transformers' own."""
+    figure, axes = _axes(3.8)
     axes.axhline(1, color=INK, linewidth=1)
-    axes.set_xticks(range(len(points)), points)
+    for contender, points in lines.items():
+        style = "o--" if contender.startswith(PEERS) else "o-"
+        places, speedups = zip(*points, strict=True)
+        axes.plot(places, speedups, style, color=colour_of(contender), label=contender, markersize=4.5)
+    axes.set_xticks(range(len(ticks)), ticks)
     axes.set(xlabel=label, ylabel="speedup over plain")
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return _with_legend(figure, axes)

@@ -37,18 +37,18 @@ class Journal:
         header = json.loads(json.dumps({"plan": asdict(plan)}))
         if resume:
             self.old = read(folder, header)
-        if not (resume and self._path.exists()):
-            self._path.write_text(json.dumps(header) + "\n", encoding="utf-8")
+        kept = _lines(self._path) if resume and self._path.exists() else []
+        self._path.write_text("".join(line + "\n" for line in kept or [json.dumps(header)]), encoding="utf-8")
         self._done = {record["unit"] for record in self.old}
 
     def __contains__(self, key: str) -> bool:
         return key in self._done
 
     def add(self, key: str, records: list[Record]) -> None:
-        """Write the records of a unit down at once, in one piece."""
+        """Write the records of a unit down as one line: it is there as a whole, or not at all."""
         records = [{"unit": key, **record} for record in records]
         with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records))
+            file.write(json.dumps(records) + "\n")
         self.new += records
         self._done.add(key)
 
@@ -64,8 +64,13 @@ def read(folder: Path, header: dict[str, Any] | None = None) -> list[Record]:
         raise JournalError(f"there is nothing to resume in {folder}; run without --resume first")
     records: list[Record] = []
     for file in files:
-        first, *lines = file.read_text(encoding="utf-8").splitlines()
-        if header is not None and json.loads(first) != header:
+        first, *units = map(json.loads, _lines(file) or [json.dumps(header)])
+        if header is not None and first != header:
             raise JournalError(f"{file} was measured with other options; repeat those, or leave --resume out")
-        records += [json.loads(line) for line in lines if line.endswith("}")]  # a killed run may end in half a line
+        records += [record for unit in units for record in unit]
     return records
+
+
+def _lines(file: Path) -> list[str]:
+    """Those that end: a killed run may leave half a line behind."""
+    return file.read_text(encoding="utf-8").split("\n")[:-1]

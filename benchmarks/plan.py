@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 QUICK = {
     "domains": ("embedded",),
     "prompts": 1,
+    "tuning_prompts": 3,
     "max_new_tokens": 16,
     "repeats": 1,
     "sweep_prompts": 1,
@@ -26,7 +27,7 @@ class Plan:
         strategies, peers: as `strategies.build` reads them.
         domains: names of domains or sets.
         prompts: measured conversations per domain.
-        tuning_prompts: further conversations per domain, on which each strategy's setting is chosen.
+        tuning_prompts: further conversations, from the domains in turn, on which each strategy's setting is chosen.
         max_new_tokens: per answer.
         repeats: of everything in the domains.
         sweep_prompts: prompts or batches at each point of a sweep, answered at half the length.
@@ -38,12 +39,12 @@ class Plan:
     """
 
     model: str = ""
-    strategies: tuple[str, ...] = ("ngram", "draft", "layerskip")
+    strategies: tuple[str, ...] = ("ngram", "draft", "layerskip", "medusa")
     peers: tuple[str, ...] = ("transformers",)
     domains: tuple[str, ...] = ("default",)
-    prompts: int = 3
-    tuning_prompts: int = 1
-    max_new_tokens: int = 64
+    prompts: int = 4
+    tuning_prompts: int = 6
+    max_new_tokens: int = 48
     repeats: int = 2
     sweep_prompts: int = 3
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)

@@ -10,58 +10,11 @@ from typing import Any
 from benchmarks.common import Rows
 from benchmarks.figures import figures, inline, save
 from benchmarks.summary import ALL
-from benchmarks.tables import cell
+from benchmarks.tables import cell, short
+from benchmarks.wording import ABOUT_SPEED, SECTIONS
 
 STYLE = Path(__file__).with_name("report.css")
 TEXT_COLUMNS = ("setting", "verdict", "by position", "contender", "round", "trace", "identical")
-ABOUT_SPEED = (
-    "Tokens per second, sums of tokens over sums of time, with the 95% bootstrap interval; green is faster, red "
-    "slower, no colour no difference shown. Ours in bold. Edit and json are decoded greedily, the others sampled at "
-    "0.8 with a seed for each prompt: greedy output of a small model repeats itself and flatters whatever copies."
-)
-SECTIONS: dict[str, tuple[str, str]] = {
-    "acceptance": (
-        "How much was accepted",
-        "<b>Tokens/step</b> counts every verification step and the target's own token (Spec-Bench's mean accepted "
-        "length); <b>mean acceptance length</b> is 1 + accepted / drafts, over steps that guessed something (vLLM's). "
-        "By position: of the drafts that reach it, the share accepted up to there.",
-    ),
-    "cost": (
-        "What a forward pass costs here",
-        "T(q): the target reads q tokens at once, 256 being cached. Guessing pays as far as this stays flat.",
-    ),
-    "limits": (
-        "What was possible",
-        "<b>alpha</b>: probability that a guess is accepted, given those before it were. <b>Expected</b>: tokens per "
-        "step from alpha and the mean draft length, 1 + &alpha;(1&minus;&alpha;<sup>k</sup>)/(1&minus;&alpha;). "
-        "<b>Best k</b>: from alpha, T(q) and the draft's own time. <b>Limit</b>: the speedup if a step cost its "
-        "draft and its forward pass only; next to it the share that was reached.",
-    ),
-    "latency": (
-        "Latency and memory",
-        "Whole requests of all domains; peak memory of the process, weights of every contender included.",
-    ),
-    "batch": ("Batches", "Mixed prompts, sampled at 0.8; Transformers' own take one row at a time and are not here."),
-    "temperature": ("Temperature", "Mixed prompts, one row; 0.0 is greedy decoding."),
-    "context": ("Length of context", "Mixed prompts behind other text, one row, sampled at 0.8."),
-    "tuning": (
-        "The sweep that chose the settings",
-        "Every setting of every strategy, ours and Transformers', on prompts that are not measured above.",
-    ),
-    "traces": (
-        "Replay of a 7B model's texts",
-        "A scripted target that writes recorded answers: tokens per forward pass of n-gram strategies, counted.",
-    ),
-    "synthetic": (
-        "The loop by itself",
-        "A scripted target that costs nothing, and guesses that are right with probability alpha.",
-    ),
-    "differences": (
-        "Where a text differed",
-        "First token that is not plain decoding's. In float32 there must be none; in lower precision both logits "
-        "should nearly tie.",
-    ),
-}
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:
@@ -88,10 +41,10 @@ def html(result: dict[str, Any], pictures: dict[str, str]) -> str:
     parts = [_head(result), _speed(result, pictures.get("speed", ""))]
     parts.append(_section("acceptance", tables, pictures, _texts(result["texts"])))
     parts += [_section(name, tables, pictures) for name in ("cost", "limits", "latency")]
-    sweeps = "".join(_card(name, tables, pictures) for name in ("batch", "temperature", "context"))
+    sweeps = "".join(_card(name, tables, pictures) for name in ("tuning", "batch", "temperature", "context"))
     if sweeps:
         parts.append(f'<h2>Sweeps</h2><div class="grid">{sweeps}</div>')
-    parts += [_section(name, tables, pictures) for name in ("tuning", "traces", "synthetic", "differences")]
+    parts += [_section(name, tables, pictures) for name in ("traces", "synthetic", "differences")]
     parts.append(_foot(result))
     style = STYLE.read_text(encoding="utf-8")
     return (
@@ -108,12 +61,12 @@ def _head(result: dict[str, Any]) -> str:
     target = Path(plan["model"]).name or "the embedded model"
     if plan["widen"]:
         target += f" widened to {plan['widen'] / 1e6:.0f}M parameters (the same function, a cost model)"
-    hardware = machine["gpu"] or f"{machine['processor']}, {machine['threads']} threads"
+    hardware = machine["gpu"] or f"{machine['processor']}, {machine['threads']} thread" + "s" * (machine["threads"] > 1)
     return (
         "<h1>Speculative decoding, measured</h1>"
         f'<p class="soft">{escape(target)} in {plan["dtype"]} on '
         f"{escape(hardware)} &middot; torch {versions['torch']}, transformers {versions['transformers']} &middot; "
-        f"commit {escape((origin['commit'] or 'unknown')[:12])}</p>{_headline(result)}{notes}"
+        f"commit {escape(short(origin['commit']))}</p>{_headline(result)}{notes}"
     )
 
 
@@ -123,9 +76,9 @@ def _headline(result: dict[str, Any]) -> str:
     if not mine:
         return ""
     best = max(mine, key=lambda row: row["speedup"])
-    sure = (
-        f"95% interval {best['low']:.2f}&ndash;{best['high']:.2f}" if "low" in best else "too few requests to be sure"
-    )
+    sure = f"95% interval {best['low']:.2f}&ndash;{best['high']:.2f}" if "low" in best else "too few requests"
+    if best["verdict"] == "no difference":
+        sure += ", which shows no difference"
     same = "every token as in plain decoding" if best["identical"] is True else "not every token as in plain decoding"
     return (
         f'<p class="headline">Over all domains <b>{escape(best["contender"])}</b> did best of ours: '
@@ -164,18 +117,22 @@ def _settings(result: dict[str, Any]) -> str:
 def _speed_cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return "<td></td>"
-    verdict = row["verdict"] if row["verdict"] in ("faster", "slower") else ""
-    interval = f"{row['low']:.2f}&ndash;{row['high']:.2f}" if "low" in row else "too few"
+    ratio = f"{row['speedup']:.2f}&times;"
     differs = "" if row["identical"] in (True, "own draws") else " &ne;"
-    return f'<td class="{verdict}">{row["speedup"]:.2f}&times;{differs}<small>{interval}</small></td>'
+    interval = f"{row['low']:.2f}&ndash;{row['high']:.2f}" if "low" in row else ratio
+    if row["verdict"] not in ("faster", "slower"):
+        return f'<td class="same">{row["verdict"]}{differs}<small>{interval}</small></td>'
+    return f'<td class="{row["verdict"]}">{ratio}{differs}<small>{interval}</small></td>'
 
 
 def _section(name: str, tables: dict[str, Rows], pictures: dict[str, str], extra: str = "") -> str:
     if name not in tables:
         return ""
     title, about = SECTIONS[name]
-    over_all = [row for row in tables[name] if row.get("domain") == ALL]
+    over_all = [_without(row, "domain", "by position") for row in tables[name] if row.get("domain") == ALL]
     table = _table(over_all or tables[name])
+    if name == "acceptance":
+        table += _table(_positions(tables[name]))
     if over_all:
         table += f"<details><summary>by domain</summary>{_table(tables[name])}</details>"
     if name in pictures:
@@ -185,6 +142,19 @@ def _section(name: str, tables: dict[str, Rows], pictures: dict[str, str], extra
     else:
         inside = f'<div class="card">{table}</div>'
     return f"<h2>{title}</h2><p>{about}</p>{inside}{extra}"
+
+
+def _positions(acceptance: Rows) -> Rows:
+    """What is drawn: over all domains, a row for each position, a column for each contender."""
+    lines = {row["contender"]: row["by position"].split() for row in acceptance if row["domain"] == ALL}
+    longest = max(map(len, lines.values()))
+    return [
+        {"position": at + 1} | {c: line[at] for c, line in lines.items() if at < len(line)} for at in range(longest)
+    ]
+
+
+def _without(row: dict[str, Any], *columns: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in columns}
 
 
 def _card(name: str, tables: dict[str, Rows], pictures: dict[str, str]) -> str:

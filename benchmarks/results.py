@@ -22,9 +22,8 @@ def tables(outcome: Outcome) -> dict[str, Rows]:
     if outcome.curve is not None:
         found["limits"] = summary.limits(domains, outcome.curve)
         found["cost"] = summary.cost(outcome.curve)
-    found["tuning"] = summary.speed(
-        [cell for cell in summary.cells(records, "tuning", together=True) if cell.name == summary.ALL], "domains"
-    )
+    tuning = [cell for cell in summary.cells(records, "tuning", together=True) if cell.name == summary.ALL]
+    found["tuning"] = [{k: v for k, v in row.items() if k != "domain"} for row in summary.speed(tuning, "domain")]
     for section in ("batch", "temperature", "context"):
         found[section] = summary.speed(summary.cells(records, section), section)
     found |= outcome.scripted
@@ -38,6 +37,7 @@ def result(outcome: Outcome) -> dict[str, Any]:
         "provenance": provenance(),
         "plan": asdict(outcome.plan),
         "seed": outcome.plan.seed,
+        "seconds": outcome.seconds,
         "chosen": outcome.chosen,
         "ours": outcome.ours,
         "notes": outcome.notes,

@@ -6,7 +6,7 @@
     python benchmarks/run.py --model M --strategies ngram,draft=D --domains spec-bench,gsm8k --dtype bfloat16
 
 Writes `report.html`, `report.json`, `plots/` and the single measurements (`records-*.jsonl`) into `--out`. Exit code 1
-if a token of ours differs from plain decoding in float32.
+if a token of ours differs from plain decoding in float32, 130 if Ctrl-C ended it early (`--resume` goes on).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if __name__ == "__main__":  # a script's own folder is where Python looks first,
 from benchmarks.plan import Plan
 
 DEFAULT = Plan()
+INTERRUPTED = 130  # what a shell gives for a command that Ctrl-C ended
 NEEDED = ("datasets", "evaluate", "matplotlib", "yaml")
 
 
@@ -40,7 +41,7 @@ def main(
     peers: Annotated[str, typer.Option(help="transformers, or empty for none.")] = _names(DEFAULT.peers),
     prompts: Annotated[int, typer.Option(help="Measured prompts per domain.")] = DEFAULT.prompts,
     tuning_prompts: Annotated[
-        int, typer.Option(help="Further prompts per domain, to choose settings on.")
+        int, typer.Option(help="Further prompts, from the domains in turn, to choose settings on.")
     ] = DEFAULT.tuning_prompts,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = DEFAULT.max_new_tokens,
     repeats: Annotated[int, typer.Option(help="Runs of every domain.")] = DEFAULT.repeats,
@@ -110,6 +111,8 @@ def _measure(plan: Plan, out: Path, resume: bool, console: Console) -> None:
     if (wrong := differing(outcome)) and plan.dtype == "float32":
         console.print(f"[red]tokens differ from plain decoding: {', '.join(wrong)}[/]")
         raise typer.Exit(1)
+    if outcome.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _split(text: str) -> list[str]:

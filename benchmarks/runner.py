@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class Outcome:
         scripted: rows of the scripted targets, by section.
         notes: sentences that belong to the results.
         about: one line for each domain.
+        seconds: from the first measurement to the last; of this run only, where an earlier one was resumed.
+        interrupted: Ctrl-C ended the run.
     """
 
     plan: Plan
@@ -52,6 +55,8 @@ class Outcome:
     scripted: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     about: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    interrupted: bool = False
 
 
 def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> Outcome | None:
@@ -75,13 +80,16 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     outcome.about = {domain.name: domain.about for domain in domains}
     families = build(plan.strategies, plan.peers, model)
     bench = Bench(model, tokenizer, Journal(folder, plan, state.process_index, resume=resume), state, plan.seed)
+    begin = perf_counter()
     try:
         with _progress(console) if state.is_main_process else nullcontext() as bar:
             _measure(plan, domains, families, bench, outcome, bar)
         outcome.records = bench.gathered()
     except KeyboardInterrupt:
+        outcome.interrupted = True
         outcome.notes.append("This run was interrupted: tables hold what was measured by then; --resume goes on.")
         outcome.records = read(folder)
+    outcome.seconds = perf_counter() - begin
     return outcome if state.is_main_process else None
 
 
@@ -161,14 +169,13 @@ def _measure(
         outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
     tuning = list(tuning_units(plan, domains, bench.tokenizer, families))
     any_setting = [PLAIN, *(family.contender(next(iter(family.settings))) for family in families)]
-    mine = [f.contender(next(iter(f.settings))).name for f in families if f.ours]
-    later = sum(unit.weight for unit in measured_units(plan, domains, bench.tokenizer, any_setting, mine))
+    later = sum(unit.weight for unit in measured_units(plan, domains, bench.tokenizer, any_setting))
     task = bar.add_task("tuning", total=sum(unit.weight for unit in tuning) + later) if bar else None
     bench.work(tuning, bar, task)
     outcome.chosen = choose(families, bench.gathered())
     contenders = [PLAIN, *(family.contender(outcome.chosen[family.name]) for family in families)]
     outcome.ours = [f.contender(outcome.chosen[f.name]).name for f in families if f.ours]
-    bench.work(list(measured_units(plan, domains, bench.tokenizer, contenders, outcome.ours)), bar, task)
+    bench.work(list(measured_units(plan, domains, bench.tokenizer, contenders)), bar, task)
     if plan.trace_texts and bench.state.is_main_process:
         outcome.scripted = {"traces": traces(1, texts=plan.trace_texts), "synthetic": synthetic(plan.trace_texts)}
 

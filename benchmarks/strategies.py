@@ -17,11 +17,15 @@ from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.measure import Contender
 
 PLAIN = Contender("plain", dict)
-MEDUSA_TREES: tuple[str | int, ...] = ("auto", 4, 8, 16)
-DRAFT_LENGTHS, EXIT_LENGTHS = (2, 4, 6), (2, 3, 5)
-NGRAM_SETTINGS: tuple[dict[str, Any], ...] = ({"k": 4}, {"k": 8}, {"k": 16}, {"k": 8, "branches": 4})
+Arguments = Callable[[], dict[str, Any]]
+# Both sides try as many settings: each fixed length on both, the one that looks after itself on each.
+DRAFT_LENGTHS, EXIT_LENGTHS = (2, 4, 6), (1, 2, 4)
+SELF_STOPPING = (20, 0.4)  # Transformers' defaults: up to 20 tokens, while the draft is sure of itself
+MEDUSA_TREES: tuple[str | int, ...] = (4, 8, 16, "auto")
+NGRAM_SETTINGS: tuple[dict[str, Any], ...] = ({"k": 4}, {"k": 8}, {"k": 16}, {"k": "auto"}, {"k": 8, "branches": 4})
 LOOKUP_SETTINGS = [
-    {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": n} for k, n in ((3, 2), (10, 2), (10, 3), (20, 3))
+    {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": n}
+    for k, n in ((3, 2), (5, 2), (10, 2), (10, 3), (20, 3))
 ]
 
 
@@ -40,7 +44,7 @@ class Family:
     """
 
     name: str
-    settings: Mapping[str, Callable[[], dict[str, Any]]]
+    settings: Mapping[str, Arguments]
     ours: bool
 
     def contender(self, setting: str) -> Contender:
@@ -87,7 +91,7 @@ def _ngram(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
     if source:
         raise StrategyError(f"ngram takes nothing behind '=', got {source!r}")
     mine = {_named(settings): _ours(NgramCandidates(**settings)) for settings in NGRAM_SETTINGS}
-    theirs: dict[str, Callable[[], dict[str, Any]]] = {
+    theirs: dict[str, Arguments] = {
         f"k={settings['prompt_lookup_num_tokens']} n={settings['max_matching_ngram_size']}": partial(dict, **settings)
         for settings in LOOKUP_SETTINGS
     }
@@ -97,15 +101,15 @@ def _ngram(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
 def _draft(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
     draft = AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype, device_map=model.device).eval()
     check_vocabularies(draft, model)
-    mine = {f"k={k}": _ours(DraftModelCandidates(draft, k=k)) for k in DRAFT_LENGTHS}
-    theirs = {f"k={k}": _assisted(draft, k, assistant_model=draft) for k in DRAFT_LENGTHS}
+    mine = {f"k={k}": _ours(DraftModelCandidates(draft, k=k)) for k in (*DRAFT_LENGTHS, "auto")}
+    theirs = _assisted(draft, DRAFT_LENGTHS, assistant_model=draft)
     return Family("draft model", mine, ours=True), Family("assistant_model", theirs, ours=False)
 
 
 def _layer_skip(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
     layers = exit_layer_of(source)
-    mine = {f"k={k}": _ours(LayerSkipCandidates(layers, k=k, adapter=source)) for k in EXIT_LENGTHS}
-    theirs = {f"k={k}": _assisted(model, k, assistant_early_exit=layers) for k in EXIT_LENGTHS}
+    mine = {f"k={k}": _ours(LayerSkipCandidates(layers, k=k, adapter=source)) for k in (*EXIT_LENGTHS, "auto")}
+    theirs = _assisted(model, EXIT_LENGTHS, assistant_early_exit=layers)
     return Family("layer skip", mine, ours=True), Family("assistant_early_exit", theirs, ours=False)
 
 
@@ -120,7 +124,7 @@ BUILDERS: dict[str, Builder] = {"ngram": _ngram, "draft": _draft, "layerskip": _
 SHIPPED = {"draft": str(EMBEDDED_DRAFT), "layerskip": str(EMBEDDED_ADAPTER), "medusa": str(EMBEDDED_HEADS)}
 
 
-def _ours(candidates: Candidates) -> Callable[[], dict[str, Any]]:
+def _ours(candidates: Candidates) -> Arguments:
     return partial(dict, candidate_generator=candidates)
 
 
@@ -128,14 +132,15 @@ def _named(settings: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def _assisted(drafting: PreTrainedModel, k: int, **arguments: Any) -> Callable[[], dict[str, Any]]:
+def _assisted(drafting: PreTrainedModel, lengths: Sequence[int], **arguments: Any) -> dict[str, Arguments]:
     """Transformers reads its k from the generation config of the model that drafts; as an argument it is ignored."""
 
-    def set_and_give() -> dict[str, Any]:
+    def with_length(k: int, threshold: float) -> dict[str, Any]:
         config = cast(Any, drafting).generation_config
         config.num_assistant_tokens = k
         config.num_assistant_tokens_schedule = "constant"
-        config.assistant_confidence_threshold = 0.0
+        config.assistant_confidence_threshold = threshold
         return arguments
 
-    return set_and_give
+    settings = {f"k={k}": partial(with_length, k, 0.0) for k in lengths}
+    return {**settings, "k={} p>{}".format(*SELF_STOPPING): partial(with_length, *SELF_STOPPING)}

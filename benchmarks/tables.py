@@ -14,6 +14,7 @@ import typer
 
 from benchmarks.common import Rows
 
+LONG = 22
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
@@ -22,18 +23,32 @@ def markdown(result: dict[str, Any]) -> str:
     origin = result["provenance"]
     machine, versions = origin["machine"], origin["versions"]
     made = (
-        f"commit {(origin['commit'] or 'unknown')[:12]}, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, {machine['processor']}, {machine['threads']} threads"
+        f"commit {short(origin['commit'])}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, {machine['gpu'] or machine['processor']}, {machine['threads']} threads"
     )
+    if "seconds" in result:
+        made += f", {result['seconds'] / 60:.1f} minutes"
     if "section" in result:
         command = f"python -m benchmarks.core {result['section']} --repeats {result['repeats']}"
-        parts = [f"### {result['section']}", f"`{command}`: {made}", "\n".join(lines(result["rows"]))]
+        parts = [f"### {result['section']}", f"`{command}`: {made}", _shown(result["rows"])]
     else:
-        command = " ".join(["python", f"benchmarks/{origin['argv'][0]}", *origin["argv"][1:]])
+        program, *options = origin["argv"]
+        program = f"python benchmarks/{program}" if program.endswith(".py") else program
+        command = " ".join([program, *options])
         parts = ["### The report's tables", f"`{command}`: {made}", *result["notes"]]
         for name, rows in result["tables"].items():
-            parts += [f"#### {name}", "\n".join(lines(rows))]
+            parts += [f"#### {name}", _shown(rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _shown(rows: Rows) -> str:
+    """A long table opens on a click; its rows over all domains, if it has such, stand before it."""
+    table = "\n".join(lines(rows))
+    if len(rows) <= LONG:
+        return table
+    over_all = [row for row in rows if row.get("domain") == "all"]
+    first = ["\n".join(lines(over_all))] if over_all else []
+    return "\n\n".join([*first, f"<details><summary>all {len(rows)} rows</summary>", table, "</details>"])
 
 
 def lines(rows: Rows) -> list[str]:
@@ -48,6 +63,12 @@ def cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def short(commit: str | None) -> str:
+    """Enough of a commit to find it; what was changed since stays told."""
+    name, changed, _ = (commit or "unknown").partition("+")
+    return name[:12] + (" with changes" if changed else "")
 
 
 def main(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from benchmarks.prompts import first_turns, followups, of_length
 from benchmarks.strategies import PLAIN, Family
 from hf_specgen.measure import Contender
 
+T = TypeVar("T")
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 
 
@@ -48,20 +49,21 @@ class Unit:
         return f"{self.section}/{self.cell}/{self.number}/{self.repeat}"
 
     @property
-    def weight(self) -> int:
-        """Roughly how long it takes, for the time left."""
-        return len(self.contenders) * (1 + len(self.followups))
+    def weight(self) -> float:
+        """Roughly how long it takes, for the time left: a batch of 16 about four times as long as one row."""
+        rows = len(self.inputs["input_ids"])
+        able = len(self.contenders) if rows == 1 else sum(contender.batched for contender in self.contenders)
+        return able * (1 + len(self.followups)) * self.generation["max_new_tokens"] * rows**0.5
 
 
 def tuning_units(
     plan: Plan, domains: Sequence[Domain], tokenizer: PreTrainedTokenizerBase, families: Sequence[Family]
 ) -> Iterator[Unit]:
-    """Every setting of every family, on conversations that are not measured afterwards."""
+    """Every setting of every family, on conversations that are not measured afterwards (if there are more)."""
     contenders = [PLAIN, *(family.contender(setting) for family in families for setting in family.settings)]
-    for domain in domains:
-        held_out = domain.conversations[plan.prompts : plan.prompts + plan.tuning_prompts]
-        for number, turns in enumerate(held_out or domain.conversations[: plan.tuning_prompts]):
-            yield _unit(plan, "tuning", domain, number, 0, turns[:1], tokenizer, contenders)
+    held_out = [[(d, turns) for turns in d.conversations[plan.prompts :] or d.conversations] for d in domains]
+    for number, (domain, turns) in enumerate(_in_turn(held_out)[: plan.tuning_prompts]):
+        yield _unit(plan, "tuning", domain, number, 0, turns[:1], tokenizer, contenders)
 
 
 def measured_units(
@@ -69,33 +71,35 @@ def measured_units(
     domains: Sequence[Domain],
     tokenizer: PreTrainedTokenizerBase,
     contenders: list[Contender],
-    ours: Sequence[str],
 ) -> Iterator[Unit]:
-    """The domains with everybody, then the sweeps with plain decoding and ours."""
+    """The domains, then the sweeps; from batches those are left out that take one row only."""
     for repeat in range(plan.repeats):
         for domain in domains:
             for number, turns in enumerate(domain.conversations[: plan.prompts]):
                 yield _unit(plan, "domains", domain, number, repeat, turns, tokenizer, contenders)
     mixed = mixed_prompts(domains)
-    swept = [contender for contender in contenders if contender is PLAIN or contender.name in ours]
     settings = {"max_new_tokens": max(1, plan.max_new_tokens // 2), **SAMPLED}
     for number in range(plan.sweep_prompts):
         for size in plan.batches:
             prompts = [mixed[(number * size + row) % len(mixed)] for row in range(size)]
-            yield Unit("batch", str(size), number, 0, first_turns(tokenizer, prompts), settings, swept)
+            yield Unit("batch", str(size), number, 0, first_turns(tokenizer, prompts), settings, contenders)
         inputs = first_turns(tokenizer, [mixed[number % len(mixed)]])
         for temperature in plan.temperatures:
             sampling = {"temperature": temperature} if temperature else {"do_sample": False, "temperature": None}
-            yield Unit("temperature", str(temperature), number, 0, inputs, {**settings, **sampling}, swept)
+            yield Unit("temperature", str(temperature), number, 0, inputs, {**settings, **sampling}, contenders)
         for context in plan.contexts:
             inputs = of_length(tokenizer, mixed[number % len(mixed)], mixed, context)
-            yield Unit("context", str(context), number, 0, inputs, settings, swept)
+            yield Unit("context", str(context), number, 0, inputs, settings, contenders)
 
 
 def mixed_prompts(domains: Sequence[Domain]) -> list[str]:
     """First turns, taken from the domains in turn."""
-    longest = max(len(domain.conversations) for domain in domains)
-    return [d.conversations[i][0] for i in range(longest) for d in domains if i < len(d.conversations)]
+    return _in_turn([[turns[0] for turns in domain.conversations] for domain in domains])
+
+
+def _in_turn(groups: Sequence[Sequence[T]]) -> list[T]:
+    """The first of each group, then the second of each, …"""
+    return [group[i] for i in range(max(map(len, groups))) for group in groups if i < len(group)]
 
 
 def _unit(

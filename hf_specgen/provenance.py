@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+RECORDED = ("benchmarks/results", "benchmarks/README.md")
+
 
 def provenance() -> dict[str, Any]:
     """What somebody needs in order to repeat a measurement.
 
     Returns:
-        commit (with "+changes" if the work tree is not clean), argv, versions, machine.
+        commit (with "+changes" if anything but recorded results differs from it), argv, versions, machine.
     """
     packages = ("hf-specgen", "torch", "transformers")
     return {
@@ -35,7 +37,8 @@ def _commit() -> str | None:
     here = Path(__file__).resolve().parent
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-        changes = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
+        status = ["git", "status", "--porcelain", "--", ":/", *(f":(top,exclude){path}" for path in RECORDED)]
+        changes = subprocess.run(status, cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")

@@ -13,9 +13,10 @@ from benchmarks.results import result
 from benchmarks.runner import Outcome, run
 
 SMALL = Plan(
-    strategies=("ngram", "layerskip"),
+    strategies=("ngram", "layerskip", "medusa"),
     domains=("edit", "chat"),
     prompts=1,
+    tuning_prompts=1,
     max_new_tokens=5,
     repeats=2,
     sweep_prompts=1,

@@ -1,32 +1,23 @@
-"""A whole benchmark: what it counts, how it stops and goes on, several processes, bad input, the page."""
+"""A whole benchmark: what it counts, what it chooses and concludes."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from benchmarks import runner, summary
-from benchmarks.journal import Journal, JournalError
-from benchmarks.results import differing, result
-from benchmarks.runner import choose, run
-from benchmarks.strategies import Family
+from benchmarks import summary
+from benchmarks.domains import Domain
+from benchmarks.plan import Plan
+from benchmarks.results import differing
+from benchmarks.runner import choose
+from benchmarks.strategies import Family, build
 from benchmarks.synthetic import synthetic
-from hf_specgen import benchmark
-from hf_specgen.cli import app
+from benchmarks.units import tuning_units
 from hf_specgen.cost import CostCurve
 from tests.bench_run import SMALL
-from tests.conftest import ROOT
 
 
 def quiet() -> Console:
@@ -41,7 +32,10 @@ def test_every_part_is_measured(finished) -> None:
         "synthetic",
     }  # fmt: skip
     names = {row["contender"].split()[0] for row in found["tables"]["speed"]}
-    assert names == {"plain", "n-grams", "prompt", "layer", "assistant_early_exit"}
+    assert names == {"plain", "n-grams", "prompt", "layer", "assistant_early_exit", "Medusa"}
+    for section in ("temperature", "context"):  # one row: the peers can take part
+        assert {row["contender"].split()[0] for row in found["tables"][section]} == names
+    assert "assistant_early_exit" not in {row["contender"].split()[0] for row in found["tables"]["batch"]}
     assert outcome.curve is not None and outcome.curve.queries[-1] == 32
 
 
@@ -77,6 +71,32 @@ def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
     measured = [("a", 100, 10.0), ("a", 10, 2.0), ("b", 100, 20.0), ("b", 10, 0.1)]
     records = [{"section": "tuning", "contender": f"x {s}", "tokens": t, "seconds": d} for s, t, d in measured]
     assert choose([family], records) == {"x": "a"}
+
+
+def test_settings_are_chosen_on_other_prompts_than_are_measured(tokenizer) -> None:
+    """One after the other from each domain; a domain without further prompts gives those it has."""
+    many, few = (Domain(name, [[f"{name} {i}"] for i in range(count)], {}) for name, count in (("m", 4), ("f", 1)))
+    plan = replace(SMALL, prompts=2, tuning_prompts=3)
+    prompts = [tokenizer.decode(unit.inputs["input_ids"][0]) for unit in tuning_units(plan, [many, few], tokenizer, [])]
+    assert [text.split("\n")[1] for text in prompts] == ["m 2", "f 0", "m 3"]
+
+
+def test_the_plan_holds_every_strategy_and_the_same_effort_for_both_sides(reference_model) -> None:
+    families = {family.name: family for family in build(Plan().strategies, Plan().peers, reference_model)}
+    for mine, theirs in {"n-grams": "prompt lookup", "draft model": "assistant_model"}.items():
+        assert len(families[mine].settings) == len(families[theirs].settings)
+    assert len(families["layer skip"].settings) == len(families["assistant_early_exit"].settings)
+    assert families["Medusa"].ours
+
+
+def test_peers_read_their_setting(reference_model) -> None:
+    """Transformers ignores k as an argument; it reads the drafting model's generation config."""
+    (_, theirs) = build(["draft"], ["transformers"], reference_model)
+    for setting, k, threshold in (("k=2", 2, 0.0), ("k=20 p>0.4", 20, 0.4)):
+        draft = theirs.settings[setting]()["assistant_model"]
+        config = draft.generation_config
+        assert (config.num_assistant_tokens, config.assistant_confidence_threshold) == (k, threshold)
+        assert config.num_assistant_tokens_schedule == "constant"
 
 
 def cell_of(**columns: Any) -> summary.Cell:
@@ -126,131 +146,3 @@ def test_synthetic_acceptance_comes_out_as_it_went_in() -> None:
         assert row["tokens/step"] == pytest.approx(row["expected"], abs=0.2)
         assert row["alpha found"] == pytest.approx(row["alpha"], abs=0.03)
         assert row["loop, ms a step"] > 0
-
-
-def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = replace(SMALL, strategies=("ngram",), domains=("edit",), batches=(), temperatures=(), contexts=())
-    plan = replace(plan, repeats=4, trace_texts=0, seed=7)
-    rounds: list[int] = []
-    seeds: list[int] = []
-    race = runner.race
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        rounds.append(1)
-        if len(rounds) == 5:  # one to warm up, one to tune, two of the four repeats
-            raise KeyboardInterrupt
-        seeds.append(arguments[4])
-        return race(*arguments, **options)
-
-    monkeypatch.setattr(runner, "race", interrupted)
-    first = run(plan, tmp_path, quiet())
-    assert first is not None and "interrupted" in first.notes[-1]
-    kept = {r["unit"] for r in first.records}
-    assert len([unit for unit in kept if unit.startswith("domains")]) == 2
-    assert seeds == [0, 7, 7, 1007]  # the warm-up, the tuning prompt, two repeats of one prompt
-    assert "speed" in result(first)["tables"]
-    monkeypatch.setattr(runner, "race", race)
-    second = run(plan, tmp_path, quiet(), resume=True)
-    assert second is not None and {r["unit"] for r in second.records if r["section"] == "domains"} == {
-        f"domains/edit/0/{repeat}" for repeat in range(4)
-    }
-    old = {(r["unit"], r["contender"]): r["seconds"] for r in first.records}
-    again = {(r["unit"], r["contender"]): r["seconds"] for r in second.records}
-    assert len(again) == len(second.records) and all(again[key] == seconds for key, seconds in old.items())
-
-
-def test_journal(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match="nothing to resume"):
-        Journal(tmp_path / "none", SMALL, resume=True)
-    Journal(tmp_path, SMALL).add("a/b/0/0", [{"x": 1}])
-    file = tmp_path / "records-0.jsonl"
-    file.write_text(file.read_text() + '{"unit": "half')
-    resumed = Journal(tmp_path, SMALL, rank=1, resume=True)
-    assert "a/b/0/0" in resumed and len(resumed.old) == 1
-    with pytest.raises(JournalError, match="measured with other options"):
-        Journal(tmp_path, replace(SMALL, seed=5), resume=True)
-    assert Journal(tmp_path, SMALL).old == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--strategies", "magic"], "unknown strategy 'magic'"),
-        (["--strategies", "medusa=./no-heads"], "medusa"),
-        (["--domains", "poetry"], "there is no domain 'poetry'"),
-        (["--peers", "vllm"], "unknown peer 'vllm'"),
-        (["--model", "./no-such-folder"], "no-such-folder"),
-        (["--prompts", "0"], "prompts must be at least 1, got 0"),
-        (["--dtype", "int3"], "int3"),
-        (["--batches", "1,x"], "'x'"),
-        (["--resume"], "nothing to resume"),
-        (["--domains", "gsm8k-hub"], "no domain is left to measure"),
-        (["--domains", "rag", "--max-new-tokens", "2100"], "no prompt of domain 'rag' fits"),
-    ],
-)
-def test_bad_arguments(arguments: list[str], message: str, tmp_path: Path) -> None:
-    outcome = CliRunner().invoke(app, ["bench", *arguments, "--out", str(tmp_path / "out")])
-    assert outcome.exit_code == 2, outcome.output
-    assert message in re.sub(r"\s+", " ", outcome.output)
-
-
-def test_without_network_the_local_domains_still_run(tmp_path: Path) -> None:
-    plan = replace(SMALL, strategies=("ngram",), peers=(), domains=("gsm8k-hub", "edit"), repeats=1, trace_texts=0)
-    outcome = run(replace(plan, batches=(), temperatures=(), contexts=()), tmp_path, quiet())
-    assert outcome is not None and {r["cell"] for r in outcome.records} == {"edit"}
-    assert "gsm8k-hub" in outcome.notes[0] and "no network" in outcome.notes[0]
-
-
-def test_model_without_a_chat_template(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(ROOT / "benchmarks" / "assets" / "reference-lm", model)
-    (model / "chat_template.jinja").unlink()
-    plan = replace(SMALL, model=str(model), strategies=("ngram",), peers=(), domains=("edit", "chat"), trace_texts=0)
-    outcome = run(replace(plan, batches=(), temperatures=(), contexts=()), tmp_path / "out", quiet())
-    assert outcome is not None and {r["cell"] for r in outcome.records} == {"edit"}
-    assert "has no chat template" in outcome.notes[0] and "'chat' has several turns" in outcome.notes[1]
-
-
-def test_a_different_token_fails_the_run(finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome, _, _ = finished
-    difference = {"row": 0, "position": 9, "plain_token": 1, "our_token": 2, "plain_logit": 0.5, "our_logit": 0.25}
-    bad = [
-        {**r, "identical": False, "difference": difference} if "steps" in r and r["cell"] == "edit" else r
-        for r in outcome.records
-    ]
-    monkeypatch.setattr(runner, "run", lambda *_, **__: replace(outcome, records=bad))
-    ended = CliRunner().invoke(app, ["bench", "--out", str(tmp_path)])
-    assert ended.exit_code == 1 and "tokens differ from plain decoding" in ended.output
-    rows = json.loads((tmp_path / "report.json").read_text())["tables"]["differences"]
-    assert rows[0]["position"] == 9 and rows[0]["logit margin"] == 0.25
-
-
-def test_two_processes_share_the_prompts(tmp_path: Path) -> None:
-    # `--cpu` starts one process only, whatever the number (accelerate 1.15); this is its launcher of several.
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["--main_process_port", "29611", "benchmarks/run.py", "--strategies", "ngram", "--peers", ""]
-    command += ["--domains", "edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4", "--batches", ""]
-    command += ["--temperatures", "", "--contexts", "", "--traces", "0", "--out", str(tmp_path)]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    shards = [file.read_text().splitlines()[1:] for file in sorted(tmp_path.glob("records-*.jsonl"))]
-    units = [{json.loads(line)["unit"] for line in lines} for lines in shards]
-    assert len(units) == 2 and all(units) and not units[0] & units[1]
-    measured = {unit for unit in units[0] | units[1] if unit.startswith("domains")}
-    assert measured == {f"domains/{domain}/{number}/0" for domain in ("edit", "json") for number in (0, 1)}
-    saved = json.loads((tmp_path / "report.json").read_text())
-    over_all = [row for row in saved["tables"]["speed"] if row["domain"] == "all" and row["contender"] != "plain"]
-    assert len(over_all) == 1 and "low" in over_all[0]  # 4 requests, from both processes
-
-
-def test_installed_package_says_where_the_benchmark_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(benchmark, "REPOSITORY", tmp_path)
-    with pytest.raises(SystemExit, match="comes with the repository"):
-        benchmark.command()
-
-
-def test_help_is_that_of_the_script() -> None:
-    shown = CliRunner().invoke(app, ["bench", "--help"])
-    assert shown.exit_code == 0 and "--strategies" in shown.output

@@ -29,6 +29,14 @@ def test_settings_are_part_of_the_definition() -> None:
     assert load_domain("prose").generation["temperature"] == 0.8
 
 
+def test_hub_domains_cannot_move() -> None:
+    """Pinned to a commit, with their like among the local ones."""
+    specs = yaml.safe_load(CATALOGUE.read_text())["domains"]
+    assert set(names_of(["hub"])) == {name for name, spec in specs.items() if "hub" in spec}
+    for name in names_of(["hub"]):
+        assert len(specs[name]["revision"]) == 40 and name.removesuffix("-hub") in LOCAL
+
+
 def test_sets_and_names() -> None:
     assert names_of(["embedded"]) == ["math", "code", "edit", "json", "prose"]
     assert names_of(["spec-bench", "edit", "chat"]) == [

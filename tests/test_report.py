@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.core import SECTIONS
 from benchmarks.domains import FIELDS
-from benchmarks.tables import BEGIN, END, cell
+from benchmarks.report import _speed_cell
+from benchmarks.tables import BEGIN, END, cell, markdown
 from benchmarks.tables import main as write_tables
 from tests.bench_run import SMALL
 from tests.conftest import ROOT
@@ -42,8 +44,8 @@ def test_page_holds_itself(finished) -> None:
     parsed.feed(text)
     assert [link for link in parsed.links if not link.startswith(("#", "data:"))] == []
     assert "script" not in parsed.tags and "@import" not in text and "url(http" not in text
-    assert parsed.tags.count("svg") == 6 == len(list((page.parent / "plots").glob("*.png")))
-    for name in ("speed", "acceptance", "cost", "batch", "temperature", "context"):
+    assert parsed.tags.count("svg") == 7 == len(list((page.parent / "plots").glob("*.png")))
+    for name in ("speed", "acceptance", "cost", "tuning", "batch", "temperature", "context"):
         for row in found["tables"][name]:
             assert all(cell(value) in text for value in row.values() if isinstance(value, float)), (name, row)
     assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
@@ -99,6 +101,36 @@ def test_tables_are_written_between_their_markers(finished, tmp_path: Path) -> N
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert text.count("### loop") == 1 == text.count("#### speed") and "| domain | contender |" in text
+
+
+def test_readme_shows_the_recorded_results(tmp_path: Path) -> None:
+    """A result recorded, or a table's looks changed, without `python -m benchmarks.tables … --write`."""
+    recorded = ROOT / "benchmarks" / "results"
+    assert {file.stem for file in recorded.glob("*.json")} <= set(SECTIONS)
+    readme = tmp_path / "README.md"
+    shutil.copy(ROOT / "benchmarks" / "README.md", readme)
+    write_tables(recorded, readme)
+    assert readme.read_text() == (ROOT / "benchmarks" / "README.md").read_text()
+
+
+def test_headings_of_tables() -> None:
+    machine = {"processor": "P", "threads": 2, "gpu": None}
+    origin = {"commit": f"{'0123456789' * 4}+changes", "versions": {"torch": "1", "transformers": "2"}}
+    origin |= {"machine": machine, "argv": ["run.py", "--out", "x"]}
+    recorded = {"section": "loop", "repeats": 2, "rows": [{"a": 1.0}] * 30, "seconds": 90.0, "provenance": origin}
+    text = markdown(recorded)
+    assert "`python -m benchmarks.core loop --repeats 2`: commit 012345678901 with changes, " in text
+    assert "2 threads, 1.5 minutes" in text and "<details><summary>all 30 rows</summary>\n\n| a |" in text
+    domains = [{"domain": name, "a": 1.0} for name in [*"xyz" * 10, "all"]]
+    assert "\n| all | 1.00 |\n\n<details>" in markdown({**recorded, "rows": domains})
+    report = {"notes": [], "tables": {"speed": [{"a": 1.0}]}, "provenance": origin}
+    assert "`python benchmarks/run.py --out x`" in markdown(report) and "<details>" not in markdown(report)
+
+
+def test_an_interval_that_includes_1_is_printed_as_no_difference() -> None:
+    unsure = {"speedup": 1.1, "low": 0.9, "high": 1.2, "verdict": "no difference", "identical": True}
+    assert "no difference" in _speed_cell(unsure) and "1.10" not in _speed_cell(unsure)
+    assert "1.10" in _speed_cell({**unsure, "low": 1.01, "verdict": "faster"})
 
 
 def test_readme_code_and_domains(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
