@@ -186,8 +186,8 @@ class _Match(NamedTuple):
 def _trusted_length(matches: Sequence[_Match], k: int) -> int:
     """How far to follow the first match: as far as another one of its length agrees, and further if it is longer.
 
-    A lone match of one token is right in 3 of 10 cases, one that another occurrence contradicts in 1 of 10, a match of
-    8 tokens in 19 of 20 (the five domains of the benchmark); `benchmarks/README.md` has the measurements.
+    A lone match of one token is right in a third of the cases, one that another occurrence contradicts far less often,
+    a match of 8 tokens in nine of ten: see table `matches` in `benchmarks/README.md`.
     """
     first = matches[0]
     rivals = [match for match in matches[1:] if (match.length, match.own) == (first.length, first.own)]
