@@ -94,20 +94,24 @@ class Chooser(Policy):
             self.in_vain.append(index)
             return False
         goes_on = self.arms[index].cheap and self._network is not None
-        if goes_on and self.arms[index].controller.rate(depths) < self._network_rate:
+        if goes_on and self.arms[index].controller.rate(self.arms[index].state, depths) < self._network_rate:
             return False
         self.chosen = index
         return True
 
     def observe(self, state: State, step: Step) -> None:
+        timed = self.chosen or 0  # one of them enters the time of the target
         for index, arm in enumerate(self.arms):
             if index == self.chosen:
                 arm.controller.observe(arm.state, replace(step, asked=arm.depths))
             elif index in self.in_vain:
                 nothing = [None if row is None else RowStep(0, 0, 0, 1) for row in step.rows]
-                arm.controller.observe(arm.state, Step(arm.depths, nothing, 0))
-            if step.width == 1 and index != self.chosen:
-                arm.controller.observe_plain(step)
+                seconds = step.seconds if index == timed else {}
+                arm.controller.observe(arm.state, Step(arm.depths, nothing, step.width, seconds))
+            elif index == timed:
+                arm.controller.observe(arm.state, replace(step, asked=[0] * len(step.rows)))
+            else:
+                arm.controller.passed_over()
 
     def _choose_network(self, rates: dict[int, float]) -> None:
         """The best of the networks, or one whose turn it is to be tried again; only that one keeps its depths."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_specgen.adaptive.chances import BatchChances, Chances
-from hf_specgen.adaptive.costs import MeasuredCosts, StepCosts, shared_costs
+from hf_specgen.adaptive.chances import Array, BatchChances, Chances
+from hf_specgen.adaptive.costs import MeasuredCosts, StepCosts
 from hf_specgen.adaptive.optimum import Plan, best_depth, best_depths
 from hf_specgen.adaptive.policy import Policy, State, Step
 from hf_specgen.adaptive.probing import Probes
@@ -15,11 +15,15 @@ from hf_specgen.statistics import RowStep
 
 LONGEST = 32
 PRIOR, FADE, LEAN = 0.7, 0.95, 2.0
+REMEMBERED = 8.0
+"""As many trials does weigh what was accepted in the call before."""
 OFTEN_WITHOUT_DRAFT = 0.9
 SLOW_START, AFFORDABLE = 3, 1.4
 """Until the first guess is accepted: the greatest depth where costs are unknown, the greatest cost where they are."""
-EVERY_STEP, LATER, LATER_IN_BATCHES = 4, 5, 12
+EVERY_STEP, LATER, LATER_IN_BATCHES = 4, 6, 12
 """The first drafts are counted one by one, later ones several at a time: that costs a fraction."""
+PLAN_LASTS = 16
+"""So many steps a plan holds where no drafts are made that would tell more."""
 TRIED_AT_LEAST = 2
 """So many are made before they are given up, if they seemed to pay at first: one may have been bad luck."""
 
@@ -54,20 +58,33 @@ class Controller(Policy):
         self.given_costs, self.margin = costs, margin
 
     def begin(self, state: State) -> None:
-        self._k = min(state.k, LONGEST)
+        rows, self._k = len(state.room), min(state.k, LONGEST)
         first = OFTEN_WITHOUT_DRAFT if state.cheap else 1.0
-        self._gained = _chances(len(state.room), self._k, PRIOR * first)
-        self._drafted = _chances(len(state.room), self._k, first)
-        self._always_full = not state.cheap
-        self._costs: StepCosts | MeasuredCosts = self.given_costs or shared_costs(state)
+        self._gained = _chances(rows, self._k, PRIOR * first)
+        self._drafted = _chances(rows, self._k, first)
+        self._costs: StepCosts | MeasuredCosts = self.given_costs or MeasuredCosts(state)
         self._probes = Probes()
         self._breadth = 1.0
         self._news: list[tuple[Sequence[int], Sequence[RowStep | None]]] = []
-        self._counted, self._later = 0, LATER if len(state.room) == 1 else LATER_IN_BATCHES
+        self._counted, self._age, self._wait = 0, 0, 1
+        self._later = LATER if rows == 1 else LATER_IN_BATCHES
         self._plan: Plan | None = None
         self._seconds = [1.0] * (self._k + 1)
-        self._something_accepted, self._hopeful = False, True
-        self._room: list[int] = []
+        self._always_full, self._something_accepted, self._hopeful = not state.cheap, False, True
+        self._remember(state.strategy)
+
+    def _remember(self, strategy: str) -> None:
+        """Begin with what was accepted in the call before, and leave word for the next."""
+        if self._costs.memory is None:
+            return
+        counts = self._costs.memory.counts
+        if strategy in counts:
+            gained, drafted = counts[strategy]
+            self._gained.begin_with(gained.counts(), REMEMBERED)
+            self._drafted.begin_with(drafted.counts(), REMEMBERED)
+            self._something_accepted = max(gained.counts()[1]) > 0
+            self._always_full = self._always_full and not max(drafted.counts()[0])
+        counts[strategy] = self._gained, self._drafted
 
     def depths(self, state: State) -> list[int]:
         plan = self.plan(state)
@@ -83,28 +100,31 @@ class Controller(Policy):
         """Depths for a step in which this strategy does not seem best; seldom other than 0."""
         insists = self._hopeful and self._counted < TRIED_AT_LEAST
         depth = min(SLOW_START - 1, self._first_depth()) if insists else self._probes.depth(self._seconds)
-        return [min(depth, free) for free in state.room]
+        return [depth] * len(state.room)
 
     def plan(self, state: State) -> Plan | None:
         """The depths that are best by what is known; None if it is not even known what a plain step takes."""
-        self._costs.prepare(state)
-        if self._costs.wants_plain_step:
-            return None
-        k = self._k
-        room = [free if free < k else k for free in state.room]
-        patience = 1 if self._counted < EVERY_STEP or self._plan is None or not self.pays(self._plan) else self._later
-        if len(self._news) >= patience:
-            self._count_news()
-        elif self._plan is not None and room == self._room:
-            return self._plan
-        self._room = room
-        self._seconds = self._costs.by_depth(k, self._breadth).tolist()
-        limit = k if self._something_accepted else self._first_depth()
-        is_first = self._plan is None
-        self._plan = self._best([min(free, limit) for free in room])
-        if is_first:
-            self._hopeful = not self._costs.knows_wide_steps or self.pays(self._plan)
+        self._age += 1
+        if self._plan is None or len(self._news) >= self._wait or self._age >= PLAN_LASTS:
+            self._make_plan(state)
         return self._plan
+
+    def _make_plan(self, state: State) -> None:
+        self._age = 0
+        self._costs.prepare(state)
+        if self._news:
+            self._count_news()
+        if self._costs.wants_plain_step:
+            self._plan = None
+            return
+        self._seconds = self._costs.by_depth(self._k, self._breadth).tolist()
+        limit = self._k if self._something_accepted else self._first_depth()
+        is_first = self._plan is None
+        self._plan = self._best([min(free, limit) for free in state.room])
+        pays = self.pays(self._plan)
+        if is_first:
+            self._hopeful = not self._costs.knows_wide_steps or pays
+        self._wait = self._later if pays and self._counted >= EVERY_STEP else 1
 
     def _first_depth(self) -> int:
         """How deep to draft before anything is known of the text."""
@@ -115,28 +135,31 @@ class Controller(Policy):
     def _best(self, room: list[int]) -> Plan:
         if isinstance(self._gained, Chances) and isinstance(self._drafted, Chances):
             drafted = [1.0] * self._k if self._always_full else self._drafted.cumulative()
-            return best_depth(self._gained.cumulative(), drafted, self._seconds, room[0])
+            return best_depth(self._gained.cumulative(), drafted, self._seconds, room[0], self._costs.asking)
         gained = np.asarray(self._gained.cumulative())
         reached = np.ones_like(gained) if self._always_full else np.asarray(self._drafted.cumulative())
         return best_depths(gained, reached, np.array(self._seconds), room)
 
-    def rate(self, depths: Sequence[int]) -> float:
+    def rate(self, state: State, depths: Sequence[int]) -> float:
         """Expected tokens per second of a step in which drafts of these depths were found."""
         gained, drafted = (np.atleast_2d(chances.cumulative()) for chances in (self._gained, self._drafted))
         right = np.minimum(1, gained / np.maximum(drafted, 1e-6)).cumsum(axis=1)  # given that it was drafted
-        tokens = sum(1 + float(right[row, min(depth, self._k) - 1]) for row, depth in enumerate(depths) if depth)
-        rows = sum(free > 0 for free in self._room)
-        return (tokens + rows - sum(depth > 0 for depth in depths)) / self._seconds[min(max(depths), self._k)]
+        tokens = sum(float(right[row, min(depth, self._k) - 1]) for row, depth in enumerate(depths) if depth)
+        return (tokens + state.batch) / self._seconds[min(max(depths), self._k)]
 
-    def observe_plain(self, step: Step) -> None:
-        """Learn from a step in which this strategy was not asked."""
-        self._costs.observe(step)
+    def seconds_by_nodes(self) -> Array:
+        return self._costs.by_nodes()
+
+    def passed_over(self) -> None:
+        """Another strategy drafted in this step."""
+        self._costs.observe(None)
 
     def observe(self, state: State, step: Step) -> None:
         self._costs.observe(step)
         if any(step.asked):
             self._news.append((step.asked, step.rows))
-            self._probes.observe(step, self._seconds[min(step.depth, self._k)] / self._seconds[0] - 1)
+            extra = self._seconds[min(step.depth, self._k)] + self._costs.catching_up
+            self._probes.observe(step, extra / self._seconds[0] - 1)
 
     def _count_news(self) -> None:
         """Count what came of the last drafts."""

@@ -24,17 +24,22 @@ class Plan(NamedTuple):
     gain: float
 
 
-def best_depth(gained: Sequence[float], drafted: Sequence[float], seconds: Sequence[float], room: int) -> Plan:
+def best_depth(
+    gained: Sequence[float], drafted: Sequence[float], seconds: Sequence[float], room: int, asking: float = 0.0
+) -> Plan:
     """Maximise expected tokens over expected time of a step of one row. With the depth d,
 
         tokens(d) = 1 + sum over i <= d of P(i accepted)
-        time(d)   = C(0) + sum over i <= d of P(the draft reaches i) (C(i) - C(i - 1))
+        time(d)   = C(0) + A + sum over i <= d of P(the draft reaches i) (C(i) - C(i - 1))
+
+    where A is what asking for a draft costs that does not come, and C(0) in the sum includes it.
 
     Args:
         gained: `[k]` the chance that position i is drafted and accepted, if it is asked for.
         drafted: `[k]` the chance that a draft reaches position i, if it is asked for.
         seconds: `[k + 1]` C(i), time of a step whose draft has depth i; C(0) is a plain step.
         room: the greatest depth.
+        asking: A.
 
     Example:
         >>> best_depth([0.8, 0.6, 0.3], [1, 1, 1], [1, 1.1, 1.2, 1.6], room=5).depths
@@ -42,6 +47,8 @@ def best_depth(gained: Sequence[float], drafted: Sequence[float], seconds: Seque
     """
     tokens, time, best, plain = 1.0, seconds[0], 0, 1 / seconds[0]
     rate = plain
+    if drafted:
+        time += asking * (1 - drafted[0])
     for depth in range(1, min(room, len(gained)) + 1):
         tokens += gained[depth - 1]
         time += drafted[depth - 1] * (seconds[depth] - seconds[depth - 1])
