@@ -134,6 +134,7 @@ class _Call:
             model=self.target.model,
             strategy=repr(candidates),
             cheap=candidates.cheap,
+            sizes_itself=candidates.sizes_itself,
         )
 
     def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:

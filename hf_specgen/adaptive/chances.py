@@ -109,7 +109,8 @@ class BatchChances:
         wanted, looked, succeeded = self._positions < counts  # each [steps, rows, k]
         tried, good = looked.sum(axis=0), succeeded.sum(axis=0)  # [rows, k]
         all_tried, all_good = tried.sum(axis=0), good.sum(axis=0)  # [k]
-        left = self._change.weight_left(float(self._all_good[0] / self._all_tried[0]), int(all_tried[0]), int(all_good[0]))
+        believed = float(self._all_good[0] / self._all_tried[0])
+        left = self._change.weight_left(believed, int(all_tried[0]), int(all_good[0]))
         fade = self._fade ** wanted.sum(axis=0)
         fade_all = self._fade ** wanted.any(axis=1).sum(axis=0)
         self._tried, self._good = left * (fade * self._tried + tried), left * (fade * self._good + good)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hf_specgen.adaptive.chances import Array
 from hf_specgen.adaptive.controller import Controller
 from hf_specgen.adaptive.policy import Policy, State, Step
 from hf_specgen.statistics import RowStep
@@ -39,16 +40,17 @@ class Chooser(Policy):
     that does not pay.
 
     Args:
-        settings: for each strategy its name, its greatest depth, whether it is cheap, and its controller.
+        settings: for each strategy its name, its greatest depth, whether it is cheap, whether it sizes its drafts
+            itself, and its controller.
     """
 
-    def __init__(self, settings: Sequence[tuple[str, int, bool, Controller]]):
+    def __init__(self, settings: Sequence[tuple[str, int, bool, bool, Controller]]):
         self._settings = settings
 
     def begin(self, state: State) -> None:
         self.arms: list[Arm] = []
-        for name, k, cheap, controller in self._settings:
-            own = replace(state, k=k, strategy=name, cheap=cheap)
+        for name, k, cheap, sizes_itself, controller in self._settings:
+            own = replace(state, k=k, strategy=name, cheap=cheap, sizes_itself=sizes_itself)
             arm = Arm(Controller(controller.given_costs, margin=controller.margin), own, cheap, [])
             arm.controller.begin(own)
             self.arms.append(arm)
@@ -98,6 +100,9 @@ class Chooser(Policy):
             return False
         self.chosen = index
         return True
+
+    def seconds_by_nodes(self) -> Array:
+        return self.arms[self._network or 0].controller.seconds_by_nodes()
 
     def observe(self, state: State, step: Step) -> None:
         timed = self.chosen or 0  # one of them enters the time of the target

@@ -17,6 +17,7 @@ LONGEST = 32
 PRIOR, FADE, LEAN = 0.7, 0.95, 2.0
 REMEMBERED = 8.0
 """As many trials does weigh what was accepted in the call before."""
+USUALLY_WRONG = 0.2
 OFTEN_WITHOUT_DRAFT = 0.9
 SLOW_START, AFFORDABLE = 3, 1.4
 """Until the first guess is accepted: the greatest depth where costs are unknown, the greatest cost where they are."""
@@ -64,11 +65,14 @@ class Controller(Policy):
         self._drafted = _chances(rows, self._k, first)
         self._costs: StepCosts | MeasuredCosts = self.given_costs or MeasuredCosts(state)
         self._probes = Probes()
-        self._breadth = 1.0
+        self._sizes_itself = state.sizes_itself
+        self._breadth, self._size = 1.0, 4.0
         self._news: list[tuple[Sequence[int], Sequence[RowStep | None]]] = []
-        self._counted, self._age, self._wait = 0, 0, 1
+        self._counted, self._age, self._wait, self._steady = 0, 0, 1, EVERY_STEP
         self._later = LATER if rows == 1 else LATER_IN_BATCHES
         self._plan: Plan | None = None
+        self._tries = False
+        self._by_nodes: Array | None = None
         self._seconds = [1.0] * (self._k + 1)
         self._always_full, self._something_accepted, self._hopeful = not state.cheap, False, True
         self._remember(state.strategy)
@@ -79,11 +83,11 @@ class Controller(Policy):
             return
         counts = self._costs.memory.counts
         if strategy in counts:
-            gained, drafted = counts[strategy]
-            self._gained.begin_with(gained.counts(), REMEMBERED)
-            self._drafted.begin_with(drafted.counts(), REMEMBERED)
-            self._something_accepted = max(gained.counts()[1]) > 0
-            self._always_full = self._always_full and not max(drafted.counts()[0])
+            gained, drafted = (chances.counts() for chances in counts[strategy])
+            self._gained.begin_with(gained, REMEMBERED)
+            self._drafted.begin_with(drafted, REMEMBERED)
+            self._something_accepted = gained[1][0] > USUALLY_WRONG * gained[0][0]
+            self._always_full = self._always_full and drafted[0] == drafted[1]
         counts[strategy] = self._gained, self._drafted
 
     def depths(self, state: State) -> list[int]:
@@ -100,34 +104,50 @@ class Controller(Policy):
         """Depths for a step in which this strategy does not seem best; seldom other than 0."""
         insists = self._hopeful and self._counted < TRIED_AT_LEAST
         depth = min(SLOW_START - 1, self._first_depth()) if insists else self._probes.depth(self._seconds)
+        if depth and self._sizes_itself:
+            depth = self._k
+        self._tries = depth > 0
         return [depth] * len(state.room)
 
     def plan(self, state: State) -> Plan | None:
         """The depths that are best by what is known; None if it is not even known what a plain step takes."""
         self._age += 1
+        self._tries = False
         if self._plan is None or len(self._news) >= self._wait or self._age >= PLAN_LASTS:
             self._make_plan(state)
         return self._plan
 
     def _make_plan(self, state: State) -> None:
-        self._age = 0
+        self._age, self._by_nodes = 0, None
         self._costs.prepare(state)
         if self._news:
             self._count_news()
         if self._costs.wants_plain_step:
             self._plan = None
             return
-        self._seconds = self._costs.by_depth(self._k, self._breadth).tolist()
+        self._seconds = self._costs.by_depth(self._nodes()).tolist()
         limit = self._k if self._something_accepted else self._first_depth()
         is_first = self._plan is None
+        paid = self._plan is not None and self.pays(self._plan)
         self._plan = self._best([min(free, limit) for free in state.room])
         pays = self.pays(self._plan)
         if is_first:
             self._hopeful = not self._costs.knows_wide_steps or pays
-        self._wait = self._later if pays and self._counted >= EVERY_STEP else 1
+        if paid and not pays:
+            self._probes = Probes()
+        elif pays and not paid:
+            self._steady = self._counted + EVERY_STEP
+        self._wait = self._later if pays and self._counted >= self._steady else 1
+
+    def _nodes(self) -> Array:
+        """`[k + 1]` how many nodes a draft of each depth has."""
+        depths = np.arange(self._k + 1, dtype=float)
+        return np.where(depths > 0, self._size, 0.0) if self._sizes_itself else self._breadth * depths
 
     def _first_depth(self) -> int:
         """How deep to draft before anything is known of the text."""
+        if self._sizes_itself:
+            return self._k
         if not self._costs.knows_wide_steps:
             return SLOW_START
         return max(1, sum(second <= AFFORDABLE * self._seconds[0] for second in self._seconds) - 1)
@@ -148,7 +168,9 @@ class Controller(Policy):
         return (tokens + state.batch) / self._seconds[min(max(depths), self._k)]
 
     def seconds_by_nodes(self) -> Array:
-        return self._costs.by_nodes()
+        if self._by_nodes is None:
+            self._by_nodes = self._costs.by_nodes()
+        return self._by_nodes
 
     def passed_over(self) -> None:
         """Another strategy drafted in this step."""
@@ -158,8 +180,9 @@ class Controller(Policy):
         self._costs.observe(step)
         if any(step.asked):
             self._news.append((step.asked, step.rows))
-            extra = self._seconds[min(step.depth, self._k)] + self._costs.catching_up
-            self._probes.observe(step, extra / self._seconds[0] - 1)
+            if self._tries:
+                extra = self._seconds[min(step.depth, self._k)] - self._seconds[0] + self._costs.catching_up
+                self._probes.observe(step, (extra if step.depth else self._costs.asking) / self._seconds[0])
 
     def _count_news(self) -> None:
         """Count what came of the last drafts."""
@@ -171,9 +194,11 @@ class Controller(Policy):
         self._always_full = self._always_full and depths == asked
         if not self._always_full:
             self._drafted.observe(asked, reached, depths)
-        nodes = sum(max((row.drafted for row in rows if row is not None), default=0) for _, rows in self._news)
-        if depth := sum(map(max, depths)):
-            self._breadth += 0.3 * (nodes / depth - self._breadth)
+        for (_, rows), deepest in zip(self._news, map(max, depths), strict=True):
+            if deepest:
+                nodes = max(row.drafted for row in rows if row is not None)
+                self._breadth += 0.3 * (nodes / deepest - self._breadth)
+                self._size += 0.3 * (nodes - self._size)
         self._something_accepted = self._something_accepted or any(map(any, accepted))
         self._counted += len(self._news)
         self._news.clear()

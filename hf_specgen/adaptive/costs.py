@@ -52,9 +52,9 @@ class StepCosts:
         if len(self.curves) > 1:
             self._curve = min(self.curves, key=lambda curve: _distance(state.batch, state.context, curve))
 
-    def by_depth(self, k: int, breadth: float) -> Array:
-        """`[k + 1]` seconds of a step by the depth of its draft, with `breadth` nodes per position."""
-        return self._by_depth(self._curve, k, round(4 * breadth) / 4)
+    def by_depth(self, nodes: Array) -> Array:
+        """`[k + 1]` seconds of a step by the depth of its draft, which has `nodes` `[k + 1]`."""
+        return self._by_depth(self._curve, tuple(np.round(nodes).tolist()))
 
     def by_nodes(self) -> Array:
         """`[MOST_NODES + 1]` seconds of a step by the nodes of its draft."""
@@ -63,8 +63,8 @@ class StepCosts:
     def observe(self, step: Step | None) -> None:
         """Nothing is learnt."""
 
-    def _compute(self, curve: CostCurve, k: int, breadth: float) -> Array:
-        seconds = [curve(1 + breadth * depth) + self.draft_token * depth for depth in range(k + 1)]
+    def _compute(self, curve: CostCurve, nodes: tuple[float, ...]) -> Array:
+        seconds = [curve(1 + count) + self.draft_token * depth for depth, count in enumerate(nodes)]
         result = np.array(seconds)
         result[1:] += self.draft_step
         return result
@@ -111,16 +111,15 @@ class MeasuredCosts:
         self._count_steps()
         self._rows = max(1, state.batch)
         samples = state.temperature > 0
-        self._target = self.memory.target(Place(self._device, self._dtype, samples, state.context.bit_length()))
-        plain = float(self._target.of(self._rows)(np.ones(1))[0])
-        self._draft: DraftTimes = self.memory.draft(self._strategy, self._rows, plain)
+        self._target = self.memory.target(Place(self._device, self._dtype, samples, state.context.bit_length() // 2))
+        self._draft: DraftTimes = self.memory.draft(self._strategy, self._rows, self._target)
 
-    def by_depth(self, k: int, breadth: float) -> Array:
-        """`[k + 1]` seconds of a step by the depth of its draft, with `breadth` nodes per position."""
-        depths = np.arange(k + 1, dtype=float)
-        seconds = self._target.of(self._rows)(1 + breadth * depths)
+    def by_depth(self, nodes: Array) -> Array:
+        """`[k + 1]` seconds of a step by the depth of its draft, which has `nodes` `[k + 1]`; no draft is for free."""
+        seconds = self._target.of(self._rows)(1 + nodes)
+        np.maximum(seconds, seconds[0], out=seconds)
         if not self._cheap:
-            seconds[1:] += self._draft(depths[1:])
+            seconds[1:] += self._draft(np.arange(1.0, len(nodes)))
         return from_first_rank(seconds) if self._together else seconds
 
     def by_nodes(self) -> Array:

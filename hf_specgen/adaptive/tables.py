@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from math import log2
+from statistics import median_low
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from hf_specgen.adaptive.chances import Array
-
-if TYPE_CHECKING:
-    from hf_specgen.adaptive.chances import Counts
 
 KEPT = 7
 VERIFY_SLOPE, DRAFT_SLOPE = 0.03, 0.1
@@ -25,6 +23,8 @@ class Table:
 
     Args:
         prior: seconds, or any multiple of them, for increasing sizes.
+        trusted: whether it is seconds, and known well enough to outvote the first two measurements of a size: one
+            that was disturbed would otherwise decide alone what a plain step takes.
 
     Example:
         >>> table = Table(lambda sizes: 1 + 0.1 * sizes)
@@ -33,12 +33,12 @@ class Table:
         [0.4, 0.6]
     """
 
-    def __init__(self, prior: Curve):
-        self._prior = prior
+    def __init__(self, prior: Curve, *, trusted: bool = False):
+        self._prior, self._trusted = prior, trusted
         self._times: dict[int, deque[float]] = {}
         self._first: set[int] = set()
         self._changed = False
-        self._sizes, self._seconds = np.empty(0), np.empty(0)
+        self._sizes, self._ratios = np.empty(0), np.empty(0)
 
     def add(self, size: int, seconds: float) -> None:
         """Enter a measurement. The first of a size, in which kernels are prepared, gives way to the second."""
@@ -65,9 +65,13 @@ class Table:
             return shape
         if self._changed:
             self._sizes = np.array(sorted(self._times), dtype=float)
-            self._seconds = np.array([median(self._times[int(size)]) for size in self._sizes])
             self._changed = False
-        scaled: Array = shape * np.interp(sizes, self._sizes, self._seconds / self._prior(self._sizes))
+            believed = self._prior(self._sizes)
+            votes = believed.tolist() if self._trusted else []
+            measured = [self._times[int(size)] for size in self._sizes]
+            typical = [_typical([*times, *2 * votes[i : i + 1]]) for i, times in enumerate(measured)]
+            self._ratios = np.array(typical) / believed
+        scaled: Array = shape * np.interp(sizes, self._sizes, self._ratios)
         return scaled
 
 
@@ -75,12 +79,16 @@ class DraftTimes:
     """Seconds that drafting took, by depth; 0 for a draft that was asked for in vain.
 
     Between measured depths the time rises evenly, beyond them in proportion: most networks run once per token.
+
+    Args:
+        guess: seconds of a token, as long as nothing was measured.
+        before: the times of a similar number of rows, to begin with.
     """
 
-    def __init__(self, guess: float):
-        self._guess = guess
+    def __init__(self, guess: float, before: DraftTimes | None = None):
+        self._guess, self._before = guess, before
         self._times: dict[int, deque[float]] = {}
-        self.extra = 0.0
+        self.extra: float = 0.0 if before is None else before.extra
         """Seconds that the first draft after plain steps took more than others: it has to read their text."""
 
     def add(self, depth: int, seconds: float) -> None:
@@ -88,9 +96,9 @@ class DraftTimes:
 
     def __call__(self, depths: Array) -> Array:
         if not self._times:
-            return self._guess * depths
+            return self._guess * depths if self._before is None else self._before(depths)
         known = sorted(self._times)
-        seconds = [median(self._times[depth]) for depth in known]
+        seconds = [_typical(self._times[depth]) for depth in known]
         if known[0] > 0:
             known, seconds = [0, *known], [0.0, *seconds]
         slope = (seconds[-1] - seconds[0]) / max(1, known[-1])
@@ -118,7 +126,7 @@ class TargetTimes:
     """
 
     def __init__(self, before: TargetTimes | None = None):
-        self._by_tokens = Table(_guess if before is None else _snapshot(before._by_tokens))
+        self._by_tokens: Table = Table(_guess) if before is None else Table(_snapshot(before._by_tokens), trusted=True)
         self._before = before
         self._by_rows: dict[int, Table] = {}
 
@@ -129,7 +137,7 @@ class TargetTimes:
     def of(self, rows: int) -> Table:
         """Seconds by width."""
         if rows not in self._by_rows:
-            self._by_rows[rows] = Table(lambda widths: self._by_tokens(rows * widths))
+            self._by_rows[rows] = Table(lambda widths: self._by_tokens(rows * widths), trusted=True)
         return self._by_rows[rows]
 
     @property
@@ -159,11 +167,14 @@ class Memory:
             self._targets[place] = TargetTimes(None if nearest is None else self._targets[nearest])
         return self._targets[place]
 
-    def draft(self, strategy: str, rows: int, plain_seconds: float) -> DraftTimes:
+    def draft(self, strategy: str, rows: int, target: TargetTimes) -> DraftTimes:
         """Of a network's drafts for about that many rows."""
-        size = round(2 * np.log2(rows))
+        size = round(2 * log2(rows))
         if (strategy, size) not in self._drafts:
-            self._drafts[strategy, size] = DraftTimes(DRAFT_SLOPE * plain_seconds)
+            sizes = [other for name, other in self._drafts if name == strategy]
+            nearest = min(sizes, key=lambda other: abs(other - size), default=None)
+            before = None if nearest is None else self._drafts[strategy, nearest]
+            self._drafts[strategy, size] = DraftTimes(DRAFT_SLOPE * float(target.of(rows)(np.ones(1))[0]), before)
         return self._drafts[strategy, size]
 
 
@@ -173,6 +184,11 @@ _memories: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
 def memory_of(model: Any) -> Memory:
     """What is remembered of a model; nothing of None."""
     return Memory() if model is None else _memories.setdefault(model, Memory())
+
+
+def _typical(times: Iterable[float]) -> float:
+    """Their median; the lower of two, as what disturbs a step makes it longer."""
+    return median_low(times)
 
 
 def _guess(tokens: Array) -> Array:

@@ -83,6 +83,8 @@ class Candidates(CandidateGenerator, ABC):
     """Decides before each step how much of k is used."""
     cheap: bool = False
     """Whether a draft costs next to nothing, and asking for one that is not used does no harm."""
+    sizes_itself: bool = False
+    """Whether each draft is made as large as pays, so that a policy decides only whether to draft."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
     _foreign_call: tuple[DraftContext, Drafter] | None = None
