@@ -87,7 +87,7 @@ def test_a_new_context_begins_with_what_is_known() -> None:
 
 def test_times_of_drafts() -> None:
     """In proportion for a chain; as good as constant for heads; the first draft after plain steps is no measure."""
-    chain, heads = DraftTimes(0.001), DraftTimes(0.001)
+    chain, heads = DraftTimes(lambda: 0.001), DraftTimes(lambda: 0.001)
     assert chain(np.array([4.0])) == pytest.approx([0.004])
     chain.add(2, 0.010)
     assert chain(np.array([1.0, 2.0, 8.0])) == pytest.approx([0.005, 0.010, 0.040])
@@ -100,6 +100,8 @@ def test_times_of_drafts() -> None:
     costs.prepare(_state(cheap=False))
     assert costs.by_depth(np.arange(2.0))[1] == pytest.approx(0.015)
     assert costs.catching_up == 0.0
+    costs.observe(_step(1, 0.010))
+    assert costs.catching_up == pytest.approx(0.5 * 0.049 / 101)  # of a guessed 1 ms for a draft, 49 ms for 101 tokens
 
 
 def test_first_measurement_of_a_size_gives_way() -> None:

@@ -71,7 +71,7 @@ class Controller(Policy):
         self._counted, self._age, self._wait, self._steady = 0, 0, 1, EVERY_STEP
         self._later = LATER if rows == 1 else LATER_IN_BATCHES
         self._plan: Plan | None = None
-        self._tries = False
+        self._tries, self._entry = False, 0.0
         self._by_nodes: Array | None = None
         self._seconds = [1.0] * (self._k + 1)
         self._always_full, self._something_accepted, self._hopeful = not state.cheap, False, True
@@ -97,8 +97,8 @@ class Controller(Policy):
         return plan.depths if self.pays(plan) else self.probe(state)
 
     def pays(self, plan: Plan) -> bool:
-        """Whether drafting is expected to be faster than plain steps."""
-        return plan.gain > 1 + self.margin
+        """Whether drafting is expected to be faster than plain steps, what it takes to begin with it included."""
+        return plan.gain > 1 + self.margin + self._entry
 
     def probe(self, state: State) -> list[int]:
         """Depths for a step in which this strategy does not seem best; seldom other than 0."""
@@ -130,9 +130,12 @@ class Controller(Policy):
         is_first = self._plan is None
         paid = self._plan is not None and self.pays(self._plan)
         self._plan = self._best([min(free, limit) for free in state.room])
+        catching_up = self._costs.catching_up / self._seconds[0]  # in plain steps
+        self._entry = 0.0 if paid else catching_up / max(1, *state.room)
         pays = self.pays(self._plan)
         if is_first:
             self._hopeful = not self._costs.knows_wide_steps or pays
+            self._probes = Probes(catching_up)
         if paid and not pays:
             self._probes = Probes()
         elif pays and not paid:

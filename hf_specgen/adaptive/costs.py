@@ -83,7 +83,7 @@ class MeasuredCosts:
         self._device, self._dtype = (str(getattr(state.model, name, "")) for name in ("device", "dtype"))
         self._together = agrees_with_others(state.model)
         self._steps: list[Step | None] = []
-        self._plain_steps, self._drafted_before = 0, False
+        self._plain_steps, self._unread = 0, max(state.prompts)
         self.prepare(state)
 
     @property
@@ -103,8 +103,8 @@ class MeasuredCosts:
 
     @property
     def catching_up(self) -> float:
-        """Seconds that the next draft takes to read the text of plain steps, if the last one was plain."""
-        return 0.0 if self._drafted_before else self._draft.extra
+        """Seconds that the next draft takes to read the prompt, if it is the first, and the text of plain steps."""
+        return self._draft.reading * (self._unread + len(self._steps))
 
     def prepare(self, state: State) -> None:
         """Steps with this batch and context come next; enter what the last ones took."""
@@ -136,7 +136,7 @@ class MeasuredCosts:
             drafted = step is not None and any(step.asked)
             if step is not None and step.seconds:
                 self._enter(step, drafted)
-            self._drafted_before = drafted
+            self._unread = 0 if drafted else self._unread + 1
         self._steps.clear()
 
     def _enter(self, step: Step, drafted: bool) -> None:
@@ -150,11 +150,11 @@ class MeasuredCosts:
         self._plain_steps += step.width == 1
 
     def _enter_draft(self, depth: int, seconds: float) -> None:
-        if self._drafted_before:
+        if self._unread == 0:
             self._draft.add(depth, seconds)
         else:
             usual = float(self._draft(np.array([float(depth)]))[0])
-            self._draft.extra += 0.5 * (max(0.0, seconds - usual) - self._draft.extra)
+            self._draft.reading += 0.5 * (max(0.0, seconds - usual) / self._unread - self._draft.reading)
 
 
 def _distance(batch: int, context: int, curve: CostCurve) -> float:

@@ -19,14 +19,17 @@ class Probes:
     more than they bring is a debt, counted in plain steps, and each plain step pays off 2% of a step. So tries take
     about that share of the time, whatever one of them costs. One that is accepted is repeated at once.
 
+    Args:
+        debt: to begin with, such as what it takes to read a prompt.
+
     Example:
         >>> probes = Probes()
         >>> [probes.depth([1.0, 1.1, 1.2]) for _ in range(6)]
         [0, 0, 0, 0, 2, 2]
     """
 
-    def __init__(self) -> None:
-        self._pause, self._since, self._debt, self._again = SHORTEST, 0, 0.0, False
+    def __init__(self, debt: float = 0.0) -> None:
+        self._pause, self._since, self._debt, self._again = SHORTEST, 0, debt, False
 
     def depth(self, seconds: Sequence[float]) -> int:
         """How deep to draft in a step for which plain decoding seems best, by what a step of each depth costs."""

@@ -81,22 +81,22 @@ class DraftTimes:
     Between measured depths the time rises evenly, beyond them in proportion: most networks run once per token.
 
     Args:
-        guess: seconds of a token, as long as nothing was measured.
+        guess: gives the seconds of a token, as long as nothing was measured.
         before: the times of a similar number of rows, to begin with.
     """
 
-    def __init__(self, guess: float, before: DraftTimes | None = None):
+    def __init__(self, guess: Callable[[], float], before: DraftTimes | None = None):
         self._guess, self._before = guess, before
         self._times: dict[int, deque[float]] = {}
-        self.extra: float = 0.0 if before is None else before.extra
-        """Seconds that the first draft after plain steps took more than others: it has to read their text."""
+        self.reading: float = 0.0 if before is None else before.reading
+        """Seconds to read a token of the prompt or of plain steps, which the next draft does first."""
 
     def add(self, depth: int, seconds: float) -> None:
         self._times.setdefault(depth, deque(maxlen=KEPT)).append(seconds)
 
     def __call__(self, depths: Array) -> Array:
         if not self._times:
-            return self._guess * depths if self._before is None else self._before(depths)
+            return self._guess() * depths if self._before is None else self._before(depths)
         known = sorted(self._times)
         seconds = [_typical(self._times[depth]) for depth in known]
         if known[0] > 0:
@@ -174,7 +174,8 @@ class Memory:
             sizes = [other for name, other in self._drafts if name == strategy]
             nearest = min(sizes, key=lambda other: abs(other - size), default=None)
             before = None if nearest is None else self._drafts[strategy, nearest]
-            self._drafts[strategy, size] = DraftTimes(DRAFT_SLOPE * float(target.of(rows)(np.ones(1))[0]), before)
+            plain = target.of(rows)
+            self._drafts[strategy, size] = DraftTimes(lambda: DRAFT_SLOPE * float(plain(np.ones(1))[0]), before)
         return self._drafts[strategy, size]
 
 
