@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hf_specgen.adaptive.policy import Step
 
 SHORTEST, LONGEST = 4, 16
-SHARE = 0.02
+SHARE = 0.015
 MODEST = 0.25
 """A try that costs no more than this, in plain steps, is made two tokens deep and is never put off for long."""
 
@@ -16,7 +16,7 @@ class Probes:
     """Says when to try.
 
     The pause between tries doubles while they fail, from 4 to 16 steps. Besides, tries are paid for: what they cost
-    more than they bring is a debt, counted in plain steps, and each plain step pays off 2% of a step. So tries take
+    more than they bring is a debt, counted in plain steps, and each plain step pays off 1.5% of a step. So tries take
     about that share of the time, whatever one of them costs. One that is accepted is repeated at once.
 
     Args:
