@@ -29,7 +29,7 @@ quality: .venv/installed-dev
 	$(BIN)/mypy
 
 bench: .venv/installed-dev
-	$(BIN)/python -m benchmarks.core
+	MINUTES=30 $(BIN)/python -m benchmarks.core
 	$(BIN)/python benchmarks/run.py --out benchmarks/results/embedded
 	$(BIN)/python -m benchmarks.tables benchmarks/results --write benchmarks/README.md
 

@@ -6,7 +6,7 @@ in pieces (see `MINUTES`) and goes on where it was left:
 
     python -m benchmarks.core adaptive                         # until all cells are there
     MINUTES=10 python -m benchmarks.core adaptive              # ten minutes of it
-    CELLS=embedded/edit python -m benchmarks.core adaptive     # those whose name begins so
+    CELLS=embedded/edit,wide python -m benchmarks.core adaptive     # those whose name begins so
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.common import PLAIN, WIDE, Rows
 from benchmarks.widen import widen
 from benchmarks.wrong import WrongCandidates
-from hf_specgen import AutoCandidates, Candidates, DraftModelCandidates, NgramCandidates
-from hf_specgen.demo import DOMAINS, EMBEDDED_DRAFT, DemoSettings, domain_prompts, encode, load
+from hf_specgen import AutoCandidates, Candidates, Controller, DraftModelCandidates, MedusaCandidates, NgramCandidates
+from hf_specgen.demo import DOMAINS, EMBEDDED_DRAFT, EMBEDDED_HEADS, DemoSettings, domain_prompts, encode, load
 from hf_specgen.intervals import Interval, speedup_interval
 from hf_specgen.measure import Contender, Sample, take_turns
 
 JOURNAL = Path("benchmarks/results/adaptive-cells.jsonl")
 BATCHES, TEMPERATURES, HOT = (1, 4, 16), (0.0, 1.0), 1.3
-FIXED = {"ngram": (2, 5, 10, 16), "draft": (1, 2, 4, 8), "wrong": (5,), "choice": (2, 5, 8)}
+# Depths; for Medusa the nodes of its tree.
+FIXED = {"ngram": (2, 5, 10, 16), "draft": (1, 2, 4, 8), "medusa": (3, 8, 20), "wrong": (5,), "choice": (2, 5, 8)}
 AUTO: Final = "auto"
 NEW_TOKENS = 128
 
@@ -65,7 +66,8 @@ def cells() -> Iterator[Cell]:
 
 def adaptive(repeats: int, quick: bool) -> Rows:
     """Measure the cells that the journal lacks, then tabulate all that it has."""
-    wanted = [cell for cell in cells() if cell.name.startswith(os.environ.get("CELLS", ""))]
+    beginnings = tuple(os.environ.get("CELLS", "").split(","))
+    wanted = [cell for cell in cells() if cell.name.startswith(beginnings)]
     if quick:
         wanted = [cell for cell in wanted if cell.target == "embedded" and cell.batch == 1 and cell.domain == "edit"]
     known = _journal(repeats, quick)
@@ -119,6 +121,9 @@ def _strategy(name: str, k: Any) -> Candidates:
         return NgramCandidates(k=k)
     if name == "draft":
         return DraftModelCandidates(str(EMBEDDED_DRAFT), k=k)
+    if name == "medusa":
+        heads = str(EMBEDDED_HEADS)
+        return MedusaCandidates(heads, policy=Controller()) if k == AUTO else MedusaCandidates(heads, tree=k)
     if name == "wrong":
         return WrongCandidates(k=k)
     if k == AUTO:

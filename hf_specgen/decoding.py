@@ -26,6 +26,7 @@ from hf_specgen.emission import Emission
 from hf_specgen.scoring import Scorer
 from hf_specgen.sequences import Sequences
 from hf_specgen.statistics import Statistics
+from hf_specgen.support import check_length
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import Verdict, Verifier
 
@@ -114,6 +115,7 @@ class _Call:
         self.keep_scores = self.output_scores or self.output_logits
         self.target = candidates.make_target(model, input_ids, config, model_kwargs)
         self.sequences = Sequences.of_call(input_ids, model_kwargs.get("attention_mask"), criteria, config)
+        check_length(model, self.target.first_positions, self.sequences.max_length - self.sequences.prompt_length)
         self.verifier = verifier
         self.scorer = Scorer(processors, self.sequences)
         verifier.begin(self.scorer, self.sequences, bool(config.do_sample), self.keep_scores)
@@ -138,6 +140,7 @@ class _Call:
             model=self.target.model,
             strategy=repr(candidates),
             cheap=candidates.cheap,
+            sizes_itself=candidates.sizes_itself,
         )
 
     def read_prompt(self, drafter: Drafter) -> None:
@@ -160,7 +163,7 @@ class _Call:
             active = self._active_rows()
             tree = self._draft(drafter.draft, active)
             with _Timer(self._seconds, "forward"):
-                logits = self.target.forward(tree, self.sequences.pending())
+                logits = self.target.forward(tree, self.sequences.pending(), active)
             verdict = self._verify(tree, logits, active)
             drafter.observe(verdict)
             steps = self.statistics.record(tree, verdict)
@@ -203,7 +206,7 @@ class _Call:
         pad_id = self.sequences.pad_id
         assert pad_id is not None
         tree = DraftTree.chains([[pad_id] * max(0, n - 1) for n in missing])
-        logits = self.target.forward(tree, self.sequences.pending()).float()
+        logits = self.target.forward(tree, self.sequences.pending(), [n > 0 for n in missing]).float()
         self.target.commit([list(range(n - 1)) if n else None for n in missing])
         if self.keep_scores:
             self._fill_in_scores(logits, missing)

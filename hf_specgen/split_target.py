@@ -101,20 +101,29 @@ class SplitTarget(Target):
         with self._passing(self._last):
             inputs = {"input_ids": tokens.to(self.device)[:, None]}
             module = self.model if with_logits else decoder(self.model)
-            outputs = self._run(module, DraftTree.empty(len(tokens)), inputs)
+            outputs = self._run(module, DraftTree.empty(len(tokens)), inputs, self._within_table(len(tokens)))
         seen = self._pass_through[self._last[0]].seen
         assert seen is not None
         self._states.append(self._for_all_rows(seen, len(tokens)))
         return self._states[-1], self._for_all_rows(outputs.logits[:, -1], len(tokens)) if with_logits else None
 
-    def forward(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
+    ) -> torch.Tensor:
         """Score a draft, starting from the states that drafting has left."""
         if not self._states:
-            return super().forward(tree, pending)
+            return super().forward(tree, pending, active)
         states = self._take_states(tree)  # [batch, 1 + nodes, hidden]
         self.cache.set_lengths(self._starts)
         with self._passing(self._first):
-            return self._for_all_rows(self._run(self.model, tree, {"inputs_embeds": states}).logits, tree.batch)
+            return self._for_all_rows(self._run(self.model, tree, {"inputs_embeds": states}, active).logits, tree.batch)
+
+    def _within_table(self, batch: int) -> list[bool]:
+        """Rows that one more token can be drafted for: a draft ends where the table of positions does (see `_room`)."""
+        within = [True] * batch
+        for row, start, now, offset in zip(self._present, self._starts, self.cache.lengths, self._offsets, strict=True):
+            within[row] = not start + offset <= self.last_position < now + offset
+        return within
 
     def _take_states(self, tree: DraftTree) -> torch.Tensor:
         """The states of everything up to the draft's last node.

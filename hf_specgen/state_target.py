@@ -45,9 +45,11 @@ class StateTarget(Target):
         self.states = self._read[:, 0].clone()  # the prompt's other states are not kept
         return logits
 
-    def forward(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
+    ) -> torch.Tensor:
         with self._reading() as read:
-            logits = super().forward(tree, pending)
+            logits = super().forward(tree, pending, active)
         self._read = self._for_all_rows(read[-1], tree.batch)  # [batch, 1 + nodes, hidden]
         return logits
 

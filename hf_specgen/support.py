@@ -7,6 +7,8 @@ cache (a recurrent state cannot be rolled back when a guess is rejected).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -47,6 +49,49 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} {reason}, so guesses cannot be placed in a tree; call generate() without candidate_generator="
         )
+
+
+def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tokens: float) -> None:
+    """Raise if rotary frequencies change within the text: a guess on the far side would change the scores before it.
+
+    Args:
+        model: the target.
+        first_positions: where the first generated token of each row stands.
+        new_tokens: how many there may be.
+
+    Raises:
+        ValueError: for a text that crosses such a position.
+    """
+    for kind, edge in _frequency_changes(model.config.get_text_config()):
+        within = max(first_positions) + new_tokens <= edge
+        if within or (kind == "longrope" and min(first_positions) > edge):
+            continue
+        room = edge - max(first_positions)
+        raise ValueError(
+            f"{type(model).__name__} changes its rotary frequencies ({kind}) at position {edge}, which this text may "
+            "reach, so guesses there would change its scores; "
+            + (f"set max_new_tokens to at most {room}" if room > 0 else "leave candidate_generator= out")
+        )
+
+
+def last_position(config: Any, first_positions: Sequence[int]) -> int:
+    """How far a text can go before a table of positions ends, or its rotary frequencies change.
+
+    Args:
+        config: of the model's text part.
+        first_positions: where the first generated token of each row stands.
+    """
+    edges = [edge for _, edge in _frequency_changes(config) if max(first_positions) <= edge]
+    return min(getattr(config, "max_position_embeddings", None) or 2**31, *edges, 2**31) - 1
+
+
+def _frequency_changes(config: Any) -> Iterator[tuple[str, int]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for one in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+        if one.get("rope_type") == "dynamic":
+            yield "dynamic", config.max_position_embeddings
+        elif one.get("rope_type") == "longrope":
+            yield "longrope", one["original_max_position_embeddings"]
 
 
 def _position_problem(model: PreTrainedModel) -> str | None:

@@ -11,6 +11,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import masks
 from hf_specgen.cache import SlotCache
+from hf_specgen.support import last_position
 from hf_specgen.tree import DraftTree, ancestor_matrix, chain_parents
 
 OWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
@@ -56,12 +57,15 @@ class Target:
         last = model_kwargs["position_ids"][..., -1].expand(len(input_ids)).tolist()
         self.first_positions = tuple(position + 1 for position in last)
         """The position of each row's first generated token."""
-        self.last_position = (getattr(self._config, "max_position_embeddings", None) or 2**31) - 1
+        self.last_position = last_position(self._config, self.first_positions)
 
     @property
     def can_open(self) -> bool:
         """Whether a draft can be verified together with the prompt."""
-        return self._generation_config.prefill_chunk_size is None
+        mask = self._kwargs.get("attention_mask")
+        width = getattr(self._generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        nothing_unread = width == self._input_ids.shape[1] <= max(self.cache.lengths, default=0)
+        return self._generation_config.prefill_chunk_size is None and not nothing_unread
 
     def prefill(self, opening: DraftTree) -> torch.Tensor:
         """Read the prompt, and a draft that was made before it was read.
@@ -94,7 +98,9 @@ class Target:
             return longer
         mask, positions = self._kwargs.get("attention_mask"), self._kwargs["position_ids"]
         more = positions[..., -1:] + torch.arange(1, columns + 1, device=positions.device)
-        longer["position_ids"] = torch.cat([positions, more.clamp(max=self.last_position)], dim=-1)
+        within_table = positions[..., -1:] <= self.last_position
+        more = torch.where(within_table, more.clamp(max=self.last_position), more)
+        longer["position_ids"] = torch.cat([positions, more], dim=-1)
         if mask is not None:
             longer["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), columns)], dim=1)
         if "logits_to_keep" in self._kwargs:
@@ -114,12 +120,15 @@ class Target:
         places = zip(self.first_positions, self._prompt_slots, strict=True)
         self._offsets = tuple(position - length for position, length in places)
 
-    def forward(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
+    ) -> torch.Tensor:
         """Score a draft.
 
         Args:
             tree: the guesses.
             pending: the last token of each row, which the target has not read yet.
+            active: the rows of which something may be kept; all if left out.
 
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the pending token, then after each node.
@@ -128,7 +137,7 @@ class Target:
         first = torch.as_tensor(pending, device=device)[:, None]
         input_ids = torch.cat([first, tree.tokens.to(device)], dim=1) if tree.nodes else first
         self._starts = self.cache.lengths
-        return self._for_all_rows(self._run(self.model, tree, {"input_ids": input_ids}).logits, tree.batch)
+        return self._for_all_rows(self._run(self.model, tree, {"input_ids": input_ids}, active).logits, tree.batch)
 
     def _for_all_rows(self, values: torch.Tensor, batch: int) -> torch.Tensor:
         """`[present, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
@@ -138,12 +147,12 @@ class Target:
         spread[self._present] = values
         return spread
 
-    def _run(self, module: Any, tree: DraftTree, inputs: dict[str, torch.Tensor]) -> Any:
+    def _run(self, module: Any, tree: DraftTree, inputs: dict[str, torch.Tensor], active: Sequence[bool] | None) -> Any:
         """One pass of the model, or of a part of it, over the pending token and the nodes of a tree.
 
         Args:
             module: what is run.
-            tree, inputs: of all rows; only those that are present take part.
+            tree, inputs, active: of all rows; only those that are present take part.
 
         Returns:
             the module's output for the rows that are present.
@@ -154,26 +163,19 @@ class Target:
         depth = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self.device)
         lengths = self.cache.lengths
         bases = [length + offset for length, offset in zip(lengths, self._offsets, strict=True)]
+        if active is not None:
+            # A row that has come to its end may stand behind a table of positions, where a model would raise.
+            kept = [active[row] for row in self._present]
+            bases = [base if keeps else min(base, self.last_position) for base, keeps in zip(bases, kept, strict=True)]
         return module(
             **inputs,
             attention_mask=self._mask(tree, depth, lengths),
-            position_ids=self._positions(bases, depth),
+            position_ids=torch.tensor(bases, device=self.device)[:, None] + depth,
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
             **self._extra,
         )
-
-    def _positions(self, bases: Sequence[int], depth: torch.Tensor) -> torch.Tensor:
-        """Positions of this step's tokens.
-
-        Drafts that matter end before the model's last position (see `_Call._room`). What fills up the other rows must
-        not reach behind it either: a model with a table of positions would raise.
-        """
-        positions = torch.tensor(bases, device=depth.device)[:, None] + depth
-        if max(bases) <= self.last_position < max(bases) + depth.shape[1]:
-            return positions.clamp(max=self.last_position)
-        return positions
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""

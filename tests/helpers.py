@@ -66,6 +66,8 @@ class _OracleDrafter(Drafter):
     def draft(self, context: DraftContext) -> DraftTree:
         return DraftTree.from_nodes([self._row(row, context) for row in range(len(context.generated))])
 
+    open = draft
+
     def _row(self, row: int, context: DraftContext) -> tuple[list[int], tuple[int, ...]]:
         done = len(context.generated[row])
         truth = self._oracle.answers[row][done : done + min(self._oracle.k, context.budget[row])]

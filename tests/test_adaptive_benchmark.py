@@ -38,7 +38,7 @@ def test_one_k_for_all_cells_loses_where_cells_differ() -> None:
 
 def test_the_matrix_is_whole() -> None:
     names = [cell.name for cell in adaptive.cells()]
-    assert len(names) == len(set(names)) == 2 * 4 * (5 * 3 * 2 + 3)
+    assert len(names) == len(set(names)) == 2 * 5 * (5 * 3 * 2 + 3)
 
 
 def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch) -> None:
@@ -55,12 +55,12 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch) -> None:
     assert adaptive.adaptive(1, False) == [] and asked == []
     monkeypatch.delenv("MINUTES")
     rows = adaptive.adaptive(1, False)
-    assert len(asked) == 4 and len(rows) == 8
+    assert len(asked) == 5 and len(rows) == 10
     adaptive.adaptive(1, False)
-    assert len(asked) == 4, "finished cells are not measured again"
-    assert len([json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]) == 4
+    assert len(asked) == 5, "finished cells are not measured again"
+    assert len([json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]) == 5
     adaptive.adaptive(2, False)
-    assert len(asked) == 8, "other repeats are other measurements"
+    assert len(asked) == 10, "other repeats are other measurements"
 
 
 def test_measured_for_real(monkeypatch) -> None:

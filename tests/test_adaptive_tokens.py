@@ -245,10 +245,10 @@ def test_a_call_overrides_the_strategy_and_nothing_stays_behind() -> None:
 def test_costs_are_kept_for_the_next_call() -> None:
     """The second call does not begin with plain steps to find out what they take."""
     model = copy.deepcopy(tiny_model("llama"))
-    draft = DraftModelCandidates(unsure_draft(model), k="auto")
+    draft = Oracle(model.generate(**prompts(1), max_new_tokens=30)[:, 12:], 1.0, k=5)
     first_step = []
     for _ in range(2):
-        model.generate(**prompts(1), max_new_tokens=30, candidate_generator=draft)
+        model.generate(**prompts(1), max_new_tokens=30, candidate_generator=draft, policy=Controller())
         first_step.append(draft.speculation.rows[0][0].drafted)
     assert first_step[0] == 0 < first_step[1]
 

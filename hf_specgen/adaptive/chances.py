@@ -35,9 +35,9 @@ class Chances:
 
     Args:
         k: positions.
-        prior: what is believed of the first position before anything was seen.
+        prior: what is believed of the first position before anything was seen; fades like trials.
         fade: weight of a trial one step later; 0.95 looks back on about twenty.
-        lean: how many trials the belief from elsewhere (other rows, the position before) weighs.
+        lean: how many trials the belief from elsewhere (at first, other rows, the position before) weighs.
 
     Example:
         >>> chances = Chances(k=3, prior=0.5, fade=1.0, lean=1.0)
@@ -47,8 +47,8 @@ class Chances:
     """
 
     def __init__(self, k: int, prior: float, fade: float, lean: float):
-        self._prior, self._fade, self._lean = prior, fade, lean
-        self._tried, self._good = [0.0] * k, [0.0] * k
+        self._fade, self._lean = fade, lean
+        self._tried, self._good = [lean] + [0.0] * (k - 1), [lean * prior] + [0.0] * (k - 1)
         self._change = ChangeAlarm(prior)
 
     def observe(self, asked: Counts, seen: Counts, came_off: Counts) -> None:
@@ -61,7 +61,7 @@ class Chances:
         """
         trials = list(zip(asked, seen, came_off, strict=True))
         tried, good = sum(min(n[0], 1) for n in seen), sum(min(n[0], 1) for n in came_off)
-        believed = (self._good[0] + self._lean * self._prior) / (self._tried[0] + self._lean)
+        believed = self._good[0] / self._tried[0]
         left = self._change.weight_left(believed, tried, good)
         for (wanted,), (looked,), (succeeded,) in trials:
             for i in range(wanted):
@@ -70,9 +70,17 @@ class Chances:
         if left < 1:
             self._tried, self._good = ([left * n for n in counts] for counts in (self._tried, self._good))
 
+    def begin_with(self, counts: tuple[Sequence[float], Sequence[float]], weight: float) -> None:
+        """Start from the `counts` of an earlier call, as if they were at most `weight` trials."""
+        self._tried, self._good = (scaled[: len(self._tried)] for scaled in _weighing(counts, weight))
+
+    def counts(self) -> tuple[Sequence[float], Sequence[float]]:
+        """`[k]` trials of each position, and how many came off."""
+        return self._tried, self._good
+
     def conditional(self) -> list[float]:
         """`[k]` the chance of each position, given that those before it came off."""
-        return _leaning(self._good, self._tried, self._prior, self._lean)
+        return _leaning(self._good, self._tried, self._lean)
 
     def cumulative(self) -> list[float]:
         """`[k]` the chance that each position and all before it come off."""
@@ -88,9 +96,10 @@ class BatchChances:
     """
 
     def __init__(self, rows: int, k: int, prior: float, fade: float, lean: float):
-        self._prior, self._fade, self._lean = prior, fade, lean
+        self._fade, self._lean = fade, lean
         self._tried, self._good = np.zeros((rows, k)), np.zeros((rows, k))
         self._all_tried, self._all_good = np.zeros(k), np.zeros(k)
+        self._all_tried[0], self._all_good[0] = lean, lean * prior
         self._positions = np.arange(k)
         self._change = ChangeAlarm(prior)
 
@@ -100,17 +109,25 @@ class BatchChances:
         wanted, looked, succeeded = self._positions < counts  # each [steps, rows, k]
         tried, good = looked.sum(axis=0), succeeded.sum(axis=0)  # [rows, k]
         all_tried, all_good = tried.sum(axis=0), good.sum(axis=0)  # [k]
-        believed = (self._all_good[0] + self._lean * self._prior) / (self._all_tried[0] + self._lean)
-        left = self._change.weight_left(float(believed), int(all_tried[0]), int(all_good[0]))
+        believed = float(self._all_good[0] / self._all_tried[0])
+        left = self._change.weight_left(believed, int(all_tried[0]), int(all_good[0]))
         fade = self._fade ** wanted.sum(axis=0)
         fade_all = self._fade ** wanted.any(axis=1).sum(axis=0)
         self._tried, self._good = left * (fade * self._tried + tried), left * (fade * self._good + good)
         self._all_tried = left * (fade_all * self._all_tried + all_tried)
         self._all_good = left * (fade_all * self._all_good + all_good)
 
+    def begin_with(self, counts: tuple[Sequence[float], Sequence[float]], weight: float) -> None:
+        """As `Chances.begin_with`, for what is pooled over rows."""
+        self._all_tried, self._all_good = (np.array(scaled) for scaled in _weighing(counts, weight))
+
+    def counts(self) -> tuple[Sequence[float], Sequence[float]]:
+        """As `Chances.counts`, over all rows."""
+        return self._all_tried.tolist(), self._all_good.tolist()
+
     def conditional(self) -> Array:
         """`[rows, k]` the chance of each position, given that those before it came off."""
-        pooled = _leaning(self._all_good.tolist(), self._all_tried.tolist(), self._prior, self._lean)
+        pooled = _leaning(self._all_good.tolist(), self._all_tried.tolist(), self._lean)
         return (self._good + self._lean * np.array(pooled)) / (self._tried + self._lean)
 
     def cumulative(self) -> Array:
@@ -143,9 +160,15 @@ class ChangeAlarm:
         return LEFT_AFTER_ALARM
 
 
-def _leaning(good: Sequence[float], tried: Sequence[float], prior: float, lean: float) -> list[float]:
-    chances, belief = [], prior
-    for hits, trials in zip(good, tried, strict=True):
+def _weighing(counts: tuple[Sequence[float], Sequence[float]], weight: float) -> list[list[float]]:
+    share = min(1.0, weight / max(1e-9, max(counts[0])))
+    return [[share * n for n in column] for column in counts]
+
+
+def _leaning(good: Sequence[float], tried: Sequence[float], lean: float) -> list[float]:
+    belief = good[0] / tried[0]
+    chances = [belief]
+    for hits, trials in zip(good[1:], tried[1:], strict=True):
         belief = (hits + lean * belief) / (trials + lean)
         chances.append(belief)
     return chances

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hf_specgen.adaptive.chances import Array
 from hf_specgen.adaptive.controller import Controller
 from hf_specgen.adaptive.policy import Policy, State, Step
 from hf_specgen.statistics import RowStep
@@ -39,16 +40,17 @@ class Chooser(Policy):
     that does not pay.
 
     Args:
-        settings: for each strategy its name, its greatest depth, whether it is cheap, and its controller.
+        settings: for each strategy its name, its greatest depth, whether it is cheap, whether it sizes its drafts
+            itself, and its controller.
     """
 
-    def __init__(self, settings: Sequence[tuple[str, int, bool, Controller]]):
+    def __init__(self, settings: Sequence[tuple[str, int, bool, bool, Controller]]):
         self._settings = settings
 
     def begin(self, state: State) -> None:
         self.arms: list[Arm] = []
-        for name, k, cheap, controller in self._settings:
-            own = replace(state, k=k, strategy=name, cheap=cheap)
+        for name, k, cheap, sizes_itself, controller in self._settings:
+            own = replace(state, k=k, strategy=name, cheap=cheap, sizes_itself=sizes_itself)
             arm = Arm(Controller(controller.given_costs, margin=controller.margin), own, cheap, [])
             arm.controller.begin(own)
             self.arms.append(arm)
@@ -94,20 +96,27 @@ class Chooser(Policy):
             self.in_vain.append(index)
             return False
         goes_on = self.arms[index].cheap and self._network is not None
-        if goes_on and self.arms[index].controller.rate(depths) < self._network_rate:
+        if goes_on and self.arms[index].controller.rate(self.arms[index].state, depths) < self._network_rate:
             return False
         self.chosen = index
         return True
 
+    def seconds_by_nodes(self) -> Array:
+        return self.arms[self._network or 0].controller.seconds_by_nodes()
+
     def observe(self, state: State, step: Step) -> None:
+        timed = self.chosen or 0  # one of them enters the time of the target
         for index, arm in enumerate(self.arms):
             if index == self.chosen:
                 arm.controller.observe(arm.state, replace(step, asked=arm.depths))
             elif index in self.in_vain:
                 nothing = [None if row is None else RowStep(0, 0, 0, 1) for row in step.rows]
-                arm.controller.observe(arm.state, Step(arm.depths, nothing, 0))
-            if step.width == 1 and index != self.chosen:
-                arm.controller.observe_plain(step)
+                seconds = step.seconds if index == timed else {}
+                arm.controller.observe(arm.state, Step(arm.depths, nothing, step.width, seconds))
+            elif index == timed:
+                arm.controller.observe(arm.state, replace(step, asked=[0] * len(step.rows)))
+            else:
+                arm.controller.passed_over()
 
     def _choose_network(self, rates: dict[int, float]) -> None:
         """The best of the networks, or one whose turn it is to be tried again; only that one keeps its depths."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_specgen.adaptive.chances import BatchChances, Chances
-from hf_specgen.adaptive.costs import MeasuredCosts, StepCosts, shared_costs
+from hf_specgen.adaptive.chances import Array, BatchChances, Chances
+from hf_specgen.adaptive.costs import MeasuredCosts, StepCosts
 from hf_specgen.adaptive.optimum import Plan, best_depth, best_depths
 from hf_specgen.adaptive.policy import Policy, State, Step
 from hf_specgen.adaptive.probing import Probes
@@ -15,11 +15,16 @@ from hf_specgen.statistics import RowStep
 
 LONGEST = 32
 PRIOR, FADE, LEAN = 0.7, 0.95, 2.0
+REMEMBERED = 8.0
+"""As many trials does weigh what was accepted in the call before."""
+USUALLY_WRONG = 0.2
 OFTEN_WITHOUT_DRAFT = 0.9
 SLOW_START, AFFORDABLE = 3, 1.4
 """Until the first guess is accepted: the greatest depth where costs are unknown, the greatest cost where they are."""
-EVERY_STEP, LATER, LATER_IN_BATCHES = 4, 5, 12
+EVERY_STEP, LATER, LATER_IN_BATCHES = 4, 6, 12
 """The first drafts are counted one by one, later ones several at a time: that costs a fraction."""
+PLAN_LASTS = 16
+"""So many steps a plan holds where no drafts are made that would tell more."""
 TRIED_AT_LEAST = 2
 """So many are made before they are given up, if they seemed to pay at first: one may have been bad luck."""
 
@@ -54,20 +59,36 @@ class Controller(Policy):
         self.given_costs, self.margin = costs, margin
 
     def begin(self, state: State) -> None:
-        self._k = min(state.k, LONGEST)
+        rows, self._k = len(state.room), min(state.k, LONGEST)
         first = OFTEN_WITHOUT_DRAFT if state.cheap else 1.0
-        self._gained = _chances(len(state.room), self._k, PRIOR * first)
-        self._drafted = _chances(len(state.room), self._k, first)
-        self._always_full = not state.cheap
-        self._costs: StepCosts | MeasuredCosts = self.given_costs or shared_costs(state)
+        self._gained = _chances(rows, self._k, PRIOR * first)
+        self._drafted = _chances(rows, self._k, first)
+        self._costs: StepCosts | MeasuredCosts = self.given_costs or MeasuredCosts(state)
         self._probes = Probes()
-        self._breadth = 1.0
+        self._sizes_itself = state.sizes_itself
+        self._breadth, self._size = 1.0, 4.0
         self._news: list[tuple[Sequence[int], Sequence[RowStep | None]]] = []
-        self._counted, self._later = 0, LATER if len(state.room) == 1 else LATER_IN_BATCHES
+        self._counted, self._age, self._wait, self._steady = 0, 0, 1, EVERY_STEP
+        self._later = LATER if rows == 1 else LATER_IN_BATCHES
         self._plan: Plan | None = None
+        self._tries, self._entry = False, 0.0
+        self._by_nodes: Array | None = None
         self._seconds = [1.0] * (self._k + 1)
-        self._something_accepted, self._hopeful = False, True
-        self._room: list[int] = []
+        self._always_full, self._something_accepted, self._hopeful = not state.cheap, False, True
+        self._remember(state.strategy)
+
+    def _remember(self, strategy: str) -> None:
+        """Begin with what was accepted in the call before, and leave word for the next."""
+        if self._costs.memory is None:
+            return
+        counts = self._costs.memory.counts
+        if strategy in counts:
+            gained, drafted = (chances.counts() for chances in counts[strategy])
+            self._gained.begin_with(gained, REMEMBERED)
+            self._drafted.begin_with(drafted, REMEMBERED)
+            self._something_accepted = gained[1][0] > USUALLY_WRONG * gained[0][0]
+            self._always_full = self._always_full and drafted[0] == drafted[1]
+        counts[strategy] = self._gained, self._drafted
 
     def depths(self, state: State) -> list[int]:
         plan = self.plan(state)
@@ -76,38 +97,60 @@ class Controller(Policy):
         return plan.depths if self.pays(plan) else self.probe(state)
 
     def pays(self, plan: Plan) -> bool:
-        """Whether drafting is expected to be faster than plain steps."""
-        return plan.gain > 1 + self.margin
+        """Whether drafting is expected to be faster than plain steps, what it takes to begin with it included."""
+        return plan.gain > 1 + self.margin + self._entry
 
     def probe(self, state: State) -> list[int]:
         """Depths for a step in which this strategy does not seem best; seldom other than 0."""
         insists = self._hopeful and self._counted < TRIED_AT_LEAST
         depth = min(SLOW_START - 1, self._first_depth()) if insists else self._probes.depth(self._seconds)
-        return [min(depth, free) for free in state.room]
+        if depth and self._sizes_itself:
+            depth = self._k
+        self._tries = depth > 0
+        return [depth] * len(state.room)
 
     def plan(self, state: State) -> Plan | None:
         """The depths that are best by what is known; None if it is not even known what a plain step takes."""
-        self._costs.prepare(state)
-        if self._costs.wants_plain_step:
-            return None
-        k = self._k
-        room = [free if free < k else k for free in state.room]
-        patience = 1 if self._counted < EVERY_STEP or self._plan is None or not self.pays(self._plan) else self._later
-        if len(self._news) >= patience:
-            self._count_news()
-        elif self._plan is not None and room == self._room:
-            return self._plan
-        self._room = room
-        self._seconds = self._costs.by_depth(k, self._breadth).tolist()
-        limit = k if self._something_accepted else self._first_depth()
-        is_first = self._plan is None
-        self._plan = self._best([min(free, limit) for free in room])
-        if is_first:
-            self._hopeful = not self._costs.knows_wide_steps or self.pays(self._plan)
+        self._age += 1
+        self._tries = False
+        if self._plan is None or len(self._news) >= self._wait or self._age >= PLAN_LASTS:
+            self._make_plan(state)
         return self._plan
+
+    def _make_plan(self, state: State) -> None:
+        self._age, self._by_nodes = 0, None
+        self._costs.prepare(state)
+        if self._news:
+            self._count_news()
+        if self._costs.wants_plain_step:
+            self._plan = None
+            return
+        self._seconds = self._costs.by_depth(self._nodes()).tolist()
+        limit = self._k if self._something_accepted else self._first_depth()
+        is_first = self._plan is None
+        paid = self._plan is not None and self.pays(self._plan)
+        self._plan = self._best([min(free, limit) for free in state.room])
+        catching_up = self._costs.catching_up / self._seconds[0]  # in plain steps
+        self._entry = 0.0 if paid else catching_up / max(1, *state.room)
+        pays = self.pays(self._plan)
+        if is_first:
+            self._hopeful = not self._costs.knows_wide_steps or pays
+            self._probes = Probes(catching_up)
+        if paid and not pays:
+            self._probes = Probes()
+        elif pays and not paid:
+            self._steady = self._counted + EVERY_STEP
+        self._wait = self._later if pays and self._counted >= self._steady else 1
+
+    def _nodes(self) -> Array:
+        """`[k + 1]` how many nodes a draft of each depth has."""
+        depths = np.arange(self._k + 1, dtype=float)
+        return np.where(depths > 0, self._size, 0.0) if self._sizes_itself else self._breadth * depths
 
     def _first_depth(self) -> int:
         """How deep to draft before anything is known of the text."""
+        if self._sizes_itself:
+            return self._k
         if not self._costs.knows_wide_steps:
             return SLOW_START
         return max(1, sum(second <= AFFORDABLE * self._seconds[0] for second in self._seconds) - 1)
@@ -115,28 +158,34 @@ class Controller(Policy):
     def _best(self, room: list[int]) -> Plan:
         if isinstance(self._gained, Chances) and isinstance(self._drafted, Chances):
             drafted = [1.0] * self._k if self._always_full else self._drafted.cumulative()
-            return best_depth(self._gained.cumulative(), drafted, self._seconds, room[0])
+            return best_depth(self._gained.cumulative(), drafted, self._seconds, room[0], self._costs.asking)
         gained = np.asarray(self._gained.cumulative())
         reached = np.ones_like(gained) if self._always_full else np.asarray(self._drafted.cumulative())
         return best_depths(gained, reached, np.array(self._seconds), room)
 
-    def rate(self, depths: Sequence[int]) -> float:
+    def rate(self, state: State, depths: Sequence[int]) -> float:
         """Expected tokens per second of a step in which drafts of these depths were found."""
         gained, drafted = (np.atleast_2d(chances.cumulative()) for chances in (self._gained, self._drafted))
         right = np.minimum(1, gained / np.maximum(drafted, 1e-6)).cumsum(axis=1)  # given that it was drafted
-        tokens = sum(1 + float(right[row, min(depth, self._k) - 1]) for row, depth in enumerate(depths) if depth)
-        rows = sum(free > 0 for free in self._room)
-        return (tokens + rows - sum(depth > 0 for depth in depths)) / self._seconds[min(max(depths), self._k)]
+        tokens = sum(float(right[row, min(depth, self._k) - 1]) for row, depth in enumerate(depths) if depth)
+        return (tokens + state.batch) / self._seconds[min(max(depths), self._k)]
 
-    def observe_plain(self, step: Step) -> None:
-        """Learn from a step in which this strategy was not asked."""
-        self._costs.observe(step)
+    def seconds_by_nodes(self) -> Array:
+        if self._by_nodes is None:
+            self._by_nodes = self._costs.by_nodes()
+        return self._by_nodes
+
+    def passed_over(self) -> None:
+        """Another strategy drafted in this step."""
+        self._costs.observe(None)
 
     def observe(self, state: State, step: Step) -> None:
         self._costs.observe(step)
         if any(step.asked):
             self._news.append((step.asked, step.rows))
-            self._probes.observe(step, self._seconds[min(step.depth, self._k)] / self._seconds[0] - 1)
+            if self._tries:
+                extra = self._seconds[min(step.depth, self._k)] - self._seconds[0] + self._costs.catching_up
+                self._probes.observe(step, (extra if step.depth else self._costs.asking) / self._seconds[0])
 
     def _count_news(self) -> None:
         """Count what came of the last drafts."""
@@ -148,9 +197,11 @@ class Controller(Policy):
         self._always_full = self._always_full and depths == asked
         if not self._always_full:
             self._drafted.observe(asked, reached, depths)
-        nodes = sum(max((row.drafted for row in rows if row is not None), default=0) for _, rows in self._news)
-        if depth := sum(map(max, depths)):
-            self._breadth += 0.3 * (nodes / depth - self._breadth)
+        for (_, rows), deepest in zip(self._news, map(max, depths), strict=True):
+            if deepest:
+                nodes = max(row.drafted for row in rows if row is not None)
+                self._breadth += 0.3 * (nodes / deepest - self._breadth)
+                self._size += 0.3 * (nodes - self._size)
         self._something_accepted = self._something_accepted or any(map(any, accepted))
         self._counted += len(self._news)
         self._news.clear()

@@ -24,17 +24,22 @@ class Plan(NamedTuple):
     gain: float
 
 
-def best_depth(gained: Sequence[float], drafted: Sequence[float], seconds: Sequence[float], room: int) -> Plan:
+def best_depth(
+    gained: Sequence[float], drafted: Sequence[float], seconds: Sequence[float], room: int, asking: float = 0.0
+) -> Plan:
     """Maximise expected tokens over expected time of a step of one row. With the depth d,
 
         tokens(d) = 1 + sum over i <= d of P(i accepted)
-        time(d)   = C(0) + sum over i <= d of P(the draft reaches i) (C(i) - C(i - 1))
+        time(d)   = C(0) + A + sum over i <= d of P(the draft reaches i) (C(i) - C(i - 1))
+
+    where A is what asking for a draft costs that does not come, and C(0) in the sum includes it.
 
     Args:
         gained: `[k]` the chance that position i is drafted and accepted, if it is asked for.
         drafted: `[k]` the chance that a draft reaches position i, if it is asked for.
         seconds: `[k + 1]` C(i), time of a step whose draft has depth i; C(0) is a plain step.
         room: the greatest depth.
+        asking: A.
 
     Example:
         >>> best_depth([0.8, 0.6, 0.3], [1, 1, 1], [1, 1.1, 1.2, 1.6], room=5).depths
@@ -42,6 +47,8 @@ def best_depth(gained: Sequence[float], drafted: Sequence[float], seconds: Seque
     """
     tokens, time, best, plain = 1.0, seconds[0], 0, 1 / seconds[0]
     rate = plain
+    if drafted:
+        time += asking * (1 - drafted[0])
     for depth in range(1, min(room, len(gained)) + 1):
         tokens += gained[depth - 1]
         time += drafted[depth - 1] * (seconds[depth] - seconds[depth - 1])
@@ -61,39 +68,50 @@ def best_depths(gained: Array, drafted: Array, seconds: Array, room: list[int]) 
         seconds: `[k + 1]`, of the whole batch.
         room: of each row; rows with 0 take no part.
     """
-    k = gained.shape[1]
-    free = np.array(room)
-    rows = int(np.count_nonzero(free))
+    active = np.flatnonzero(room)
+    rows = len(active)
     if rows == 0:
         return Plan([0] * len(room), 0.0, 1.0)
-    if min(room) < k:
-        possible = np.arange(k) < free[:, None]
+    free = np.array(room)[active]
+    gained, drafted = gained[active], drafted[active]
+    if free.min() < gained.shape[1]:
+        possible = np.arange(gained.shape[1]) < free[:, None]
         gained, drafted = gained * possible, drafted * possible
     steps = np.diff(seconds)  # [k] what one more position costs
     plain = rows / float(seconds[0])
-    depth, rate = _common(gained, drafted, steps, float(seconds[0]), rows)
+    depth, rate = _common(gained, drafted, steps, float(seconds[0]))
     together = np.minimum(depth, free)
     alone = _worthwhile(gained, drafted, steps, plain)
     choices = [together, alone, np.minimum(together, _worthwhile(gained, _own_share(drafted, together), steps, rate))]
-    rates = [rate, *(_rate(gained, drafted, steps, float(seconds[0]), rows, depths) for depths in choices[1:])]
+    rates = [rate, *(_rate(gained, drafted, steps, float(seconds[0]), depths) for depths in choices[1:])]
     best = int(np.argmax(rates))
-    return Plan(choices[best].tolist(), rates[best], rates[best] / plain)
+    depths = np.zeros(len(room), dtype=int)
+    depths[active] = choices[best]
+    return Plan(depths.tolist(), rates[best], rates[best] / plain)
 
 
-def _common(gained: Array, drafted: Array, steps: Array, plain_seconds: float, rows: int) -> tuple[int, float]:
+def _common(gained: Array, drafted: Array, steps: Array, plain_seconds: float) -> tuple[int, float]:
     """The best limit that is the same for all rows, and its rate."""
-    tokens = rows + np.cumsum(gained.sum(axis=0))
-    rates = tokens / (plain_seconds + np.cumsum(_any(drafted) * steps))
+    rates = _together(1 + np.cumsum(gained, axis=1)) / (plain_seconds + np.cumsum(_any(drafted) * steps))
     best = int(rates.argmax())
-    plain = rows / plain_seconds
+    plain = len(gained) / plain_seconds
     return (best + 1, float(rates[best])) if rates[best] > plain else (0, plain)
 
 
-def _rate(gained: Array, drafted: Array, steps: Array, plain_seconds: float, rows: int, depths: Array) -> float:
+def _rate(gained: Array, drafted: Array, steps: Array, plain_seconds: float, depths: Array) -> float:
     """Tokens per second with a depth for each row."""
     asked = np.arange(gained.shape[1]) < depths[:, None]
     time = plain_seconds + float((_any(drafted * asked) * steps).sum())
-    return (rows + float((gained * asked).sum())) / time
+    return float(_together(1 + (gained * asked).sum(axis=1, keepdims=True))[0]) / time
+
+
+def _together(tokens: Array) -> Array:
+    """`[n]` tokens of a step from those of each row `[rows, n]`: as if all were as fast as their harmonic mean.
+
+    A batch is done when its last row is. What rows gain that end sooner than others shortens nothing.
+    """
+    together: Array = len(tokens) ** 2 / (1 / tokens).sum(axis=0)
+    return together
 
 
 def _worthwhile(gained: Array, widens: Array, steps: Array, rate: float) -> Array:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,6 +30,7 @@ class State:
         model: the target, None where there is none (in simulations).
         strategy: names the strategy and its settings; costs are remembered under it.
         cheap: whether a draft costs next to nothing, as with n-grams.
+        sizes_itself: whether the strategy makes each draft as large as pays, so that only whether to draft is decided.
     """
 
     k: int
@@ -39,6 +43,7 @@ class State:
     model: PreTrainedModel | None = None
     strategy: str = ""
     cheap: bool = True
+    sizes_itself: bool = False
 
     @property
     def batch(self) -> int:
@@ -101,6 +106,10 @@ class Policy(ABC):
     @abstractmethod
     def depths(self, state: State) -> list[int]:
         """The greatest depth of each row's next draft. More than `state.k` or `state.room` is cut down to it."""
+
+    def seconds_by_nodes(self) -> NDArray[np.floating[Any]] | None:
+        """What a step takes by the nodes of its draft, from 0 on, for strategies that size drafts themselves."""
+        return None
 
     def observe(self, state: State, step: Step) -> None:
         """Learn what came of a step; `state` is the one that `depths` saw, but for its statistics."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hf_specgen.adaptive.policy import Step
 
-SHORTEST, LONGEST = 4, 24
-SHARE = 0.01
+SHORTEST, LONGEST = 4, 16
+SHARE = 0.015
 MODEST = 0.25
 """A try that costs no more than this, in plain steps, is made two tokens deep and is never put off for long."""
 
@@ -15,9 +15,12 @@ MODEST = 0.25
 class Probes:
     """Says when to try.
 
-    The pause between tries doubles while they fail, from 4 to 24 steps. Besides, tries are paid for: what they cost
-    more than they bring is a debt, counted in plain steps, and each plain step pays off 1% of a step. So tries take
+    The pause between tries doubles while they fail, from 4 to 16 steps. Besides, tries are paid for: what they cost
+    more than they bring is a debt, counted in plain steps, and each plain step pays off 1.5% of a step. So tries take
     about that share of the time, whatever one of them costs. One that is accepted is repeated at once.
+
+    Args:
+        debt: to begin with, such as what it takes to read a prompt.
 
     Example:
         >>> probes = Probes()
@@ -25,8 +28,8 @@ class Probes:
         [0, 0, 0, 0, 2, 2]
     """
 
-    def __init__(self) -> None:
-        self._pause, self._since, self._debt, self._again = SHORTEST, 0, 0.0, False
+    def __init__(self, debt: float = 0.0) -> None:
+        self._pause, self._since, self._debt, self._again = SHORTEST, 0, debt, False
 
     def depth(self, seconds: Sequence[float]) -> int:
         """How deep to draft in a step for which plain decoding seems best, by what a step of each depth costs."""
@@ -38,14 +41,14 @@ class Probes:
         return 2 if len(seconds) > 2 and seconds[2] <= (1 + MODEST) * seconds[0] else 1
 
     def observe(self, step: Step, extra: float) -> None:
-        """Learn how a step went; one that found nothing to draft leaves the try open.
+        """Learn how a step went; one that found nothing to draft, and cost nothing, leaves the try open.
 
         Args:
-            step: any step of the call.
+            step: that was a try.
             extra: what its width costs more than a plain step, in plain steps.
         """
         drafted = [row for row in step.rows if row is not None and row.drafted]
-        if not drafted:
+        if not drafted and not extra:
             return
         rows = sum(row is not None for row in step.rows)
         brought = sum(row.accepted for row in drafted) / rows

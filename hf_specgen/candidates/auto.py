@@ -52,7 +52,7 @@ class AutoCandidates(Candidates):
         self.k = max(strategy.k for strategy in strategies)
         self.policy = Chooser(
             [
-                (repr(s), s.k, s.cheap, s.policy if isinstance(s.policy, Controller) else Controller())
+                (repr(s), s.k, s.cheap, s.sizes_itself, s.policy if isinstance(s.policy, Controller) else Controller())
                 for s in self.strategies
             ]
         )

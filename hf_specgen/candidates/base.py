@@ -66,7 +66,8 @@ class Drafter(ABC):
         """Guess the first tokens, before the target has read the prompt: what is guessed is verified in that pass.
 
         Here nothing. A drafter that needs nothing of the target can write ``open = draft`` where its `draft` can do
-        with a text that nothing was generated for yet. Of a tree only the first path is used.
+        with a text that nothing was generated for yet. Of a tree only the first path is used; `observe` follows if there
+        is one.
         """
         return DraftTree.empty(len(context.budget))
 
@@ -90,6 +91,8 @@ class Candidates(CandidateGenerator, ABC):
     """Decides before each step how much of k is used."""
     cheap: bool = False
     """Whether a draft costs next to nothing, and asking for one that is not used does no harm."""
+    sizes_itself: bool = False
+    """Whether each draft is made as large as pays, so that a policy decides only whether to draft."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
     _foreign_call: tuple[DraftContext, Drafter] | None = None

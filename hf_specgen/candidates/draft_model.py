@@ -128,15 +128,17 @@ class _DraftModelDrafter(ChainDrafter):
         texts = enumerate(zip(self.context.generated, self._read, strict=True))
         unread = [self._known((self.room(row) and text[read:]) or text[-1:]) for row, (text, read) in texts]
         tree = DraftTree.chains([tokens[1:] for tokens in unread])
-        logits = self._draft.forward(tree, [tokens[0] for tokens in unread])
-        self._draft.commit([list(range(len(new) - 1)) if self.room(row) else None for row, new in enumerate(unread)])
+        reads = [self.room(row) > 0 for row in range(len(unread))]
+        logits = self._draft.forward(tree, [tokens[0] for tokens in unread], reads)
+        self._draft.commit([list(range(len(new) - 1)) if reads[row] else None for row, new in enumerate(unread)])
         last = torch.tensor([len(tokens) - 1 for tokens in unread], device=logits.device)
         return logits[torch.arange(len(unread), device=logits.device), last]
 
     def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
         """Read the last guess of each row."""
-        logits = self._draft.forward(DraftTree.empty(len(tokens)), tokens)
-        self._draft.commit([[] if self.drafted < self.room(row) else None for row in range(len(tokens))])
+        reads = [self.drafted < self.room(row) for row in range(len(tokens))]
+        logits = self._draft.forward(DraftTree.empty(len(tokens)), tokens, reads)
+        self._draft.commit([[] if row_reads else None for row_reads in reads])
         return logits[:, -1]
 
     def _known(self, tokens: list[int]) -> list[int]:

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specgen.adaptive.policy import Policy
 from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
 from hf_specgen.candidates.rank_tree import RankTree
-from hf_specgen.candidates.tree_plan import UNMEASURED, ConfidentTree, FixedTree, TreePlan
+from hf_specgen.candidates.tree_plan import UNMEASURED, ConfidentTree, FixedTree, StepCost, TreePlan
 from hf_specgen.cost import CostCurve
 from hf_specgen.heads.acceptance import RANKS, Acceptance
 from hf_specgen.heads.anatomy import output_matrix
@@ -47,7 +47,8 @@ class MedusaCandidates(Candidates):
             number is how many guesses to verify at each step. A list of paths such as `[[0], [0, 0], [1]]` is a fixed
             tree: each path names the rank of a guess of head 0, then of head 1, and so on.
         lora: the `PeftModel` of deltas on the output matrix, for heads that are given loaded and were trained so.
-        policy: how deep the tree may be, step by step; see `hf_specgen.adaptive`.
+        policy: how deep the tree may be, step by step; see `hf_specgen.adaptive`. With a `Controller` the trees of
+            "auto" are sized by what steps cost here and now, and none is made where none pays.
 
     Raises:
         ValueError: for something that is no tree; at the first call, if the heads were made for another target.
@@ -56,6 +57,8 @@ class MedusaCandidates(Candidates):
         >>> MedusaCandidates("org/medusa-heads", tree=[[0], [1], [0, 0]])
         MedusaCandidates('org/medusa-heads', tree=[[0], [1], [0, 0]])
     """
+
+    sizes_itself = True
 
     def __init__(
         self,
@@ -160,8 +163,10 @@ class MedusaDrafter(Drafter):
             return DraftTree.empty(len(context.budget))
         scores, tokens, confidences = self.guess(context)
         rows = sum(budget > 0 for budget in context.budget)
+        seconds = None if context.policy is None else context.policy.seconds_by_nodes()
+        cost = None if seconds is None else StepCost.rounded(seconds)
         trees = [
-            self._plan.tree(confidence, rows).cut(budget)
+            self._plan.tree(confidence, rows, cost).cut(budget)
             for confidence, budget in zip(confidences, context.budget, strict=True)
         ]
         wants_q = self._wants_q

@@ -1,0 +1,214 @@
+"""What was measured of steps, kept per model: tables of times, and what is made of them where nothing was measured."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from math import log2
+from statistics import median_low
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from hf_specgen.adaptive.chances import Array
+
+KEPT = 7
+VERIFY_SLOPE, DRAFT_SLOPE = 0.03, 0.1
+Curve = Callable[[Array], Array]
+
+
+class Table:
+    """Times at some sizes; elsewhere the shape of `prior`, scaled to what was measured nearby.
+
+    Args:
+        prior: seconds, or any multiple of them, for increasing sizes.
+        trusted: whether it is seconds, and known well enough to outvote the first two measurements of a size: one
+            that was disturbed would otherwise decide alone what a plain step takes.
+
+    Example:
+        >>> table = Table(lambda sizes: 1 + 0.1 * sizes)
+        >>> table.add(10, 0.4)
+        >>> table(np.array([10.0, 20.0])).round(2).tolist()
+        [0.4, 0.6]
+    """
+
+    def __init__(self, prior: Curve, *, trusted: bool = False):
+        self._prior, self._trusted = prior, trusted
+        self._times: dict[int, deque[float]] = {}
+        self._first: set[int] = set()
+        self._changed = False
+        self._sizes, self._ratios = np.empty(0), np.empty(0)
+
+    def add(self, size: int, seconds: float) -> None:
+        """Enter a measurement. The first of a size, in which kernels are prepared, gives way to the second."""
+        times = self._times.get(size)
+        if times is None:
+            times = self._times[size] = deque(maxlen=KEPT)
+            self._first.add(size)
+        elif size in self._first:
+            self._first.remove(size)
+            times.clear()
+        times.append(seconds)
+        self._changed = True
+
+    def knows(self, size: int) -> bool:
+        """Whether a size was measured, and not for the first time just now."""
+        return size in self._times and size not in self._first
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def __call__(self, sizes: Array) -> Array:
+        shape = self._prior(sizes)
+        if not self._times:
+            return shape
+        if self._changed:
+            self._sizes = np.array(sorted(self._times), dtype=float)
+            self._changed = False
+            believed = self._prior(self._sizes)
+            votes = believed.tolist() if self._trusted else []
+            measured = [self._times[int(size)] for size in self._sizes]
+            typical = [_typical([*times, *2 * votes[i : i + 1]]) for i, times in enumerate(measured)]
+            self._ratios = np.array(typical) / believed
+        scaled: Array = shape * np.interp(sizes, self._sizes, self._ratios)
+        return scaled
+
+
+class DraftTimes:
+    """Seconds that drafting took, by depth; 0 for a draft that was asked for in vain.
+
+    Between measured depths the time rises evenly, beyond them in proportion: most networks run once per token.
+
+    Args:
+        guess: gives the seconds of a token, as long as nothing was measured.
+        before: the times of a similar number of rows, to begin with.
+    """
+
+    def __init__(self, guess: Callable[[], float], before: DraftTimes | None = None):
+        self._guess, self._before = guess, before
+        self._times: dict[int, deque[float]] = {}
+        self.reading: float = 0.0 if before is None else before.reading
+        """Seconds to read a token of the prompt or of plain steps, which the next draft does first."""
+
+    def add(self, depth: int, seconds: float) -> None:
+        self._times.setdefault(depth, deque(maxlen=KEPT)).append(seconds)
+
+    def __call__(self, depths: Array) -> Array:
+        if not self._times:
+            return self._guess() * depths if self._before is None else self._before(depths)
+        known = sorted(self._times)
+        seconds = [_typical(self._times[depth]) for depth in known]
+        if known[0] > 0:
+            known, seconds = [0, *known], [0.0, *seconds]
+        slope = (seconds[-1] - seconds[0]) / max(1, known[-1])
+        beyond: Array = np.interp(depths, known, seconds) + max(0.0, slope) * np.maximum(0, depths - known[-1])
+        return beyond
+
+
+class Place(NamedTuple):
+    """Where the times of a target hold; contexts in powers of two."""
+
+    device: str
+    dtype: str
+    samples: bool
+    context: int
+
+
+class TargetTimes:
+    """Seconds of the target's part of a step, by rows and width.
+
+    A pass over 4 tokens in each of 4 rows takes about as long as one over 16 tokens in one row, so all share a table
+    by the number of tokens, from which that of each number of rows differs by what was measured there.
+
+    Args:
+        before: the times at a similar place, to begin with.
+    """
+
+    def __init__(self, before: TargetTimes | None = None):
+        self._by_tokens: Table = Table(_guess) if before is None else Table(_snapshot(before._by_tokens), trusted=True)
+        self._before = before
+        self._by_rows: dict[int, Table] = {}
+
+    def add(self, rows: int, width: int, seconds: float) -> None:
+        self._by_tokens.add(_rounded(rows * width), seconds)
+        self.of(rows).add(width, seconds)
+
+    def of(self, rows: int) -> Table:
+        """Seconds by width."""
+        if rows not in self._by_rows:
+            self._by_rows[rows] = Table(lambda widths: self._by_tokens(rows * widths), trusted=True)
+        return self._by_rows[rows]
+
+    @property
+    def knows_plain_steps(self) -> bool:
+        """Whether it is known what a plain step takes, if only from another number of rows."""
+        return self._before is not None or any(table.knows(1) for table in self._by_rows.values())
+
+    @property
+    def knows_wide_steps(self) -> bool:
+        """The same of steps with drafts."""
+        return self._before is not None or any(len(table) > 1 for table in self._by_rows.values())
+
+
+class Memory:
+    """All that is remembered of one model: times, and what was last accepted of each strategy."""
+
+    def __init__(self) -> None:
+        self._targets: dict[Place, TargetTimes] = {}
+        self._drafts: dict[tuple[str, int], DraftTimes] = {}
+        self.counts: dict[str, tuple[Any, Any]] = {}
+        """By strategy the `Chances` of its last call: gained, drafted."""
+
+    def target(self, place: Place) -> TargetTimes:
+        if place not in self._targets:
+            alike = [other for other in self._targets if other[:2] == place[:2]]
+            nearest = min(alike, key=lambda other: _apart(other, place), default=None)
+            self._targets[place] = TargetTimes(None if nearest is None else self._targets[nearest])
+        return self._targets[place]
+
+    def draft(self, strategy: str, rows: int, target: TargetTimes) -> DraftTimes:
+        """Of a network's drafts for about that many rows."""
+        size = round(2 * log2(rows))
+        if (strategy, size) not in self._drafts:
+            sizes = [other for name, other in self._drafts if name == strategy]
+            nearest = min(sizes, key=lambda other: abs(other - size), default=None)
+            before = None if nearest is None else self._drafts[strategy, nearest]
+            plain = target.of(rows)
+            self._drafts[strategy, size] = DraftTimes(lambda: DRAFT_SLOPE * float(plain(np.ones(1))[0]), before)
+        return self._drafts[strategy, size]
+
+
+_memories: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
+
+
+def memory_of(model: Any) -> Memory:
+    """What is remembered of a model; nothing of None."""
+    return Memory() if model is None else _memories.setdefault(model, Memory())
+
+
+def _typical(times: Iterable[float]) -> float:
+    """Their median; the lower of two, as what disturbs a step makes it longer."""
+    return median_low(times)
+
+
+def _guess(tokens: Array) -> Array:
+    return 1 + VERIFY_SLOPE * (np.asarray(tokens, dtype=float) - 1)
+
+
+def _snapshot(curve: Curve) -> Curve:
+    """A curve as it is now; beyond its widest point it goes on as it did there."""
+    sizes = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256], dtype=float)
+    values = curve(sizes)
+    slope = (values[-1] - values[-2]) / (sizes[-1] - sizes[-2])
+    return lambda wanted: np.interp(wanted, sizes, values) + slope * np.maximum(0, wanted - sizes[-1])
+
+
+def _rounded(tokens: int) -> int:
+    """To about 6%, so that sizes are met again."""
+    fine = max(0, tokens.bit_length() - 5)
+    return tokens >> fine << fine
+
+
+def _apart(a: Place, b: Place) -> tuple[bool, int]:
+    return a.samples != b.samples, abs(a.context - b.context)
