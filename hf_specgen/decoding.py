@@ -27,6 +27,7 @@ from hf_specgen.scoring import Scorer
 from hf_specgen.sequences import Sequences
 from hf_specgen.statistics import Statistics
 from hf_specgen.support import check_length
+from hf_specgen.timer import Timer
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import Verdict, Verifier
 
@@ -149,7 +150,7 @@ class _Call:
         tree = DraftTree.empty(len(rows))
         if self.target.can_open:
             tree = self._draft(drafter.open, rows).first_paths()
-        with _Timer(self._seconds, "prefill"):
+        with Timer(self._seconds, "prefill"):
             logits = self.target.prefill(tree)
         verdict = self._verify(tree, logits, rows)
         self._given = [int(not parents) for parents in tree.parents]
@@ -162,12 +163,12 @@ class _Call:
         while not self.emission.done:
             active = self._active_rows()
             tree = self._draft(drafter.draft, active)
-            with _Timer(self._seconds, "forward"):
+            with Timer(self._seconds, "forward"):
                 logits = self.target.forward(tree, self.sequences.pending(), active)
             verdict = self._verify(tree, logits, active)
             drafter.observe(verdict)
             steps = self.statistics.record(tree, verdict)
-            with _Timer(self._seconds, "policy"):
+            with Timer(self._seconds, "policy"):
                 self.pace.observe(tree, steps, self._seconds)
             if not self._reads_padding:
                 self.target.drop_rows([self.emission.goes_on(row) for row in range(tree.batch)])
@@ -179,14 +180,14 @@ class _Call:
 
     def _draft(self, draft: Callable[[DraftContext], DraftTree], active: Sequence[bool]) -> DraftTree:
         room = [self._room(row) if is_active else 0 for row, is_active in enumerate(active)]
-        with _Timer(self._seconds, "policy"):
+        with Timer(self._seconds, "policy"):
             self.context.budget = self.pace.budget(room)
-        with _Timer(self._seconds, "draft"):
+        with Timer(self._seconds, "draft"):
             return draft(self.context)
 
     def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Verdict:
         """Accept, keep, emit."""
-        with _Timer(self._seconds, "verify"):
+        with Timer(self._seconds, "verify"):
             verdict = self.verifier.verify(tree, logits, active)
             self.target.commit(verdict.paths)
             self.emission.add(verdict)
@@ -256,16 +257,3 @@ class _Call:
         pending = self.target.first_positions[row] + len(self.sequences.generated[row]) - 1
         room = self.target.last_position - pending if pending <= self.target.last_position else 2**31
         return int(max(0, min(self.sequences.remaining(row) - 1, room)))
-
-
-class _Timer:
-    """Adds the time spent inside to a dictionary."""
-
-    def __init__(self, seconds: dict[str, float], name: str):
-        self._seconds, self._name = seconds, name
-
-    def __enter__(self) -> None:
-        self._begin = perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] += perf_counter() - self._begin

@@ -12,8 +12,11 @@ slots, a draft of one chain node, 5 slots wide; `P` is the pending token, `d` th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from hf_specgen.tree import DraftTree, ancestor_matrix, chain_parents
 
 
 @dataclass(frozen=True)
@@ -98,3 +101,24 @@ def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     query = layout.lengths[:, None] + layout.depths  # [batch, queries]
     key = torch.where(is_node, query.gather(1, node), slot)
     return key[:, None, None, :], query[:, None, :, None]
+
+
+def layer_kinds(config: Any) -> set[str]:
+    """The kinds of attention of the layers, as Transformers' own mask functions tell them apart."""
+    if hasattr(config, "layer_types"):
+        return set(config.layer_types)
+    if getattr(config, "sliding_window", None) is not None:
+        return {"sliding_attention"}
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return {"chunked_attention"}
+    return {"full_attention"}
+
+
+def ancestors(tree: DraftTree, device: torch.device) -> torch.Tensor:
+    """`[batch, 1 + nodes, 1 + nodes]` ancestor matrices; padding nodes continue the row as a chain, seen by nobody."""
+    matrices = [ancestor_matrix(_padded(parents, tree.nodes)) for parents in tree.parents]
+    return torch.stack(matrices).to(device)
+
+
+def _padded(parents: tuple[int, ...], nodes: int) -> tuple[int, ...]:
+    return parents if len(parents) == nodes else parents + chain_parents(nodes)[len(parents) :]

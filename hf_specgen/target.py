@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from hf_specgen import masks
 from hf_specgen.cache import SlotCache
 from hf_specgen.support import last_position
-from hf_specgen.tree import DraftTree, ancestor_matrix, chain_parents
+from hf_specgen.tree import DraftTree, chain_parents
 
 OWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
 
@@ -43,7 +43,7 @@ class Target:
         self._config = model.config.get_text_config()
         self.device = model.device
         self._eager = self._config._attn_implementation == "eager"
-        self._kinds = _layer_kinds(self._config)
+        self._kinds = masks.layer_kinds(self._config)
         self._extra = _extra_arguments(model_kwargs)
         given = model_kwargs.get("past_key_values")
         self._given_cache = given if getattr(given, "_is_user_defined", False) else None
@@ -229,7 +229,7 @@ class Target:
             layout = masks.StepLayout(
                 lengths=torch.tensor(lengths, device=device),
                 depths=depth,
-                ancestors=_ancestors(tree, device),
+                ancestors=masks.ancestors(tree, device),
                 visible=self._visible,
                 width=max(lengths) + queries,
             )
@@ -244,17 +244,6 @@ class Target:
         if kind == "chunked_attention":
             return masks.chunked_mask(layout, self._config.attention_chunk_size)
         return masks.full_mask(layout)
-
-
-def _layer_kinds(config: Any) -> set[str]:
-    """The kinds of attention of the layers, as Transformers' own mask functions tell them apart."""
-    if hasattr(config, "layer_types"):
-        return set(config.layer_types)
-    if getattr(config, "sliding_window", None) is not None:
-        return {"sliding_attention"}
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return {"chunked_attention"}
-    return {"full_attention"}
 
 
 def _own_cache(given: Any, user_owned: bool) -> SlotCache:
@@ -280,13 +269,3 @@ def _extra_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             raise ValueError(f"candidate_generator= works with text-only inputs; leave out {name}")
     return extra
-
-
-def _ancestors(tree: DraftTree, device: torch.device) -> torch.Tensor:
-    """`[batch, 1 + nodes, 1 + nodes]` ancestor matrices; padding nodes continue the row as a chain, seen by nobody."""
-    matrices = [ancestor_matrix(_padded(parents, tree.nodes)) for parents in tree.parents]
-    return torch.stack(matrices).to(device)
-
-
-def _padded(parents: tuple[int, ...], nodes: int) -> tuple[int, ...]:
-    return parents if len(parents) == nodes else parents + chain_parents(nodes)[len(parents) :]

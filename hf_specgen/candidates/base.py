@@ -66,8 +66,8 @@ class Drafter(ABC):
         """Guess the first tokens, before the target has read the prompt: what is guessed is verified in that pass.
 
         Here nothing. A drafter that needs nothing of the target can write ``open = draft`` where its `draft` can do
-        with a text that nothing was generated for yet. Of a tree only the first path is used; `observe` follows if there
-        is one.
+        with a text that nothing was generated for yet. Of a tree only the first path is used; `observe` follows if
+        there is one.
         """
         return DraftTree.empty(len(context.budget))
 
