@@ -144,4 +144,4 @@ def test_origins_tell_every_token() -> None:
         **inputs, max_new_tokens=20, return_dict_in_generate=True, candidate_generator=Oracle(answers, 1.0, k=4)
     )
     for row in range(2):
-        assert output.speculation.origins(row) == [False] + ([True] * 4 + [False]) * 3 + [True] * 3 + [False]
+        assert output.speculation.origins(row) == ([True] * 4 + [False]) * 4
