@@ -21,10 +21,14 @@ USUALLY_WRONG = 0.2
 OFTEN_WITHOUT_DRAFT = 0.9
 SLOW_START, AFFORDABLE = 3, 1.4
 """Until the first guess is accepted: the greatest depth where costs are unknown, the greatest cost where they are."""
-EVERY_STEP, LATER, LATER_IN_BATCHES = 4, 6, 12
-"""The first drafts are counted one by one, later ones several at a time: that costs a fraction."""
-PLAN_LASTS = 16
+EVERY_STEP, LATER, SELDOM = 4, 12, 3
+"""The first drafts are counted one by one, later ones twelve at a time, tries three at a time: that costs a fraction."""
+IN_VAIN = 4
+"""But a draft of which nothing is accepted weighs as many as that, so that bad news does not wait."""
+PLAN_LASTS = 32
 """So many steps a plan holds where no drafts are made that would tell more."""
+COSTS_LAST = 64
+"""And so many the costs do, once they are known; at first they are looked up for each plan."""
 TRIED_AT_LEAST = 2
 """So many are made before they are given up, if they seemed to pay at first: one may have been bad luck."""
 
@@ -69,11 +73,11 @@ class Controller(Policy):
         self._breadth, self._size = 1.0, 4.0
         self._news: list[tuple[Sequence[int], Sequence[RowStep | None]]] = []
         self._counted, self._age, self._wait, self._steady = 0, 0, 1, EVERY_STEP
-        self._later = LATER if rows == 1 else LATER_IN_BATCHES
+        self._weight, self._costs_age, self._costs_last, self._batch = 0, 0, 0, 0
         self._plan: Plan | None = None
         self._tries, self._entry = False, 0.0
         self._by_nodes: Array | None = None
-        self._seconds = [1.0] * (self._k + 1)
+        self._seconds, self._asking = [1.0] * (self._k + 1), 0.0
         self._always_full, self._something_accepted, self._hopeful = not state.cheap, False, True
         self._remember(state.strategy)
 
@@ -113,19 +117,20 @@ class Controller(Policy):
         """The depths that are best by what is known; None if it is not even known what a plain step takes."""
         self._age += 1
         self._tries = False
-        if self._plan is None or len(self._news) >= self._wait or self._age >= PLAN_LASTS:
+        if self._plan is None or self._weight >= self._wait or self._age >= PLAN_LASTS:
             self._make_plan(state)
         return self._plan
 
     def _make_plan(self, state: State) -> None:
-        self._age, self._by_nodes = 0, None
-        self._costs.prepare(state)
         if self._news:
             self._count_news()
+        self._costs_age += self._age
+        if self._costs_age >= self._costs_last or state.batch != self._batch:
+            self._look_up_costs(state)
+        self._age = 0
         if self._costs.wants_plain_step:
-            self._plan = None
+            self._plan, self._costs_last = None, 0
             return
-        self._seconds = self._costs.by_depth(self._nodes()).tolist()
         limit = self._k if self._something_accepted else self._first_depth()
         is_first = self._plan is None
         paid = self._plan is not None and self.pays(self._plan)
@@ -140,7 +145,14 @@ class Controller(Policy):
             self._probes = Probes()
         elif pays and not paid:
             self._steady = self._counted + EVERY_STEP
-        self._wait = self._later if pays and self._counted >= self._steady else 1
+        self._wait = 1 if self._counted < self._steady else LATER if pays else SELDOM
+
+    def _look_up_costs(self, state: State) -> None:
+        self._costs.prepare(state)
+        self._seconds = self._costs.by_depth(self._nodes()).tolist()
+        self._asking, self._by_nodes = self._costs.asking, None
+        self._batch, self._costs_age = state.batch, 0
+        self._costs_last = min(COSTS_LAST, 2 * self._costs_last + 1)
 
     def _nodes(self) -> Array:
         """`[k + 1]` how many nodes a draft of each depth has."""
@@ -158,7 +170,7 @@ class Controller(Policy):
     def _best(self, room: list[int]) -> Plan:
         if isinstance(self._gained, Chances) and isinstance(self._drafted, Chances):
             drafted = [1.0] * self._k if self._always_full else self._drafted.cumulative()
-            return best_depth(self._gained.cumulative(), drafted, self._seconds, room[0], self._costs.asking)
+            return best_depth(self._gained.cumulative(), drafted, self._seconds, room[0], self._asking)
         gained = np.asarray(self._gained.cumulative())
         reached = np.ones_like(gained) if self._always_full else np.asarray(self._drafted.cumulative())
         return best_depths(gained, reached, np.array(self._seconds), room)
@@ -181,11 +193,15 @@ class Controller(Policy):
 
     def observe(self, state: State, step: Step) -> None:
         self._costs.observe(step)
-        if any(step.asked):
-            self._news.append((step.asked, step.rows))
-            if self._tries:
-                extra = self._seconds[min(step.depth, self._k)] - self._seconds[0] + self._costs.catching_up
-                self._probes.observe(step, (extra if step.depth else self._costs.asking) / self._seconds[0])
+        if not any(step.asked):
+            return
+        self._news.append((step.asked, step.rows))
+        brought = [row.accepted for row in step.rows if row is not None and row.drafted]
+        in_vain = brought and not any(brought) and not self._tries
+        self._weight += IN_VAIN if in_vain else 1
+        if self._tries:
+            extra = self._seconds[min(step.depth, self._k)] - self._seconds[0] + self._costs.catching_up
+            self._probes.observe(step, (extra if step.depth else self._costs.asking) / self._seconds[0])
 
     def _count_news(self) -> None:
         """Count what came of the last drafts."""
@@ -204,6 +220,7 @@ class Controller(Policy):
                 self._size += 0.3 * (nodes - self._size)
         self._something_accepted = self._something_accepted or any(map(any, accepted))
         self._counted += len(self._news)
+        self._weight = 0
         self._news.clear()
 
     def __repr__(self) -> str:

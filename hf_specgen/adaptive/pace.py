@@ -64,9 +64,11 @@ class Pace:
             rows: what each row made of it.
             seconds: of the call so far, by part.
         """
-        now = {part: seconds[part] for part in PARTS}
-        spent = {part: now[part] - self._before[part] for part in PARTS if now[part] > self._before[part]}
-        self._before = now
+        spent, before = {}, self._before
+        for part in PARTS:
+            if seconds[part] > before[part]:
+                spent[part] = seconds[part] - before[part]
+                before[part] = seconds[part]
         step = Step(self._asked, rows, 1 + tree.nodes, spent)
         self.policy.observe(self._state, step)
         if self._monitor is not None:

@@ -56,7 +56,7 @@ class State:
         return max(prompt + new for prompt, new in zip(self.prompts, self.generated, strict=True))
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """What came of a step.
 
