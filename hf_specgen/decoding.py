@@ -163,8 +163,10 @@ class _Call:
         while not self.emission.done:
             active = self._active_rows()
             tree = self._draft(drafter.draft, active)
+            with Timer(self._seconds, "policy"):
+                widened = self.pace.widened(tree)
             with Timer(self._seconds, "forward"):
-                logits = self.target.forward(tree, self.sequences.pending(), active)
+                logits = self.target.forward(widened, self.sequences.pending(), active)[:, : 1 + tree.nodes]
             verdict = self._verify(tree, logits, active)
             drafter.observe(verdict)
             steps = self.statistics.record(tree, verdict)

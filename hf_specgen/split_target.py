@@ -130,11 +130,12 @@ class SplitTarget(Target):
 
         The first layers still have to see what they have not: as a rule the last guess, which nothing was drafted from.
         """
-        for place in range(len(self._states) - 1, tree.nodes):
+        nodes = max(map(len, tree.parents))
+        for place in range(len(self._states) - 1, nodes):
             self.run_early(tree.tokens[:, place], with_logits=False)
-        states = torch.cat(self._states[: 1 + tree.nodes], dim=1)
+        states = torch.cat(self._states[: 1 + nodes], dim=1)
         self._states.clear()
-        return states
+        return nn.functional.pad(states, (0, 0, 0, tree.nodes - nodes))
 
     def abandon(self) -> None:
         self._states.clear()

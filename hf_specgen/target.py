@@ -220,7 +220,8 @@ class Target:
     def _mask(self, tree: DraftTree, depth: torch.Tensor, lengths: tuple[int, ...]) -> Any:
         """The `attention_mask` of a step: a tensor, or one for each kind of layer, or None where none is needed."""
         device, queries = depth.device, 1 + tree.nodes
-        alike = len(set(lengths)) == 1 and all(parents == chain_parents(tree.nodes) for parents in tree.parents)
+        # A row with fewer nodes is padded by a chain that nobody looks at.
+        alike = len(set(lengths)) == 1 and all(parents == chain_parents(len(parents)) for parents in tree.parents)
         if alike and self._visible is None and self._kinds == {"full_attention"}:
             if queries == 1 and not self._eager:
                 return None

@@ -78,6 +78,11 @@ class DraftTree:
         q = None if self.q is None else self.q[chosen]
         return DraftTree(self.tokens[chosen], tuple(self.parents[row] for row in chosen), q)
 
+    def widened(self, nodes: int) -> DraftTree:
+        """The same drafts with padding up to that many nodes, and without `q`."""
+        padding = self.tokens.new_zeros(self.batch, max(0, nodes - self.nodes))
+        return DraftTree(torch.cat([self.tokens, padding], dim=1), self.parents)
+
     def first_paths(self) -> DraftTree:
         """Of each row only the first path: a chain. From every node it goes on to the first of its children."""
         paths = [_first_path(parents) for parents in self.parents]

@@ -104,6 +104,9 @@ class Chooser(Policy):
     def seconds_by_nodes(self) -> Array:
         return self.arms[self._network or 0].controller.seconds_by_nodes()
 
+    def width(self, state: State, needed: int) -> int:
+        return self.arms[self.chosen or 0].controller.width(state, needed)
+
     def observe(self, state: State, step: Step) -> None:
         timed = self.chosen or 0  # one of them enters the time of the target
         for index, arm in enumerate(self.arms):

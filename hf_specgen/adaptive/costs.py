@@ -11,12 +11,14 @@ from hf_specgen.adaptive.chances import Array
 from hf_specgen.adaptive.policy import State, Step
 from hf_specgen.adaptive.ranks import agrees_with_others, from_first_rank
 from hf_specgen.adaptive.tables import DraftTimes, Memory, Place, memory_of
+from hf_specgen.adaptive.widths import exploring, fastest_widths, tile
 
 if TYPE_CHECKING:
     from hf_specgen.cost import CostCurve
 
 PLAIN_STEPS = 2
 MOST_NODES = 64
+WIDTHS = np.arange(1.0, 161.0)
 
 
 class StepCosts:
@@ -45,29 +47,30 @@ class StepCosts:
                 raise ValueError(f"{name} must be at least 0, got {value}")
         self.curves, self.draft_token, self.draft_step = curves, draft_token, draft_step
         self._curve = curves[0]
-        self._by_depth = lru_cache(maxsize=64)(self._compute)
+        self._of_curve = lru_cache(maxsize=len(curves))(_by_width)
 
     def prepare(self, state: State) -> None:
         """A step with this batch and context comes next."""
         if len(self.curves) > 1:
             self._curve = min(self.curves, key=lambda curve: _distance(state.batch, state.context, curve))
 
+    @property
+    def widths(self) -> list[int]:
+        """For each number of tokens in a row, from 1 on, how many to make of them."""
+        return self._of_curve(self._curve)[1]
+
     def by_depth(self, nodes: Array) -> Array:
         """`[k + 1]` seconds of a step by the depth of its draft, which has `nodes` `[k + 1]`."""
-        return self._by_depth(self._curve, tuple(np.round(nodes).tolist()))
+        seconds = _at(self._of_curve(self._curve)[0], nodes)
+        seconds[1:] += self.draft_step + self.draft_token * np.arange(1, len(nodes))
+        return seconds
 
     def by_nodes(self) -> Array:
         """`[MOST_NODES + 1]` seconds of a step by the nodes of its draft."""
-        return np.array([self._curve(1 + nodes) for nodes in range(MOST_NODES + 1)])
+        return self._of_curve(self._curve)[0][: MOST_NODES + 1]
 
     def observe(self, step: Step | None) -> None:
         """Nothing is learnt."""
-
-    def _compute(self, curve: CostCurve, nodes: tuple[float, ...]) -> Array:
-        seconds = [curve(1 + count) + self.draft_token * depth for depth, count in enumerate(nodes)]
-        result = np.array(seconds)
-        result[1:] += self.draft_step
-        return result
 
 
 class MeasuredCosts:
@@ -113,19 +116,30 @@ class MeasuredCosts:
         samples = state.temperature > 0
         self._target = self.memory.target(Place(self._device, self._dtype, samples, state.context.bit_length() // 2))
         self._draft: DraftTimes = self.memory.draft(self._strategy, self._rows, self._target)
+        self._look_up()
+
+    def _look_up(self) -> None:
+        seconds = self._target.of(self._rows)(WIDTHS)
+        explores = not self._target.knows(self._rows, tile(self._rows))
+        if self._together:
+            seconds, explores = from_first_rank((seconds, explores))
+        widths = fastest_widths(seconds)
+        self.widths = exploring(widths, self._rows) if explores else widths
+        """For each number of tokens in a row, from 1 on, how many to make of them."""
+        self._by_width = np.maximum.accumulate(seconds[np.array(widths) - 1])
 
     def by_depth(self, nodes: Array) -> Array:
         """`[k + 1]` seconds of a step by the depth of its draft, which has `nodes` `[k + 1]`; no draft is for free."""
-        seconds = self._target.of(self._rows)(1 + nodes)
-        np.maximum(seconds, seconds[0], out=seconds)
+        seconds = _at(self._by_width, nodes)
         if not self._cheap:
-            seconds[1:] += self._draft(np.arange(1.0, len(nodes)))
-        return from_first_rank(seconds) if self._together else seconds
+            drafting = self._draft(np.arange(1.0, len(nodes)))
+            seconds[1:] += from_first_rank(drafting) if self._together else drafting
+        return seconds
 
     def by_nodes(self) -> Array:
         """`[MOST_NODES + 1]` seconds of a step by the nodes of its draft, which has been made."""
-        seconds = self._target.of(self._rows)(np.arange(1.0, MOST_NODES + 2)) + self.asking
-        return from_first_rank(seconds) if self._together else seconds
+        asking = self.asking
+        return self._by_width[: MOST_NODES + 1] + (from_first_rank(asking) if self._together else asking)
 
     def observe(self, step: Step | None) -> None:
         """Note a step, None for one in which another strategy drafted; it is entered when costs are next asked for."""
@@ -157,6 +171,18 @@ class MeasuredCosts:
         else:
             usual = float(self._draft(np.array([float(depth)]))[0])
             self._draft.reading += 0.5 * (max(0.0, seconds - usual) / self._unread - self._draft.reading)
+
+
+def _by_width(curve: CostCurve) -> tuple[Array, list[int]]:
+    """Seconds of a step by what it needs to read, and the widths that are read instead."""
+    seconds = np.array([curve(width) for width in WIDTHS])
+    widths = fastest_widths(seconds)
+    return seconds[np.array(widths) - 1], widths
+
+
+def _at(by_width: Array, nodes: Array) -> Array:
+    seconds: Array = np.interp(1 + nodes, WIDTHS, by_width)
+    return seconds
 
 
 def _distance(batch: int, context: int, curve: CostCurve) -> float:

@@ -37,6 +37,7 @@ class Pace:
     def __init__(self, policy: Policy, state: State, generated: list[list[int]], monitor: StepHook | None = None):
         self.policy, self._state, self._generated, self._monitor = copy.copy(policy), state, generated, monitor
         self._asked: list[int] = []
+        self._width = 1
         self._before = dict.fromkeys(PARTS, 0.0)
         self.policy.begin(state)
         if monitor is not None:
@@ -56,6 +57,12 @@ class Pace:
         self._asked = [max(0, min(depth, free, state.k)) for depth, free in zip(depths, room, strict=True)]
         return self._asked
 
+    def widened(self, tree: DraftTree) -> DraftTree:
+        """The draft with as much padding as makes the step fast."""
+        needed = 1 + tree.nodes
+        self._width = max(needed, self.policy.width(self._state, needed))
+        return tree if self._width == needed else tree.widened(self._width - 1)
+
     def observe(self, tree: DraftTree, rows: list[RowStep | None], seconds: dict[str, float]) -> None:
         """Tell the policy what came of it.
 
@@ -69,7 +76,7 @@ class Pace:
             if seconds[part] > before[part]:
                 spent[part] = seconds[part] - before[part]
                 before[part] = seconds[part]
-        step = Step(self._asked, rows, 1 + tree.nodes, spent)
+        step = Step(self._asked, rows, max(self._width, 1 + tree.nodes), spent)
         self.policy.observe(self._state, step)
         if self._monitor is not None:
             self._monitor.step(self._state, step)

@@ -63,7 +63,8 @@ class Step:
     Args:
         asked: how many tokens each row was allowed to draft.
         rows: drafted, accepted and emitted tokens of each row; None for a row that took no part.
-        width: tokens of each row in the target's forward pass: one, and the draft nodes of the largest row.
+        width: tokens of each row in the target's forward pass: one, the draft nodes of the largest row, and padding
+            if that makes it faster.
         seconds: wall time of this step in `draft`, `forward` and `verify`; without `forward` where a draft was
             verified together with the prompt, which takes as long as the prompt is.
     """
@@ -110,6 +111,10 @@ class Policy(ABC):
     def seconds_by_nodes(self) -> NDArray[np.floating[Any]] | None:
         """What a step takes by the nodes of its draft, from 0 on, for strategies that size drafts themselves."""
         return None
+
+    def width(self, state: State, needed: int) -> int:
+        """How many tokens of each row the target should read where `needed` are there: more if that is faster here."""
+        return needed
 
     def observe(self, state: State, step: Step) -> None:
         """Learn what came of a step; `state` is the one that `depths` saw, but for its statistics."""

@@ -111,6 +111,9 @@ class _Off(Policy):
     def depths(self, state: State) -> list[int]:
         return self._chosen.depths(state)
 
+    def width(self, state: State, needed: int) -> int:
+        return self._chosen.width(state, needed)
+
     def observe(self, state: State, step: Step) -> None:
         self._chosen.observe(state, step)
 

@@ -140,6 +140,10 @@ class TargetTimes:
             self._by_rows[rows] = Table(lambda widths: self._by_tokens(rows * widths), trusted=True)
         return self._by_rows[rows]
 
+    def knows(self, rows: int, width: int) -> bool:
+        """Whether it was measured what as many tokens take, however they are spread over rows."""
+        return self._before is not None or self._by_tokens.knows(_rounded(rows * width))
+
     @property
     def knows_plain_steps(self) -> bool:
         """Whether it is known what a plain step takes, if only from another number of rows."""
