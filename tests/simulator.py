@@ -15,6 +15,7 @@ from hf_specgen.cost import CostCurve
 from hf_specgen.statistics import RowStep, Statistics
 from hf_specgen.tree import DraftTree
 
+PROMPT = 100
 Alpha = Callable[[int, int, int], float]
 """(step, row, position from 0) -> chance that the position is accepted, given those before it."""
 
@@ -44,6 +45,8 @@ class Simulation:
     ):
         self.alpha, self.curve, self.k, self.rows, self.draft_token = alpha, curve, k, rows, draft_token
         self.lengths, self.noise, self.seed, self.cheap = lengths, noise, seed, cheap
+        self.reading = 0.0
+        """Seconds in which a draft reads a token of the prompt or of plain steps."""
         self.depths: list[list[int]] = []
         self.model: Any = None
 
@@ -53,11 +56,17 @@ class Simulation:
         texts: list[list[int]] = [[0] for _ in range(self.rows)]
         statistics = Statistics([[] for _ in range(self.rows)])
         state = State(
-            self.k, [0] * self.rows, [100] * self.rows, [1] * self.rows, statistics, model=self.model, cheap=self.cheap
+            self.k,
+            [0] * self.rows,
+            [PROMPT] * self.rows,
+            [1] * self.rows,
+            statistics,
+            model=self.model,
+            cheap=self.cheap,
         )
         pace = Pace(policy, state, texts)
         seconds = dict.fromkeys(("draft", "forward", "verify"), 0.0)
-        tokens = 0
+        tokens, unread = 0, PROMPT
         self.depths = []
         for step in range(steps):
             asked = pace.budget([10**6] * self.rows)
@@ -66,7 +75,8 @@ class Simulation:
                 min(depth, self.lengths(step, row)) if self.lengths else depth for row, depth in enumerate(asked)
             ]
             accepted = [self._accepted(chance, step, row, depth) for row, depth in enumerate(drafted)]
-            seconds["draft"] += self.draft_token * max(drafted)
+            seconds["draft"] += self.draft_token * max(drafted) + self.reading * unread * any(drafted)
+            unread = 0 if any(drafted) else unread + 1
             seconds["forward"] += self.curve(1 + max(drafted)) * (1 + self.noise * jitter.random())
             rows: list[RowStep | None] = [
                 RowStep(depth, depth, n, n + 1) for depth, n in zip(drafted, accepted, strict=True)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_specgen.adaptive import Controller, MeasuredCosts, State, Step, StepCosts
+from hf_specgen.adaptive import Chooser, Controller, MeasuredCosts, State, Step, StepCosts
 from hf_specgen.adaptive.optimum import best_depth, best_depths
 from hf_specgen.adaptive.tables import DraftTimes, Memory, Place, Table, TargetTimes
 from hf_specgen.candidates.tree_plan import SIZES, ConfidentTree, StepCost
@@ -152,3 +152,64 @@ def test_trees_are_as_large_as_steps_are_cheap() -> None:
         assert cost.by_nodes()[0] == 1 and len(cost.eighths) == len(SIZES)
         sizes.append(len(plan.tree([0.7, 0.5, 0.5, 0.3], 1, cost).ranks))
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 10 and sizes[-1] == 0
+
+
+def test_old_measurements_of_a_size_count_as_one() -> None:
+    """A slow moment of the machine, in which plain steps were last measured, must not be believed for ever."""
+    table = Table(lambda sizes: 1 + 0.03 * sizes)
+    for _ in range(7):
+        table.add(1, 0.014)
+    for _ in range(80):
+        table.add(8, 0.012)
+    table.add(1, 0.010)
+    assert table(np.array([1.0])) == pytest.approx([0.010])
+    table.add(1, 0.010)
+    table.add(1, 0.030)
+    assert table(np.array([1.0])) == pytest.approx([0.010])
+
+
+@pytest.mark.parametrize(("alpha", "checks"), [(0.5, True), (0.95, False)])
+def test_plain_steps_are_looked_at_again(alpha: float, checks: bool) -> None:
+    """Every 64 steps where drafting is a little faster than plain steps were, never where it is much faster."""
+    simulation = Simulation(lambda *_: alpha, FLAT, noise=0.05)
+    simulation.model = Model()
+    simulation.run(Controller(), 400)
+    plain = [step for step, asked in enumerate(simulation.depths) if asked == [0] and step > 10]
+    assert 3 <= len(plain) < 10 if checks else not plain
+
+
+def test_choosing_goes_on_after_a_look_at_plain_steps() -> None:
+    """Would catch: a strategy that was passed over, never learns of the plain step, and asks for it again and again."""
+    state = _state(model=Model(), cheap=False)
+    chooser = Chooser([(name, 1, False, False, Controller()) for name in ("one", "other")])
+    chooser.begin(state)
+    plain = 0
+    for _ in range(400):
+        (depth,) = chooser.depths(state)
+        for index in chooser.asked() if depth else []:
+            chooser.accepts(index, [depth])
+        step = _step(1 + depth, 0.010 + 0.0005 * depth, draft=0.0005 * depth)
+        step.rows[0].accepted, step.rows[0].emitted = depth, 1 + depth  # type: ignore[union-attr]
+        chooser.observe(state, step)
+        plain += depth == 0
+    assert 3 < plain < 20
+
+
+def test_what_plain_steps_earn_is_kept_for_the_next_call() -> None:
+    """A try takes two plain steps here, since the prompt has to be read: too much for a short call, but not for ten."""
+    simulation = Simulation(lambda *_: 0.0, FLAT, draft_token=0.001, cheap=False)
+    simulation.model, simulation.reading = Model(), 0.0002
+    rates, tries = [], []
+    for _ in range(13):
+        rates.append(simulation.run(Controller(), 40))
+        tries.append(sum(asked != [0] for asked in simulation.depths))
+    assert tries[0] > 0 and 0 < sum(tries[1:]) < 12 and 0 in tries
+    assert len(rates[1:]) / sum(1 / rate for rate in rates[1:]) > 0.97 / FLAT(1)
+
+
+def test_reading_a_prompt_takes_longer_for_more_rows() -> None:
+    memory = Memory()
+    target = memory.target(Place("cpu", "float32", False, 4))
+    one = memory.draft("draft", 1, target)
+    one.reading = 0.0002
+    assert memory.draft("draft", 16, target).reading == pytest.approx(0.0032)

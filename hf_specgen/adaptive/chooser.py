@@ -119,7 +119,7 @@ class Chooser(Policy):
             elif index == timed:
                 arm.controller.observe(arm.state, replace(step, asked=[0] * len(step.rows)))
             else:
-                arm.controller.passed_over()
+                arm.controller.passed_over(not any(step.asked))
 
     def _choose_network(self, rates: dict[int, float]) -> None:
         """The best of the networks, or one whose turn it is to be tried again; only that one keeps its depths."""

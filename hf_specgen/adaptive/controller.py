@@ -29,6 +29,8 @@ PLAN_LASTS = 32
 """So many steps a plan holds where no drafts are made that would tell more."""
 COSTS_LAST = 64
 """And so many the costs do, once they are known; at first they are looked up for each plan."""
+BEYOND_DOUBT = 2.0
+"""While drafting seems faster by less than that, a plain step is made now and then to see whether it is."""
 TRIED_AT_LEAST = 2
 """So many are made before they are given up, if they seemed to pay at first: one may have been bad luck."""
 
@@ -79,7 +81,7 @@ class Controller(Policy):
         self._by_nodes: Array | None = None
         self._seconds, self._asking = [1.0] * (self._k + 1), 0.0
         self._always_full, self._something_accepted, self._hopeful = not state.cheap, False, True
-        self._remember(state.strategy)
+        self._remember(f"{state.strategy} at {state.temperature}")
 
     def _remember(self, strategy: str) -> None:
         """Begin with what was accepted in the call before, and leave word for the next."""
@@ -87,12 +89,13 @@ class Controller(Policy):
             return
         counts = self._costs.memory.counts
         if strategy in counts:
-            gained, drafted = (chances.counts() for chances in counts[strategy])
+            gained, drafted = (chances.counts() for chances in counts[strategy][:2])
             self._gained.begin_with(gained, REMEMBERED)
             self._drafted.begin_with(drafted, REMEMBERED)
             self._something_accepted = gained[1][0] > USUALLY_WRONG * gained[0][0]
             self._always_full = self._always_full and drafted[0] == drafted[1]
-        counts[strategy] = self._gained, self._drafted
+            self._probes = Probes(counts[strategy][2].earned)
+        counts[strategy] = self._gained, self._drafted, self._probes
 
     def depths(self, state: State) -> list[int]:
         plan = self.plan(state)
@@ -106,20 +109,25 @@ class Controller(Policy):
 
     def probe(self, state: State) -> list[int]:
         """Depths for a step in which this strategy does not seem best; seldom other than 0."""
-        insists = self._hopeful and self._counted < TRIED_AT_LEAST
-        depth = min(SLOW_START - 1, self._first_depth()) if insists else self._probes.depth(self._seconds)
+        if self._hopeful and self._counted < TRIED_AT_LEAST:
+            depth = min(SLOW_START - 1, self._first_depth())
+        else:
+            depth = self._probes.depth(self._seconds, self._catching_up())
         if depth and self._sizes_itself:
             depth = self._k
         self._tries = depth > 0
         return [depth] * len(state.room)
 
     def plan(self, state: State) -> Plan | None:
-        """The depths that are best by what is known; None if it is not even known what a plain step takes."""
+        """The depths that are best by what is known; None if it is not known, or no more, what plain steps take."""
         self._age += 1
         self._tries = False
         if self._plan is None or self._weight >= self._wait or self._age >= PLAN_LASTS:
             self._make_plan(state)
-        return self._plan
+        plan = self._plan
+        if plan is not None and self._costs.doubts_plain_steps and self.pays(plan) and plan.gain < BEYOND_DOUBT:
+            return None
+        return plan
 
     def _make_plan(self, state: State) -> None:
         if self._news:
@@ -135,14 +143,12 @@ class Controller(Policy):
         is_first = self._plan is None
         paid = self._plan is not None and self.pays(self._plan)
         self._plan = self._best([min(free, limit) for free in state.room])
-        catching_up = self._costs.catching_up / self._seconds[0]  # in plain steps
-        self._entry = 0.0 if paid else catching_up / max(1, *state.room)
+        self._entry = 0.0 if paid else self._catching_up() / max(1, *state.room)
         pays = self.pays(self._plan)
         if is_first:
             self._hopeful = not self._costs.knows_wide_steps or pays
-            self._probes = Probes(catching_up)
         if paid and not pays:
-            self._probes = Probes()
+            self._probes.renew()
         elif pays and not paid:
             self._steady = self._counted + EVERY_STEP
         self._wait = 1 if self._counted < self._steady else LATER if pays else SELDOM
@@ -153,6 +159,10 @@ class Controller(Policy):
         self._asking, self._by_nodes = self._costs.asking, None
         self._batch, self._costs_age = state.batch, 0
         self._costs_last = min(COSTS_LAST, 2 * self._costs_last + 1)
+
+    def _catching_up(self) -> float:
+        """What the next draft takes to read what it has not read, in plain steps."""
+        return self._costs.catching_up / self._seconds[0]
 
     def _nodes(self) -> Array:
         """`[k + 1]` how many nodes a draft of each depth has."""
@@ -191,13 +201,14 @@ class Controller(Policy):
         widths = self._costs.widths
         return widths[needed - 1] if needed <= len(widths) else needed
 
-    def passed_over(self) -> None:
-        """Another strategy drafted in this step."""
-        self._costs.observe(None)
+    def passed_over(self, was_plain: bool) -> None:
+        """Another strategy drafted in this step, or none did."""
+        self._costs.observe(None, was_plain)
 
     def observe(self, state: State, step: Step) -> None:
-        self._costs.observe(step)
-        if not any(step.asked):
+        drafted = any(step.asked)
+        self._costs.observe(step, not drafted)
+        if not drafted:
             return
         self._news.append((step.asked, step.rows))
         brought = [row.accepted for row in step.rows if row is not None and row.drafted]

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from hf_specgen.cost import CostCurve
 
 PLAIN_STEPS = 2
+DOUBTED_AFTER = 64
 MOST_NODES = 64
+SHORT = 511
+"""Texts up to this length cost alike."""
 WIDTHS = np.arange(1.0, 161.0)
 
 
@@ -34,7 +37,7 @@ class StepCosts:
         ValueError: without a curve, or for a negative time.
     """
 
-    wants_plain_step = False
+    wants_plain_step = doubts_plain_steps = False
     knows_wide_steps = True
     asking = catching_up = 0.0
     memory = None
@@ -69,7 +72,7 @@ class StepCosts:
         """`[MOST_NODES + 1]` seconds of a step by the nodes of its draft."""
         return self._of_curve(self._curve)[0][: MOST_NODES + 1]
 
-    def observe(self, step: Step | None) -> None:
+    def observe(self, step: Step | None, was_plain: bool = False) -> None:
         """Nothing is learnt."""
 
 
@@ -86,13 +89,18 @@ class MeasuredCosts:
         self._device, self._dtype = (str(getattr(state.model, name, "")) for name in ("device", "dtype"))
         self._together = agrees_with_others(state.model)
         self._steps: list[Step | None] = []
-        self._plain_steps, self._unread = 0, max(state.prompts)
+        self._plain_steps, self._since_plain, self._unread = 0, 0, max(state.prompts)
         self.prepare(state)
 
     @property
     def wants_plain_step(self) -> bool:
         """Whether it is still unknown what a plain step takes."""
         return self._plain_steps < PLAIN_STEPS and not self._target.knows_plain_steps
+
+    @property
+    def doubts_plain_steps(self) -> bool:
+        """Whether there was none for so long that what it takes may have changed."""
+        return self._since_plain >= DOUBTED_AFTER
 
     @property
     def knows_wide_steps(self) -> bool:
@@ -113,8 +121,8 @@ class MeasuredCosts:
         """Steps with this batch and context come next; enter what the last ones took."""
         self._count_steps()
         self._rows = max(1, state.batch)
-        samples = state.temperature > 0
-        self._target = self.memory.target(Place(self._device, self._dtype, samples, state.context.bit_length() // 2))
+        samples, size = state.temperature > 0, max(SHORT, state.context).bit_length() // 2
+        self._target = self.memory.target(Place(self._device, self._dtype, samples, size))
         self._draft: DraftTimes = self.memory.draft(self._strategy, self._rows, self._target)
         self._look_up()
 
@@ -141,9 +149,10 @@ class MeasuredCosts:
         asking = self.asking
         return self._by_width[: MOST_NODES + 1] + (from_first_rank(asking) if self._together else asking)
 
-    def observe(self, step: Step | None) -> None:
-        """Note a step, None for one in which another strategy drafted; it is entered when costs are next asked for."""
+    def observe(self, step: Step | None, was_plain: bool = False) -> None:
+        """Note a step, None for one whose time another strategy enters; it counts when costs are next looked up."""
         self._steps.append(step)
+        self._since_plain = 0 if was_plain else self._since_plain + 1
 
     def _count_steps(self) -> None:
         for step in self._steps:

@@ -14,6 +14,8 @@ import numpy as np
 from hf_specgen.adaptive.chances import Array
 
 KEPT = 7
+STALE = 64
+"""After so many others, the earlier measurements of a size count as one."""
 VERIFY_SLOPE, DRAFT_SLOPE = 0.03, 0.1
 Curve = Callable[[Array], Array]
 
@@ -37,11 +39,14 @@ class Table:
         self._prior, self._trusted = prior, trusted
         self._times: dict[int, deque[float]] = {}
         self._first: set[int] = set()
+        self._added: dict[int, int] = {}
+        self._count = 0
         self._changed = False
         self._sizes, self._ratios = np.empty(0), np.empty(0)
 
     def add(self, size: int, seconds: float) -> None:
         """Enter a measurement. The first of a size, in which kernels are prepared, gives way to the second."""
+        self._count += 1
         times = self._times.get(size)
         if times is None:
             times = self._times[size] = deque(maxlen=KEPT)
@@ -49,7 +54,12 @@ class Table:
         elif size in self._first:
             self._first.remove(size)
             times.clear()
+        elif self._count - self._added[size] > STALE:
+            earlier = _typical(times)
+            times.clear()
+            times.append(earlier)
         times.append(seconds)
+        self._added[size] = self._count
         self._changed = True
 
     def knows(self, size: int) -> bool:
@@ -88,8 +98,8 @@ class DraftTimes:
     def __init__(self, guess: Callable[[], float], before: DraftTimes | None = None):
         self._guess, self._before = guess, before
         self._times: dict[int, deque[float]] = {}
-        self.reading: float = 0.0 if before is None else before.reading
-        """Seconds to read a token of the prompt or of plain steps, which the next draft does first."""
+        self.reading = 0.0
+        """Seconds to read a token of each row's prompt or plain steps, which the next draft does first."""
 
     def add(self, depth: int, seconds: float) -> None:
         self._times.setdefault(depth, deque(maxlen=KEPT)).append(seconds)
@@ -107,7 +117,7 @@ class DraftTimes:
 
 
 class Place(NamedTuple):
-    """Where the times of a target hold; contexts in powers of two."""
+    """Where the times of a target hold; contexts in powers of four."""
 
     device: str
     dtype: str
@@ -161,8 +171,8 @@ class Memory:
     def __init__(self) -> None:
         self._targets: dict[Place, TargetTimes] = {}
         self._drafts: dict[tuple[str, int], DraftTimes] = {}
-        self.counts: dict[str, tuple[Any, Any]] = {}
-        """By strategy the `Chances` of its last call: gained, drafted."""
+        self.counts: dict[str, tuple[Any, Any, Any]] = {}
+        """By strategy and temperature the `Chances` of the last call, gained and drafted, and its `Probes`."""
 
     def target(self, place: Place) -> TargetTimes:
         if place not in self._targets:
@@ -179,7 +189,10 @@ class Memory:
             nearest = min(sizes, key=lambda other: abs(other - size), default=None)
             before = None if nearest is None else self._drafts[strategy, nearest]
             plain = target.of(rows)
-            self._drafts[strategy, size] = DraftTimes(lambda: DRAFT_SLOPE * float(plain(np.ones(1))[0]), before)
+            times = DraftTimes(lambda: DRAFT_SLOPE * float(plain(np.ones(1))[0]), before)
+            if before is not None and nearest is not None:
+                times.reading = before.reading * 2 ** ((size - nearest) / 2)  # in proportion to rows
+            self._drafts[strategy, size] = times
         return self._drafts[strategy, size]
 
 
