@@ -105,7 +105,7 @@ def test_fastest_widths_against_trying_all() -> None:
     random = np.random.default_rng(0)
     for _ in range(50):
         seconds = random.uniform(1, 2, size=20)
-        for place, width in enumerate(fastest_widths(seconds)):
+        for place, width in enumerate(fastest_widths(seconds.tolist())):
             within = seconds[place : place + 9]
             saved = within.min() < 0.97 * seconds[place]
             assert width == place + 1 + (int(within.argmin()) if saved else 0)
@@ -129,15 +129,46 @@ def test_a_dent_in_the_costs_is_used() -> None:
     assert {width for depth, width in seen if depth == 0} <= {1}
 
 
-def test_a_tile_is_measured_once() -> None:
+def _measured(costs: MeasuredCosts, *times: tuple[int, float]) -> MeasuredCosts:
+    for width, seconds in times:
+        for _ in range(3):
+            costs.observe(_step(width, seconds))
+    costs.prepare(_state())
+    return costs
+
+
+def test_a_tile_is_measured_first() -> None:
     """The first steps of a few tokens are made eight tokens wide; twice, as a first measurement is not believed."""
     costs = MeasuredCosts(_state(model=Model()))
-    assert (costs.widths[0], costs.widths[1], costs.widths[6], costs.widths[8]) == (1, 8, 8, 9)
-    for _ in range(2):
+    assert [costs.width(needed) for needed in (1, 9, 2, 7, 2, 7)] == [1, 9, 8, 7, 2, 7]
+    costs.observe(_step(8, 0.030))
+    costs.prepare(_state())
+    assert costs.width(2) == 8
+    _measured(costs, (8, 0.012))
+    assert costs.width(2) == 2
+    assert [tile(rows) for rows in (1, 2, 3, 4, 16)] == [8, 4, 3, 2, 1]
+
+
+def test_a_tile_that_is_far_too_dear_is_measured_once() -> None:
+    costs = _measured(MeasuredCosts(_state(model=Model())), (1, 0.010))
+    costs.observe(_step(8, 0.030))
+    costs.prepare(_state())
+    assert costs.width(2) == 2
+
+
+def test_only_what_was_measured_is_padded() -> None:
+    """Would catch: steps that are never made as they are, because they are believed to be slow."""
+    costs = _measured(MeasuredCosts(_state(model=Model())), (1, 0.010), (3, 0.015), (8, 0.012))
+    assert [costs.width(needed) for needed in (1, 2, 3, 4, 8)] == [1, 2, 8, 4, 8]
+
+
+def test_what_is_padded_is_measured_again() -> None:
+    """A step may have been slow in a slow moment of the machine only."""
+    costs = _measured(MeasuredCosts(_state(model=Model())), (1, 0.010), (3, 0.015), (8, 0.012))
+    for _ in range(300):
         costs.observe(_step(8, 0.012))
     costs.prepare(_state())
-    assert costs.widths[1] == 2
-    assert [tile(rows) for rows in (2, 3, 4, 16)] == [4, 3, 2, 1]
+    assert [costs.width(3) for _ in range(3)] == [3, 8, 8]
 
 
 def test_other_policies_leave_steps_as_they_are() -> None:

@@ -28,7 +28,7 @@ IN_VAIN = 4
 PLAN_LASTS = 32
 """So many steps a plan holds where no drafts are made that would tell more."""
 COSTS_LAST = 64
-"""And so many the costs do, once they are known; at first they are looked up for each plan."""
+"""And so many the costs do, in the end; at first they are looked up for nearly every plan."""
 BEYOND_DOUBT = 2.0
 """While drafting seems faster by less than that, a plain step is made now and then to see whether it is."""
 TRIED_AT_LEAST = 2
@@ -158,7 +158,7 @@ class Controller(Policy):
         self._seconds = self._costs.by_depth(self._nodes()).tolist()
         self._asking, self._by_nodes = self._costs.asking, None
         self._batch, self._costs_age = state.batch, 0
-        self._costs_last = min(COSTS_LAST, 2 * self._costs_last + 1)
+        self._costs_last = min(COSTS_LAST, 1 + self._costs_last + self._costs_last // 4)
 
     def _catching_up(self) -> float:
         """What the next draft takes to read what it has not read, in plain steps."""
@@ -198,8 +198,7 @@ class Controller(Policy):
         return self._by_nodes
 
     def width(self, state: State, needed: int) -> int:
-        widths = self._costs.widths
-        return widths[needed - 1] if needed <= len(widths) else needed
+        return self._costs.width(needed)
 
     def passed_over(self, was_plain: bool) -> None:
         """Another strategy drafted in this step, or none did."""

@@ -11,7 +11,7 @@ from hf_specgen.adaptive.chances import Array
 from hf_specgen.adaptive.policy import State, Step
 from hf_specgen.adaptive.ranks import agrees_with_others, from_first_rank
 from hf_specgen.adaptive.tables import DraftTimes, Memory, Place, memory_of
-from hf_specgen.adaptive.widths import exploring, fastest_widths, tile
+from hf_specgen.adaptive.widths import fastest_widths, tile
 
 if TYPE_CHECKING:
     from hf_specgen.cost import CostCurve
@@ -22,6 +22,8 @@ MOST_NODES = 64
 SHORT = 511
 """Texts up to this length cost alike."""
 WIDTHS = np.arange(1.0, 161.0)
+WIDENED = 32
+"""Wider steps are left as they are: padding would save little."""
 
 
 class StepCosts:
@@ -57,10 +59,10 @@ class StepCosts:
         if len(self.curves) > 1:
             self._curve = min(self.curves, key=lambda curve: _distance(state.batch, state.context, curve))
 
-    @property
-    def widths(self) -> list[int]:
-        """For each number of tokens in a row, from 1 on, how many to make of them."""
-        return self._of_curve(self._curve)[1]
+    def width(self, needed: int) -> int:
+        """How wide to make a step of so many tokens in a row."""
+        widths = self._of_curve(self._curve)[1]
+        return widths[needed - 1] if needed <= len(widths) else needed
 
     def by_depth(self, nodes: Array) -> Array:
         """`[k + 1]` seconds of a step by the depth of its draft, which has `nodes` `[k + 1]`."""
@@ -95,7 +97,7 @@ class MeasuredCosts:
     @property
     def wants_plain_step(self) -> bool:
         """Whether it is still unknown what a plain step takes."""
-        return self._plain_steps < PLAIN_STEPS and not self._target.knows_plain_steps
+        return self._plain_steps < PLAIN_STEPS and not self._target.knows_plain_steps(self._rows)
 
     @property
     def doubts_plain_steps(self) -> bool:
@@ -127,14 +129,33 @@ class MeasuredCosts:
         self._look_up()
 
     def _look_up(self) -> None:
-        seconds = self._target.of(self._rows)(WIDTHS)
-        explores = not self._target.knows(self._rows, tile(self._rows))
+        """Seconds by width, which of them to make wider, and which to make as they are for once."""
+        target, rows, wide = self._target, self._rows, tile(self._rows)
+        seconds, knows_tile = target.of(rows)(WIDTHS), target.knows(rows, wide)
+        widths = fastest_widths(seconds[:WIDENED].tolist())
+        wider = [width for width, made in enumerate(widths, 1) if made > width]
+        known = [width for width in wider if target.knows(rows, width)]
+        doubted = {width for width in known if target.steps_since(rows, width) > 4 * DOUBTED_AFTER}
         if self._together:
-            seconds, explores = from_first_rank((seconds, explores))
-        widths = fastest_widths(seconds)
-        self.widths = exploring(widths, self._rows) if explores else widths
-        """For each number of tokens in a row, from 1 on, how many to make of them."""
-        self._by_width = np.maximum.accumulate(seconds[np.array(widths) - 1])
+            seconds, knows_tile, widths, known, doubted = from_first_rank((seconds, knows_tile, widths, known, doubted))
+        self._widths = {width: widths[width - 1] for width in known}
+        for width, made in self._widths.items():
+            seconds[width - 1] = seconds[made - 1]
+        self._by_width = np.maximum(seconds, seconds[0])
+        self._doubted, self._tiles = doubted, int(not knows_tile and seconds[wide - 1] < 2 * seconds[0])
+
+    def width(self, needed: int) -> int:
+        """How wide to make a step of so many tokens in a row.
+
+        As wide as is fastest. What a tile takes is found out first, and now and then what the step itself takes.
+        """
+        if self._tiles and needed < tile(self._rows) and self._rows * needed > 1:
+            self._tiles -= 1
+            return tile(self._rows)
+        if needed in self._doubted:
+            self._doubted.remove(needed)
+            return needed
+        return self._widths.get(needed, needed)
 
     def by_depth(self, nodes: Array) -> Array:
         """`[k + 1]` seconds of a step by the depth of its draft, which has `nodes` `[k + 1]`; no draft is for free."""
@@ -185,7 +206,7 @@ class MeasuredCosts:
 def _by_width(curve: CostCurve) -> tuple[Array, list[int]]:
     """Seconds of a step by what it needs to read, and the widths that are read instead."""
     seconds = np.array([curve(width) for width in WIDTHS])
-    widths = fastest_widths(seconds)
+    widths = fastest_widths(seconds.tolist())
     return seconds[np.array(widths) - 1], widths
 
 

@@ -66,6 +66,14 @@ class Table:
         """Whether a size was measured, and not for the first time just now."""
         return size in self._times and size not in self._first
 
+    def smallest(self) -> float:
+        """The smallest size that it knows."""
+        return min(self._times.keys() - self._first, default=float("inf"))
+
+    def age(self, size: int) -> int:
+        """How many measurements were entered since the last of this size."""
+        return self._count - self._added.get(size, 0)
+
     def __len__(self) -> int:
         return len(self._times)
 
@@ -152,12 +160,18 @@ class TargetTimes:
 
     def knows(self, rows: int, width: int) -> bool:
         """Whether it was measured what as many tokens take, however they are spread over rows."""
-        return self._before is not None or self._by_tokens.knows(_rounded(rows * width))
+        return self._by_tokens.knows(_rounded(rows * width))
 
-    @property
-    def knows_plain_steps(self) -> bool:
-        """Whether it is known what a plain step takes, if only from another number of rows."""
-        return self._before is not None or any(table.knows(1) for table in self._by_rows.values())
+    def steps_since(self, rows: int, width: int) -> int:
+        """How many steps were measured since the last of as many tokens."""
+        return self._by_tokens.age(_rounded(rows * width))
+
+    def knows_plain_steps(self, rows: int) -> bool:
+        """Whether it is known what a plain step takes, or what steps of fewer and of more tokens take.
+
+        What a few tokens take says nothing of what one takes: a product with a vector is another one.
+        """
+        return self._before is not None or self._by_tokens.smallest() <= rows
 
     @property
     def knows_wide_steps(self) -> bool:
