@@ -38,6 +38,8 @@ BATCHES, TEMPERATURES, HOT = (1, 4, 16), (0.0, 1.0), 1.3
 FIXED = {"ngram": (2, 5, 10, 16), "draft": (1, 2, 4, 8), "medusa": (3, 8, 20), "wrong": (5,), "choice": (2, 5, 8)}
 AUTO: Final = "auto"
 NEW_TOKENS = 128
+NEVER_SLOWER, CLOSE = 0.97, 0.93
+"""Of plain `generate`, and of the best fixed k of each cell: what auto is held to."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ def adaptive(repeats: int, quick: bool) -> Rows:
         with JOURNAL.open("a", encoding="utf-8") as file:
             entry = {"cell": cell.name, "repeats": repeats, "quick": quick, "sides": known[cell.name]}
             file.write(json.dumps(entry) + "\n")
-    rows = [summary(cell, known[cell.name]) for cell in wanted if cell.name in known]
-    return rows + together({cell: known[cell.name] for cell in wanted if cell.name in known})
+    measured = {cell: known[cell.name] for cell in wanted if cell.name in known}
+    return together(measured) + [summary(cell, sides) for cell, sides in measured.items()]
 
 
 Sides = dict[str, list[tuple[float, float]]]
@@ -151,7 +153,8 @@ def summary(cell: Cell, sides: Sides) -> dict[str, Any]:
 def together(measured: dict[Cell, Sides]) -> Rows:
     """Over all cells of a strategy: auto against the single k that would have been best for all of them.
 
-    A cell counts by its time per token, so every cell weighs the same.
+    A cell counts by its time per token, so every cell weighs the same. Besides, the slowest cell, and in how many auto
+    is as fast as it is meant to be.
     """
     rows: Rows = []
     for strategy in FIXED:
@@ -165,12 +168,16 @@ def together(measured: dict[Cell, Sides]) -> Rows:
             return sum(_rate(sides[PLAIN.name]) / _rate(sides[name]) for sides in chosen) / len(chosen)
 
         best = min(names, key=seconds_per_token)
+        each = [summary(cell, sides) for cell, sides in measured.items() if cell.strategy == strategy]
         rows.append(
             {
-                "cell": f"all {len(chosen)} cells/{strategy}",
+                "cell": f"all {len(chosen)} of {strategy}",
                 "auto/plain": 1 / seconds_per_token(AUTO),
+                "slowest": min(row["auto/plain"] for row in each),
+                f"{NEVER_SLOWER} of plain": f"{sum(row['auto/plain'] >= NEVER_SLOWER for row in each)} of {len(each)}",
                 "best fixed": best,
                 "auto/best": seconds_per_token(best) / seconds_per_token(AUTO),
+                f"{CLOSE} of best": f"{sum(row['auto/best'] >= CLOSE for row in each)} of {len(each)}",
             }
         )
     return rows

@@ -42,13 +42,14 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _shown(rows: Rows) -> str:
-    """A long table opens on a click; its rows over all domains, if it has such, stand before it."""
-    table = "\n".join(lines(rows))
+    """A long table opens on a click; its rows over all domains or cells, if it has such, stand before it."""
     if len(rows) <= LONG:
-        return table
-    over_all = [row for row in rows if row.get("domain") == "all"]
+        return "\n".join(lines(rows))
+    over_all = [row for row in rows if str(next(iter(row.values()))).startswith("all")]
+    each = [row for row in rows if row not in over_all]
     first = ["\n".join(lines(over_all))] if over_all else []
-    return "\n\n".join([*first, f"<details><summary>all {len(rows)} rows</summary>", table, "</details>"])
+    folded = [f"<details><summary>all {len(each)} rows</summary>", "\n".join(lines(each)), "</details>"]
+    return "\n\n".join([*first, *folded])
 
 
 def lines(rows: Rows) -> list[str]:
