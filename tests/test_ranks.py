@@ -16,28 +16,31 @@ from hf_specgen.adaptive import Controller
 from hf_specgen.cost import CostCurve
 from tests.simulator import Simulation
 
-rank, store, out, together = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "together"
+rank, store, out, together, cheap = int(sys.argv[1]), *sys.argv[2:4], sys.argv[4] == "together", sys.argv[5] == "cheap"
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 
 class Model:
     tp_size = 2 if together else None
 
-# Widening costs rank 0 little and rank 1 much: each by itself would draft differently.
+# Widening, drafting and reading cost rank 0 little and rank 1 much: each by itself would draft differently.
 curve = CostCurve((1, 16), ((0.010, 0.012), (0.010, 0.060))[rank], 256, 1)
-simulation = Simulation(lambda step, row, i: 0.7 if step < 60 else 0.2, curve, noise=0.2, seed=5)
+simulation = Simulation(lambda step, row, i: 0.7 if step < 60 else 0.2, curve, noise=0.2, seed=5, cheap=cheap)
 simulation.model = Model()
+if not cheap:
+    simulation.draft_token, simulation.reading = (0.0003, 0.004)[rank], (0.0001, 0.003)[rank]
 rate = simulation.run(Controller(), 150)
 open(out, "w").write(json.dumps(simulation.depths))
 dist.destroy_process_group()
 """
 
 
+@pytest.mark.parametrize("cheap", ["cheap", "network"])
 @pytest.mark.parametrize("together", ["together", "apart"])
-def test_two_ranks_agree(tmp_path: Path, together: str) -> None:
+def test_two_ranks_agree(tmp_path: Path, together: str, cheap: str) -> None:
     """Ranks of one model use what rank 0 measured; ranks that work side by side decide by their own clocks."""
     outs = [tmp_path / f"{rank}.json" for rank in range(2)]
     start, store = [sys.executable, "-c", WORKER], str(tmp_path / "store")
-    arguments = [[*start, str(rank), store, str(outs[rank]), together] for rank in (0, 1)]
+    arguments = [[*start, str(rank), store, str(outs[rank]), together, cheap] for rank in (0, 1)]
     root = Path(__file__).resolve().parents[1]
     workers = [subprocess.Popen(argument, cwd=root) for argument in arguments]
     assert [worker.wait(timeout=500) for worker in workers] == [0, 0]

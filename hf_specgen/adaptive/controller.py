@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_specgen.adaptive.chances import Array, BatchChances, Chances
-from hf_specgen.adaptive.costs import MeasuredCosts, StepCosts
+from hf_specgen.adaptive.costs import LONGEST, MeasuredCosts, StepCosts
 from hf_specgen.adaptive.optimum import Plan, best_depth, best_depths
 from hf_specgen.adaptive.policy import Policy, State, Step
 from hf_specgen.adaptive.probing import Probes
 from hf_specgen.statistics import RowStep
 
-LONGEST = 32
 PRIOR, FADE, LEAN = 0.7, 0.95, 2.0
 REMEMBERED = 8.0
 """As many trials does weigh what was accepted in the call before."""

@@ -22,6 +22,8 @@ MOST_NODES = 64
 SHORT = 511
 """Texts up to this length cost alike."""
 WIDTHS = np.arange(1.0, 161.0)
+LONGEST = 32
+"""The deepest draft that is thought about."""
 WIDENED = 32
 """Wider steps are left as they are: padding would save little."""
 
@@ -92,6 +94,8 @@ class MeasuredCosts:
         self._together = agrees_with_others(state.model)
         self._steps: list[Step | None] = []
         self._plain_steps, self._since_plain, self._unread = 0, 0, max(state.prompts)
+        self._drafting: Array = np.zeros(LONGEST + 1)
+        self._reading = 0.0
         self.prepare(state)
 
     @property
@@ -112,12 +116,12 @@ class MeasuredCosts:
     @property
     def asking(self) -> float:
         """Seconds that a draft takes that was asked for in vain."""
-        return 0.0 if self._cheap else float(self._draft(np.zeros(1))[0])
+        return float(self._drafting[0])
 
     @property
     def catching_up(self) -> float:
         """Seconds that the next draft takes to read the prompt, if it is the first, and the text of plain steps."""
-        return self._draft.reading * (self._unread + len(self._steps))
+        return self._reading * (self._unread + len(self._steps))
 
     def prepare(self, state: State) -> None:
         """Steps with this batch and context come next; enter what the last ones took."""
@@ -131,18 +135,18 @@ class MeasuredCosts:
     def _look_up(self) -> None:
         """Seconds by width, which of them to make wider, and which to make as they are for once."""
         target, rows, wide = self._target, self._rows, tile(self._rows)
-        seconds, knows_tile = target.of(rows)(WIDTHS), target.knows(rows, wide)
+        drafting = np.zeros(LONGEST + 1) if self._cheap else self._draft(np.arange(LONGEST + 1.0))
+        measured = target.of(rows)(WIDTHS), drafting, self._draft.reading
+        seconds, self._drafting, self._reading = from_first_rank(measured) if self._together else measured
         widths = fastest_widths(seconds[:WIDENED].tolist())
         wider = [width for width, made in enumerate(widths, 1) if made > width]
         known = [width for width in wider if target.knows(rows, width)]
-        doubted = {width for width in known if target.steps_since(rows, width) > 4 * DOUBTED_AFTER}
-        if self._together:
-            seconds, knows_tile, widths, known, doubted = from_first_rank((seconds, knows_tile, widths, known, doubted))
+        self._doubted = {width for width in known if target.steps_since(rows, width) > 4 * DOUBTED_AFTER}
         self._widths = {width: widths[width - 1] for width in known}
         for width, made in self._widths.items():
             seconds[width - 1] = seconds[made - 1]
         self._by_width = np.maximum(seconds, seconds[0])
-        self._doubted, self._tiles = doubted, int(not knows_tile and seconds[wide - 1] < 2 * seconds[0])
+        self._tiles = int(not target.knows(rows, wide) and seconds[wide - 1] < 2 * seconds[0])
 
     def width(self, needed: int) -> int:
         """How wide to make a step of so many tokens in a row.
@@ -160,15 +164,12 @@ class MeasuredCosts:
     def by_depth(self, nodes: Array) -> Array:
         """`[k + 1]` seconds of a step by the depth of its draft, which has `nodes` `[k + 1]`; no draft is for free."""
         seconds = _at(self._by_width, nodes)
-        if not self._cheap:
-            drafting = self._draft(np.arange(1.0, len(nodes)))
-            seconds[1:] += from_first_rank(drafting) if self._together else drafting
+        seconds[1:] += self._drafting[1 : len(nodes)]
         return seconds
 
     def by_nodes(self) -> Array:
         """`[MOST_NODES + 1]` seconds of a step by the nodes of its draft, which has been made."""
-        asking = self.asking
-        return self._by_width[: MOST_NODES + 1] + (from_first_rank(asking) if self._together else asking)
+        return self._by_width[: MOST_NODES + 1] + self.asking
 
     def observe(self, step: Step | None, was_plain: bool = False) -> None:
         """Note a step, None for one whose time another strategy enters; it counts when costs are next looked up."""
