@@ -18,6 +18,7 @@ from tests.simulator import Simulation
 
 rank, store, out, together, cheap = int(sys.argv[1]), *sys.argv[2:4], sys.argv[4] == "together", sys.argv[5] == "cheap"
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+dist.barrier()  # a rank that has done its work and left would be missed by one that is still connecting
 
 class Model:
     tp_size = 2 if together else None
@@ -30,6 +31,7 @@ if not cheap:
     simulation.draft_token, simulation.reading = (0.0003, 0.004)[rank], (0.0001, 0.003)[rank]
 rate = simulation.run(Controller(), 150)
 open(out, "w").write(json.dumps(simulation.depths))
+dist.barrier()
 dist.destroy_process_group()
 """
 
