@@ -1,7 +1,7 @@
 """How wide a step to make: reading a few tokens more than needed may be faster.
 
-Matrix libraries are good at some sizes and bad at others. With float32 on many processors two to four tokens take
-longer than five to eight: then padding makes the step faster, and the tokens stay what they are.
+Matrix libraries are good at some sizes and bad at others. On the processor of the benchmark two to four tokens take
+longer than five to eight in float32: then padding makes the step faster, and the tokens stay what they are.
 """
 
 from __future__ import annotations
