@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch.nn.functional import pad
 
 Parents = tuple[int, ...]
 
@@ -80,8 +81,7 @@ class DraftTree:
 
     def widened(self, nodes: int) -> DraftTree:
         """The same drafts with padding up to that many nodes, and without `q`."""
-        padding = self.tokens.new_zeros(self.batch, max(0, nodes - self.nodes))
-        return DraftTree(torch.cat([self.tokens, padding], dim=1), self.parents)
+        return DraftTree(pad(self.tokens, (0, max(0, nodes - self.nodes))), self.parents)
 
     def first_paths(self) -> DraftTree:
         """Of each row only the first path: a chain. From every node it goes on to the first of its children."""

@@ -177,6 +177,18 @@ def test_one_row_is_a_batch_of_one(chances: list[float], rises: list[float], roo
         assert one.rate >= (1 + gained[:depth].sum()) / time - 1e-9
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 6), st.data())
+def test_rows_whose_drafts_surely_come_have_one_limit(rows: int, k: int, data: st.DataObject) -> None:
+    """The short way for them finds what is found when every row is looked at."""
+    chances = st.lists(st.floats(0, 1), min_size=k, max_size=k)
+    gained = np.cumprod([data.draw(chances) for _ in range(rows)], axis=1)
+    seconds = 1 + np.cumsum([0, *data.draw(chances)])
+    room = data.draw(st.lists(st.integers(0, k + 2), min_size=rows, max_size=rows))
+    short, whole = (best_depths(gained, drafted, seconds, room) for drafted in (None, np.ones((rows, k))))
+    assert short.rate == pytest.approx(whole.rate) and short.gain == pytest.approx(whole.gain)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30))
 def test_chances_of_one_row_and_of_a_batch_of_one(outcomes: list[tuple[int, int]]) -> None:
@@ -185,8 +197,8 @@ def test_chances_of_one_row_and_of_a_batch_of_one(outcomes: list[tuple[int, int]
     for asked, accepted in outcomes:
         good = min(asked, accepted)
         seen = min(asked, good + 1)
-        one.observe([[asked]], [[seen]], [[good]])
-        batch.observe([[asked]], [[seen]], [[good]])
+        one.observe([asked], [seen], [good])
+        batch.observe([asked], [seen], [good])
     pooled = (batch._all_good + 0.0, batch._all_tried + 0.0)
     assert one._good == pytest.approx(pooled[0].tolist())
     assert one._tried == pytest.approx(pooled[1].tolist())

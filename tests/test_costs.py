@@ -54,7 +54,7 @@ def test_a_wide_step_may_be_cheaper_than_a_narrow_one() -> None:
     for width, seconds in ((1, 0.010), (3, 0.015), (9, 0.012)):
         for _ in range(3):
             costs.observe(_step(width, seconds))
-    costs.prepare(_state())
+    costs.follow(_state())
     seconds = costs.by_depth(np.arange(9.0)).tolist()
     assert seconds[2] == pytest.approx(0.012) and seconds[8] == pytest.approx(0.012)
     assert costs.width(3) in (8, 9) and costs.width(1) == 1
@@ -69,7 +69,7 @@ def test_one_disturbed_plain_step_does_not_make_drafts_pay() -> None:
         costs.observe(_step(1, seconds))
     for _ in range(3):
         costs.observe(_step(3, 0.014))
-    costs.prepare(_state())
+    costs.follow(_state())
     seconds = costs.by_depth(np.arange(3.0)).tolist()
     assert best_depth([0.01, 0.0], [1.0, 1.0], seconds, 2).gain < 1.02
 
@@ -106,7 +106,7 @@ def test_times_of_drafts() -> None:
     costs = MeasuredCosts(_state(cheap=False))
     for step in (_step(1, 0.010), _step(2, 0.010, draft=0.050), _step(2, 0.010, draft=0.005)):
         costs.observe(step)
-    costs.prepare(_state(cheap=False))
+    costs.follow(_state(cheap=False))
     assert costs.by_depth(np.arange(2.0))[1] == pytest.approx(0.015)
     assert costs.catching_up == 0.0
     costs.observe(_step(1, 0.010))

@@ -133,7 +133,7 @@ def _measured(costs: MeasuredCosts, *times: tuple[int, float]) -> MeasuredCosts:
     for width, seconds in times:
         for _ in range(3):
             costs.observe(_step(width, seconds))
-    costs.prepare(_state())
+    costs.follow(_state())
     return costs
 
 
@@ -142,7 +142,7 @@ def test_a_tile_is_measured_first() -> None:
     costs = MeasuredCosts(_state(model=Model()))
     assert [costs.width(needed) for needed in (1, 9, 2, 7, 2, 7)] == [1, 9, 8, 7, 2, 7]
     costs.observe(_step(8, 0.030))
-    costs.prepare(_state())
+    costs.follow(_state())
     assert costs.width(2) == 8
     _measured(costs, (8, 0.012))
     assert costs.width(2) == 2
@@ -151,9 +151,9 @@ def test_a_tile_is_measured_first() -> None:
 
 def test_a_tile_that_is_far_too_dear_is_measured_once() -> None:
     costs = _measured(MeasuredCosts(_state(model=Model())), (1, 0.010))
+    assert [costs.width(2), costs.width(2)] == [8, 2]
     costs.observe(_step(8, 0.030))
-    costs.prepare(_state())
-    assert costs.width(2) == 2
+    assert _measured(costs, (1, 0.010)).width(2) == 2
 
 
 def test_only_what_was_measured_is_padded() -> None:
@@ -167,7 +167,7 @@ def test_what_is_padded_is_measured_again() -> None:
     costs = _measured(MeasuredCosts(_state(model=Model())), (1, 0.010), (3, 0.015), (8, 0.012))
     for _ in range(300):
         costs.observe(_step(8, 0.012))
-    costs.prepare(_state())
+    costs.follow(_state())
     assert [costs.width(3) for _ in range(3)] == [3, 8, 8]
 
 

@@ -27,7 +27,8 @@ ALARM = 4.0
 LEFT_AFTER_ALARM = 0.15
 
 
-Counts = Sequence[Sequence[int]]
+Counts = Sequence[int]
+"""`[steps * rows]`, the rows of one step side by side."""
 
 
 class Chances:
@@ -41,7 +42,7 @@ class Chances:
 
     Example:
         >>> chances = Chances(k=3, prior=0.5, fade=1.0, lean=1.0)
-        >>> chances.observe(asked=[[3]], seen=[[2]], came_off=[[1]])  # accepted, rejected, not seen
+        >>> chances.observe(asked=[3], seen=[2], came_off=[1])  # accepted, rejected, not seen
         >>> [round(chance, 2) for chance in chances.conditional()]
         [0.75, 0.38, 0.38]
     """
@@ -55,15 +56,13 @@ class Chances:
         """Count some steps.
 
         Args:
-            asked: `[steps][rows]` how many positions were asked for.
+            asked: `[steps * rows]` how many positions were asked for.
             seen: how many of them were tried, from the first one on.
             came_off: how many of those came off; all but the last, or all.
         """
-        trials = list(zip(asked, seen, came_off, strict=True))
-        tried, good = sum(min(n[0], 1) for n in seen), sum(min(n[0], 1) for n in came_off)
-        believed = self._good[0] / self._tried[0]
-        left = self._change.weight_left(believed, tried, good)
-        for (wanted,), (looked,), (succeeded,) in trials:
+        tried, good = sum(map(bool, seen)), sum(map(bool, came_off))
+        left = self._change.weight_left(self.first(), tried, good)
+        for wanted, looked, succeeded in zip(asked, seen, came_off, strict=True):
             for i in range(wanted):
                 self._tried[i] = self._fade * self._tried[i] + (i < looked)
                 self._good[i] = self._fade * self._good[i] + (i < succeeded)
@@ -77,6 +76,10 @@ class Chances:
     def counts(self) -> tuple[Sequence[float], Sequence[float]]:
         """`[k]` trials of each position, and how many came off."""
         return self._tried, self._good
+
+    def first(self) -> float:
+        """The chance of the first position."""
+        return self._good[0] / self._tried[0]
 
     def conditional(self) -> list[float]:
         """`[k]` the chance of each position, given that those before it came off."""
@@ -105,12 +108,11 @@ class BatchChances:
 
     def observe(self, asked: Counts, seen: Counts, came_off: Counts) -> None:
         """Count some steps; as `Chances.observe`."""
-        counts = np.array([asked, seen, came_off])[..., None]  # [3, steps, rows, 1]
+        counts = np.array([asked, seen, came_off]).reshape(3, -1, len(self._tried), 1)  # [3, steps, rows, 1]
         wanted, looked, succeeded = self._positions < counts  # each [steps, rows, k]
         tried, good = looked.sum(axis=0), succeeded.sum(axis=0)  # [rows, k]
         all_tried, all_good = tried.sum(axis=0), good.sum(axis=0)  # [k]
-        believed = float(self._all_good[0] / self._all_tried[0])
-        left = self._change.weight_left(believed, int(all_tried[0]), int(all_good[0]))
+        left = self._change.weight_left(self.first(), int(all_tried[0]), int(all_good[0]))
         fade = self._fade ** wanted.sum(axis=0)
         fade_all = self._fade ** wanted.any(axis=1).sum(axis=0)
         self._tried, self._good = left * (fade * self._tried + tried), left * (fade * self._good + good)
@@ -124,6 +126,10 @@ class BatchChances:
     def counts(self) -> tuple[Sequence[float], Sequence[float]]:
         """As `Chances.counts`, over all rows."""
         return self._all_tried.tolist(), self._all_good.tolist()
+
+    def first(self) -> float:
+        """As `Chances.first`, over all rows."""
+        return float(self._all_good[0] / self._all_tried[0])
 
     def conditional(self) -> Array:
         """`[rows, k]` the chance of each position, given that those before it came off."""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_specgen.adaptive.chances import Array, BatchChances, Chances
-from hf_specgen.adaptive.costs import LONGEST, MeasuredCosts, StepCosts
+from hf_specgen.adaptive.costs import MeasuredCosts, StepCosts
 from hf_specgen.adaptive.optimum import Plan, best_depth, best_depths
 from hf_specgen.adaptive.policy import Policy, State, Step
+from hf_specgen.adaptive.prices import LONGEST
 from hf_specgen.adaptive.probing import Probes
 from hf_specgen.statistics import RowStep
 
@@ -26,8 +27,6 @@ IN_VAIN = 4
 """But a draft of which nothing is accepted weighs as many as that, so that bad news does not wait."""
 PLAN_LASTS = 32
 """So many steps a plan holds where no drafts are made that would tell more."""
-COSTS_LAST = 64
-"""And so many the costs do, in the end; at first they are looked up for nearly every plan."""
 BEYOND_DOUBT = 2.0
 """While drafting seems faster by less than that, a plain step is made now and then to see whether it is."""
 TRIED_AT_LEAST = 2
@@ -74,7 +73,7 @@ class Controller(Policy):
         self._breadth, self._size = 1.0, 4.0
         self._news: list[tuple[Sequence[int], Sequence[RowStep | None]]] = []
         self._counted, self._age, self._wait, self._steady = 0, 0, 1, EVERY_STEP
-        self._weight, self._costs_age, self._costs_last, self._batch = 0, 0, 0, 0
+        self._weight, self._shape = 0, 0.0
         self._plan: Plan | None = None
         self._tries, self._entry = False, 0.0
         self._by_nodes: Array | None = None
@@ -131,12 +130,10 @@ class Controller(Policy):
     def _make_plan(self, state: State) -> None:
         if self._news:
             self._count_news()
-        self._costs_age += self._age
-        if self._costs_age >= self._costs_last or state.batch != self._batch:
-            self._look_up_costs(state)
+        self._look_up_costs(state)
         self._age = 0
         if self._costs.wants_plain_step:
-            self._plan, self._costs_last = None, 0
+            self._plan = None
             return
         limit = self._k if self._something_accepted else self._first_depth()
         is_first = self._plan is None
@@ -153,11 +150,11 @@ class Controller(Policy):
         self._wait = 1 if self._counted < self._steady else LATER if pays else SELDOM
 
     def _look_up_costs(self, state: State) -> None:
-        self._costs.prepare(state)
-        self._seconds = self._costs.by_depth(self._nodes()).tolist()
-        self._asking, self._by_nodes = self._costs.asking, None
-        self._batch, self._costs_age = state.batch, 0
-        self._costs_last = min(COSTS_LAST, 1 + self._costs_last + self._costs_last // 4)
+        shape = self._size if self._sizes_itself else self._breadth
+        if self._costs.follow(state) or shape != self._shape:
+            self._seconds = self._costs.by_depth(self._nodes()).tolist()
+            self._asking, self._by_nodes = self._costs.asking, None
+            self._shape = shape
 
     def _catching_up(self) -> float:
         """What the next draft takes to read what it has not read, in plain steps."""
@@ -180,9 +177,8 @@ class Controller(Policy):
         if isinstance(self._gained, Chances) and isinstance(self._drafted, Chances):
             drafted = [1.0] * self._k if self._always_full else self._drafted.cumulative()
             return best_depth(self._gained.cumulative(), drafted, self._seconds, room[0], self._asking)
-        gained = np.asarray(self._gained.cumulative())
-        reached = np.ones_like(gained) if self._always_full else np.asarray(self._drafted.cumulative())
-        return best_depths(gained, reached, np.array(self._seconds), room)
+        reached = None if self._always_full else np.asarray(self._drafted.cumulative())
+        return best_depths(np.asarray(self._gained.cumulative()), reached, np.array(self._seconds), room)
 
     def rate(self, state: State, depths: Sequence[int]) -> float:
         """Expected tokens per second of a step in which drafts of these depths were found."""
@@ -218,20 +214,19 @@ class Controller(Policy):
 
     def _count_news(self) -> None:
         """Count what came of the last drafts."""
-        trials = [[_trials(*pair) for pair in zip(asked, rows, strict=True)] for asked, rows in self._news]
-        asked, judged, accepted, reached, depths = (
-            [[trial[column] for trial in step] for step in trials] for column in range(5)
-        )
+        trials = [_trials(*pair) for asked, rows in self._news for pair in zip(asked, rows, strict=True)]
+        asked, judged, accepted, reached, depths = zip(*trials, strict=True)  # each [steps * rows]
         self._gained.observe(asked, judged, accepted)
         self._always_full = self._always_full and depths == asked
         if not self._always_full:
             self._drafted.observe(asked, reached, depths)
-        for (_, rows), deepest in zip(self._news, map(max, depths), strict=True):
-            if deepest:
-                nodes = max(row.drafted for row in rows if row is not None)
+        for _, rows in self._news:
+            nodes = max([row.drafted for row in rows if row is not None])
+            if nodes:
+                deepest = max([row.depth for row in rows if row is not None])
                 self._breadth += 0.3 * (nodes / deepest - self._breadth)
                 self._size += 0.3 * (nodes - self._size)
-        self._something_accepted = self._something_accepted or any(map(any, accepted))
+        self._something_accepted = self._something_accepted or any(accepted)
         self._counted += len(self._news)
         self._weight = 0
         self._news.clear()

@@ -9,23 +9,18 @@ import numpy as np
 
 from hf_specgen.adaptive.chances import Array
 from hf_specgen.adaptive.policy import State, Step
-from hf_specgen.adaptive.ranks import agrees_with_others, from_first_rank
+from hf_specgen.adaptive.prices import MOST_NODES, WIDTHS, Prices, interpolated
+from hf_specgen.adaptive.ranks import agrees_with_others
 from hf_specgen.adaptive.tables import DraftTimes, Memory, Place, memory_of
-from hf_specgen.adaptive.widths import fastest_widths, tile
+from hf_specgen.adaptive.widths import fastest_widths
 
 if TYPE_CHECKING:
     from hf_specgen.cost import CostCurve
 
 PLAIN_STEPS = 2
 DOUBTED_AFTER = 64
-MOST_NODES = 64
 SHORT = 511
 """Texts up to this length cost alike."""
-WIDTHS = np.arange(1.0, 161.0)
-LONGEST = 32
-"""The deepest draft that is thought about."""
-WIDENED = 32
-"""Wider steps are left as they are: padding would save little."""
 
 
 class StepCosts:
@@ -56,10 +51,11 @@ class StepCosts:
         self._curve = curves[0]
         self._of_curve = lru_cache(maxsize=len(curves))(_by_width)
 
-    def prepare(self, state: State) -> None:
-        """A step with this batch and context comes next."""
-        if len(self.curves) > 1:
-            self._curve = min(self.curves, key=lambda curve: _distance(state.batch, state.context, curve))
+    def follow(self, state: State) -> bool:
+        """A step with this batch and context comes next; True if that changes what it costs."""
+        nearest = min(self.curves, key=lambda curve: _distance(state.batch, state.context, curve))
+        changed, self._curve = nearest is not self._curve, nearest
+        return changed
 
     def width(self, needed: int) -> int:
         """How wide to make a step of so many tokens in a row."""
@@ -68,7 +64,7 @@ class StepCosts:
 
     def by_depth(self, nodes: Array) -> Array:
         """`[k + 1]` seconds of a step by the depth of its draft, which has `nodes` `[k + 1]`."""
-        seconds = _at(self._of_curve(self._curve)[0], nodes)
+        seconds = interpolated(self._of_curve(self._curve)[0], nodes)
         seconds[1:] += self.draft_step + self.draft_token * np.arange(1, len(nodes))
         return seconds
 
@@ -94,9 +90,9 @@ class MeasuredCosts:
         self._together = agrees_with_others(state.model)
         self._steps: list[Step | None] = []
         self._plain_steps, self._since_plain, self._unread = 0, 0, max(state.prompts)
-        self._drafting: Array = np.zeros(LONGEST + 1)
-        self._reading = 0.0
-        self.prepare(state)
+        self._place: tuple[Place, int, str] | None = None
+        self._prices: Prices
+        self.follow(state)
 
     @property
     def wants_plain_step(self) -> bool:
@@ -116,67 +112,53 @@ class MeasuredCosts:
     @property
     def asking(self) -> float:
         """Seconds that a draft takes that was asked for in vain."""
-        return float(self._drafting[0])
+        return self._prices.asking
 
     @property
     def catching_up(self) -> float:
         """Seconds that the next draft takes to read the prompt, if it is the first, and the text of plain steps."""
-        return self._reading * (self._unread + len(self._steps))
+        return self._prices.reading * (self._unread + len(self._steps))
 
-    def prepare(self, state: State) -> None:
-        """Steps with this batch and context come next; enter what the last ones took."""
-        self._count_steps()
-        self._rows = max(1, state.batch)
+    def follow(self, state: State) -> bool:
+        """Steps with this batch and context come next; True if prices have changed for that or by what was measured."""
         samples, size = state.temperature > 0, max(SHORT, state.context).bit_length() // 2
-        self._target = self.memory.target(Place(self._device, self._dtype, samples, size))
-        self._draft: DraftTimes = self.memory.draft(self._strategy, self._rows, self._target)
-        self._look_up()
-
-    def _look_up(self) -> None:
-        """Seconds by width, which of them to make wider, and which to make as they are for once."""
-        target, rows, wide = self._target, self._rows, tile(self._rows)
-        drafting = np.zeros(LONGEST + 1) if self._cheap else self._draft(np.arange(LONGEST + 1.0))
-        measured = target.of(rows)(WIDTHS), drafting, self._draft.reading
-        seconds, self._drafting, self._reading = from_first_rank(measured) if self._together else measured
-        widths = fastest_widths(seconds[:WIDENED].tolist())
-        wider = [width for width, made in enumerate(widths, 1) if made > width]
-        known = [width for width in wider if target.knows(rows, width)]
-        self._doubted = {width for width in known if target.steps_since(rows, width) > 4 * DOUBTED_AFTER}
-        self._widths = {width: widths[width - 1] for width in known}
-        for width, made in self._widths.items():
-            seconds[width - 1] = seconds[made - 1]
-        self._by_width = np.maximum(seconds, seconds[0])
-        self._tiles = int(not target.knows(rows, wide) and seconds[wide - 1] < 2 * seconds[0])
+        rows = max(1, state.batch)
+        place = Place(self._device, self._dtype, samples, size), rows, self._strategy
+        holds = place == self._place and self._prices.age + len(self._steps) < self._prices.last
+        if holds and not self.wants_plain_step:
+            return False
+        self._count_steps()
+        if place != self._place:
+            self._place, self._rows = place, rows
+            self._target = self.memory.target(place[0])
+            self._draft: DraftTimes = self.memory.draft(self._strategy, rows, self._target)
+        known = self.memory.prices.get(place)
+        if known is None or known.age >= known.last:
+            draft = None if self._cheap else self._draft
+            known = self.memory.prices[place] = Prices(self._target, rows, draft, self._together, known)
+        self._prices = known
+        return True
 
     def width(self, needed: int) -> int:
-        """How wide to make a step of so many tokens in a row.
-
-        As wide as is fastest. What a tile takes is found out first, and now and then what the step itself takes.
-        """
-        if self._tiles and needed < tile(self._rows) and self._rows * needed > 1:
-            self._tiles -= 1
-            return tile(self._rows)
-        if needed in self._doubted:
-            self._doubted.remove(needed)
-            return needed
-        return self._widths.get(needed, needed)
+        """How wide to make a step of so many tokens in a row."""
+        return self._prices.width(needed)
 
     def by_depth(self, nodes: Array) -> Array:
         """`[k + 1]` seconds of a step by the depth of its draft, which has `nodes` `[k + 1]`; no draft is for free."""
-        seconds = _at(self._by_width, nodes)
-        seconds[1:] += self._drafting[1 : len(nodes)]
-        return seconds
+        return self._prices.by_depth(nodes)
 
     def by_nodes(self) -> Array:
         """`[MOST_NODES + 1]` seconds of a step by the nodes of its draft, which has been made."""
-        return self._by_width[: MOST_NODES + 1] + self.asking
+        return self._prices.by_nodes()
 
     def observe(self, step: Step | None, was_plain: bool = False) -> None:
-        """Note a step, None for one whose time another strategy enters; it counts when costs are next looked up."""
+        """Note a step, None for one whose time another strategy enters; it counts when prices are next looked up."""
         self._steps.append(step)
         self._since_plain = 0 if was_plain else self._since_plain + 1
 
     def _count_steps(self) -> None:
+        if not self._steps:
+            return
         for step in self._steps:
             drafted = step is not None and any(step.asked)
             if step is not None and "forward" in step.seconds:
@@ -184,6 +166,7 @@ class MeasuredCosts:
             elif step is not None and "draft" in step.seconds and not self._cheap:  # verified with the prompt
                 self._enter_draft(step.depth, step.seconds["draft"])
             self._unread = 0 if drafted else self._unread + 1
+        self._prices.age += len(self._steps)
         self._steps.clear()
 
     def _enter(self, step: Step, drafted: bool) -> None:
@@ -209,11 +192,6 @@ def _by_width(curve: CostCurve) -> tuple[Array, list[int]]:
     seconds = np.array([curve(width) for width in WIDTHS])
     widths = fastest_widths(seconds.tolist())
     return seconds[np.array(widths) - 1], widths
-
-
-def _at(by_width: Array, nodes: Array) -> Array:
-    seconds: Array = np.interp(1 + nodes, WIDTHS, by_width)
-    return seconds
 
 
 def _distance(batch: int, context: int, curve: CostCurve) -> float:

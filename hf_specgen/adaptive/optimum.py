@@ -57,45 +57,56 @@ def best_depth(
     return Plan([best], rate, rate / plain)
 
 
-def best_depths(gained: Array, drafted: Array, seconds: Array, room: list[int]) -> Plan:
+def best_depths(gained: Array, drafted: Array | None, seconds: Array, room: list[int]) -> Plan:
     """The same for the rows of a batch.
 
     A step is as wide as its deepest draft, and every row pays for it. So the rows share one limit, as long as each
     deserves it: a row whose drafts are longer than those of others, but seldom right, is held back.
 
     Args:
-        gained, drafted: `[rows, k]`, otherwise as for `best_depth`.
+        gained, drafted: `[rows, k]`, otherwise as for `best_depth`; `drafted` is None where a draft always is as deep
+            as was asked for. Then one limit for all rows is best: a position that one pays for is free to the others.
         seconds: `[k + 1]`, of the whole batch.
         room: of each row; rows with 0 take no part.
     """
-    active = np.flatnonzero(room)
-    rows = len(active)
+    rows = len(room) - room.count(0)
     if rows == 0:
         return Plan([0] * len(room), 0.0, 1.0)
-    free = np.array(room)[active]
-    gained, drafted = gained[active], drafted[active]
-    if free.min() < gained.shape[1]:
-        possible = np.arange(gained.shape[1]) < free[:, None]
-        gained, drafted = gained * possible, drafted * possible
+    deepest = min(max(room), gained.shape[1])
+    gained, seconds = gained[:, :deepest], seconds[: deepest + 1]
+    drafted = None if drafted is None else drafted[:, :deepest]
+    if min(room) < deepest:
+        active = np.flatnonzero(room)
+        possible = np.arange(deepest) < np.array(room)[active, None]
+        gained = gained[active] * possible
+        drafted = None if drafted is None else drafted[active] * possible
     steps = np.diff(seconds)  # [k] what one more position costs
     plain = rows / float(seconds[0])
-    depth, rate = _common(gained, drafted, steps, float(seconds[0]))
-    together = np.minimum(depth, free)
+    tokens = _together(1 + gained.cumsum(axis=1))  # [k]
+    rates = tokens / (seconds[1:] if drafted is None else seconds[0] + (_any(drafted) * steps).cumsum())
+    depth = int(rates.argmax()) + 1
+    rate = float(rates[depth - 1])
+    if rate <= plain:
+        depth, rate = 0, plain
+    together = [min(depth, free) for free in room]
+    if drafted is None:
+        return Plan(together, rate, rate / plain)
+    return _row_by_row(gained, drafted, seconds, room, Plan(together, rate, rate / plain))
+
+
+def _row_by_row(gained: Array, drafted: Array, seconds: Array, room: list[int], common: Plan) -> Plan:
+    """The best of the limit that all rows have in common and of two ways to give each row its own."""
+    active = np.flatnonzero(room)
+    together = np.array(common.depths)[active]
+    steps, plain = np.diff(seconds), len(active) / float(seconds[0])
     alone = _worthwhile(gained, drafted, steps, plain)
-    choices = [together, alone, np.minimum(together, _worthwhile(gained, _own_share(drafted, together), steps, rate))]
-    rates = [rate, *(_rate(gained, drafted, steps, float(seconds[0]), depths) for depths in choices[1:])]
-    best = int(np.argmax(rates))
+    held_back = np.minimum(together, _worthwhile(gained, _own_share(drafted, together), steps, common.rate))
+    rates = [_rate(gained, drafted, steps, float(seconds[0]), depths) for depths in (alone, held_back)]
+    if max(rates) <= common.rate:
+        return common
     depths = np.zeros(len(room), dtype=int)
-    depths[active] = choices[best]
-    return Plan(depths.tolist(), rates[best], rates[best] / plain)
-
-
-def _common(gained: Array, drafted: Array, steps: Array, plain_seconds: float) -> tuple[int, float]:
-    """The best limit that is the same for all rows, and its rate."""
-    rates = _together(1 + np.cumsum(gained, axis=1)) / (plain_seconds + np.cumsum(_any(drafted) * steps))
-    best = int(rates.argmax())
-    plain = len(gained) / plain_seconds
-    return (best + 1, float(rates[best])) if rates[best] > plain else (0, plain)
+    depths[active] = alone if rates[0] > rates[1] else held_back
+    return Plan(depths.tolist(), max(rates), max(rates) / plain)
 
 
 def _rate(gained: Array, drafted: Array, steps: Array, plain_seconds: float, depths: Array) -> float:

@@ -185,6 +185,8 @@ class Memory:
     def __init__(self) -> None:
         self._targets: dict[Place, TargetTimes] = {}
         self._drafts: dict[tuple[str, int], DraftTimes] = {}
+        self.prices: dict[tuple[Place, int, str], Any] = {}
+        """By place, rows and strategy the `Prices` that were looked up last."""
         self.counts: dict[str, tuple[Any, Any, Any]] = {}
         """By strategy and temperature the `Chances` of the last call, gained and drafted, and its `Probes`."""
 
