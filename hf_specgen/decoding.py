@@ -182,6 +182,7 @@ class _Call:
 
     def _draft(self, draft: Callable[[DraftContext], DraftTree], active: Sequence[bool]) -> DraftTree:
         room = [self._room(row) if is_active else 0 for row, is_active in enumerate(active)]
+        self.context.ended = [row for row in range(len(room)) if not self.emission.goes_on(row)]
         with Timer(self._seconds, "policy"):
             self.context.budget = self.pace.budget(room)
         with Timer(self._seconds, "draft"):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hf_specgen.adaptive import Chooser, Controller, MeasuredCosts, State, Step, StepCosts
+from hf_specgen.adaptive.draft_times import DraftTimes
 from hf_specgen.adaptive.optimum import best_depth, best_depths
-from hf_specgen.adaptive.tables import DraftTimes, Memory, Place, Table, TargetTimes
+from hf_specgen.adaptive.tables import Memory, Place, Table, TargetTimes
 from hf_specgen.candidates.tree_plan import SIZES, ConfidentTree, StepCost
 from hf_specgen.cost import CostCurve
 from hf_specgen.heads.acceptance import Acceptance
@@ -96,21 +97,22 @@ def test_a_few_tokens_say_nothing_of_one() -> None:
 
 def test_times_of_drafts() -> None:
     """In proportion for a chain; as good as constant for heads; the first draft after plain steps is no measure."""
-    chain, heads = DraftTimes(lambda: 0.001), DraftTimes(lambda: 0.001)
+    chain, heads = DraftTimes(lambda depths: 0.001 * depths), DraftTimes(lambda depths: 0.001 * depths)
     assert chain(np.array([4.0])) == pytest.approx([0.004])
-    chain.add(2, 0.010)
+    for seconds in (0.090, 0.010):  # the first, in which kernels are prepared, gives way
+        chain.add(2, seconds)
     assert chain(np.array([1.0, 2.0, 8.0])) == pytest.approx([0.005, 0.010, 0.040])
-    heads.add(0, 0.004)
-    heads.add(3, 0.004)
+    for depth in (1, 0, 3):
+        heads.add(depth, 0.004)
     assert heads(np.array([0.0, 1.0, 5.0])) == pytest.approx([0.004] * 3)
     costs = MeasuredCosts(_state(cheap=False))
-    for step in (_step(1, 0.010), _step(2, 0.010, draft=0.050), _step(2, 0.010, draft=0.005)):
+    for step in (_step(1, 0.010), _step(2, 0.010, draft=0.050), *2 * [_step(2, 0.010, draft=0.005)]):
         costs.observe(step)
     costs.follow(_state(cheap=False))
     assert costs.by_depth(np.arange(2.0))[1] == pytest.approx(0.015)
     assert costs.catching_up == 0.0
     costs.observe(_step(1, 0.010))
-    assert costs.catching_up == pytest.approx(0.5 * 0.049 / 101)  # of a guessed 1 ms for a draft, 49 ms for 101 tokens
+    assert costs.catching_up == pytest.approx(0.049 / 101)  # of a guessed 1 ms for a draft, 49 ms for 101 tokens
 
 
 def test_first_measurement_of_a_size_gives_way() -> None:
@@ -215,9 +217,25 @@ def test_what_plain_steps_earn_is_kept_for_the_next_call() -> None:
     assert len(rates[1:]) / sum(1 / rate for rate in rates[1:]) > 0.97 / FLAT(1)
 
 
-def test_reading_a_prompt_takes_longer_for_more_rows() -> None:
+def test_drafts_for_other_numbers_of_rows() -> None:
+    """Reading is in proportion to rows. Drafting is thought to take rather too little than so much that it is never
+    tried: as long for more rows, and less for fewer."""
     memory = Memory()
     target = memory.target(Place("cpu", "float32", False, 4))
-    one = memory.draft("draft", 1, target)
-    one.reading = 0.0002
-    assert memory.draft("draft", 16, target).reading == pytest.approx(0.0032)
+    four = memory.draft("draft", 4, target)
+    four.add_reading(100, 0.02)
+    for _ in range(2):
+        four.add(2, 0.010)
+    more, fewer = memory.draft("draft", 16, target), memory.draft("draft", 1, target)
+    assert more.reading == pytest.approx(0.0008) and fewer.reading == pytest.approx(0.00005)
+    assert more(np.array([4.0])) == pytest.approx([0.020]) and fewer(np.array([4.0])) == pytest.approx([0.010])
+
+
+def test_reading_little_says_little_of_reading_much() -> None:
+    """Would catch: a pause of the machine while one token is read, after which no prompt seems worth reading."""
+    times = DraftTimes(lambda depths: 0 * depths)
+    times.add_reading(100, 0.10)
+    times.add_reading(1, 0.05)
+    assert times.reading == pytest.approx(0.10 / 51)
+    times.add_reading(100, 0.10)
+    assert times.reading < 0.0012

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.adaptive import Policy
 from hf_specgen.demo import EMBEDDED_DRAFT
 from hf_specgen.split_target import NOT_DIVISIBLE
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
@@ -117,6 +118,33 @@ def test_nothing_is_read_twice() -> None:
         handle.remove()
     after_the_prompt = candidates.speculation.steps - 1
     assert ran[0] == ran[3] == 12 + candidates.speculation.drafted + after_the_prompt
+
+
+class Late(Policy):
+    """Plain steps at first."""
+
+    def depths(self, state: Any) -> list[int]:
+        return [4 if min(state.generated) > 12 or 0 in state.room else 0] * len(state.room)
+
+
+def test_rows_that_have_ended_are_not_read() -> None:
+    """Would catch: the text that a row wrote in plain steps before its end, read again and again for every draft."""
+    model = tiny_model("llama")
+    draft, inputs = unsure_draft(model), prompts(4)
+    plain = model.generate(**inputs, max_new_tokens=40, pad_token_id=0)
+    ends = [int(plain[row, 12 + column]) for row, column in ((0, 6), (2, 21))]
+    read: list[tuple[int, int]] = []
+    draft.register_forward_pre_hook(lambda m, a, kw: read.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
+    candidates = DraftModelCandidates(draft, k=4, policy=Late())
+    settings: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": ends, "pad_token_id": 0}
+    plain = model.generate(**inputs, **settings)
+    ours = model.generate(**inputs, **settings, candidate_generator=candidates)
+    assert torch.equal(plain, ours)
+    written = [len(steps) for steps in candidates.speculation.rows]
+    assert min(written) < max(written) and read[0] == (4, 12)
+    catching_up, *others = read[1:]
+    assert catching_up == (3, 7)
+    assert others and all(rows <= catching_up[0] and width <= 2 for rows, width in others)
 
 
 @pytest.mark.parametrize("chunk", [None, 5])

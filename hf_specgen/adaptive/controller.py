@@ -26,7 +26,7 @@ EVERY_STEP, LATER, SELDOM = 4, 12, 3
 IN_VAIN = 4
 """But a draft of which nothing is accepted weighs as many as that, so that bad news does not wait."""
 PLAN_LASTS = 32
-"""So many steps a plan holds where no drafts are made that would tell more."""
+"""So many steps at most a plan holds where no drafts are made that would tell more."""
 BEYOND_DOUBT = 2.0
 """While drafting seems faster by less than that, a plain step is made now and then to see whether it is."""
 TRIED_AT_LEAST = 2
@@ -73,7 +73,7 @@ class Controller(Policy):
         self._breadth, self._size = 1.0, 4.0
         self._news: list[tuple[Sequence[int], Sequence[RowStep | None]]] = []
         self._counted, self._age, self._wait, self._steady = 0, 0, 1, EVERY_STEP
-        self._weight, self._shape = 0, 0.0
+        self._weight, self._shape, self._lasts = 0, 0.0, 0.0
         self._plan: Plan | None = None
         self._tries, self._entry = False, 0.0
         self._by_nodes: Array | None = None
@@ -120,7 +120,7 @@ class Controller(Policy):
         """The depths that are best by what is known; None if it is not known, or no more, what plain steps take."""
         self._age += 1
         self._tries = False
-        if self._plan is None or self._weight >= self._wait or self._age >= PLAN_LASTS:
+        if self._plan is None or self._weight >= self._wait or self._age >= self._lasts:
             self._make_plan(state)
         plan = self._plan
         if plan is not None and self._costs.doubts_plain_steps and self.pays(plan) and plan.gain < BEYOND_DOUBT:
@@ -131,7 +131,7 @@ class Controller(Policy):
         if self._news:
             self._count_news()
         self._look_up_costs(state)
-        self._age = 0
+        self._age, self._lasts = 0, min(PLAN_LASTS, self._costs.holds)
         if self._costs.wants_plain_step:
             self._plan = None
             return

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hf_specgen.adaptive.chances import Array
+from hf_specgen.adaptive.draft_times import DraftTimes
 from hf_specgen.adaptive.policy import State, Step
 from hf_specgen.adaptive.prices import MOST_NODES, WIDTHS, Prices, interpolated
 from hf_specgen.adaptive.ranks import agrees_with_others
-from hf_specgen.adaptive.tables import DraftTimes, Memory, Place, memory_of
+from hf_specgen.adaptive.tables import Memory, Place, memory_of
 from hf_specgen.adaptive.widths import fastest_widths
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class StepCosts:
     wants_plain_step = doubts_plain_steps = False
     knows_wide_steps = True
     asking = catching_up = 0.0
+    holds = float("inf")
     memory = None
 
     def __init__(self, *curves: CostCurve, draft_token: float = 0.0, draft_step: float = 0.0):
@@ -119,6 +121,11 @@ class MeasuredCosts:
         """Seconds that the next draft takes to read the prompt, if it is the first, and the text of plain steps."""
         return self._prices.reading * (self._unread + len(self._steps))
 
+    @property
+    def holds(self) -> int:
+        """For how many more steps prices are as they are."""
+        return self._prices.last - self._prices.age
+
     def follow(self, state: State) -> bool:
         """Steps with this batch and context come next; True if prices have changed for that or by what was measured."""
         samples, size = state.temperature > 0, max(SHORT, state.context).bit_length() // 2
@@ -184,7 +191,7 @@ class MeasuredCosts:
             self._draft.add(depth, seconds)
         else:
             usual = float(self._draft(np.array([float(depth)]))[0])
-            self._draft.reading += 0.5 * (max(0.0, seconds - usual) / self._unread - self._draft.reading)
+            self._draft.add_reading(self._unread, seconds - usual)
 
 
 def _by_width(curve: CostCurve) -> tuple[Array, list[int]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hf_specgen.adaptive.chances import Array
+from hf_specgen.adaptive.draft_times import DraftTimes
 from hf_specgen.adaptive.ranks import from_first_rank
-from hf_specgen.adaptive.tables import DraftTimes, TargetTimes
+from hf_specgen.adaptive.tables import TargetTimes
 from hf_specgen.adaptive.widths import fastest_widths, tile
 
 WIDTHS = np.arange(1.0, 161.0)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
 from math import log2
-from statistics import median_low
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from hf_specgen.adaptive.chances import Array
+from hf_specgen.adaptive.draft_times import KEPT, Curve, DraftTimes, typical
 
-KEPT = 7
 STALE = 64
 """After so many others, the earlier measurements of a size count as one."""
 VERIFY_SLOPE, DRAFT_SLOPE = 0.03, 0.1
-Curve = Callable[[Array], Array]
 
 
 class Table:
@@ -55,7 +52,7 @@ class Table:
             self._first.remove(size)
             times.clear()
         elif self._count - self._added[size] > STALE:
-            earlier = _typical(times)
+            earlier = typical(times)
             times.clear()
             times.append(earlier)
         times.append(seconds)
@@ -87,41 +84,10 @@ class Table:
             believed = self._prior(self._sizes)
             votes = believed.tolist() if self._trusted else []
             measured = [self._times[int(size)] for size in self._sizes]
-            typical = [_typical([*times, *2 * votes[i : i + 1]]) for i, times in enumerate(measured)]
-            self._ratios = np.array(typical) / believed
+            medians = [typical([*times, *2 * votes[i : i + 1]]) for i, times in enumerate(measured)]
+            self._ratios = np.array(medians) / believed
         scaled: Array = shape * np.interp(sizes, self._sizes, self._ratios)
         return scaled
-
-
-class DraftTimes:
-    """Seconds that drafting took, by depth; 0 for a draft that was asked for in vain.
-
-    Between measured depths the time rises evenly, beyond them in proportion: most networks run once per token.
-
-    Args:
-        guess: gives the seconds of a token, as long as nothing was measured.
-        before: the times of a similar number of rows, to begin with.
-    """
-
-    def __init__(self, guess: Callable[[], float], before: DraftTimes | None = None):
-        self._guess, self._before = guess, before
-        self._times: dict[int, deque[float]] = {}
-        self.reading = 0.0
-        """Seconds to read a token of each row's prompt or plain steps, which the next draft does first."""
-
-    def add(self, depth: int, seconds: float) -> None:
-        self._times.setdefault(depth, deque(maxlen=KEPT)).append(seconds)
-
-    def __call__(self, depths: Array) -> Array:
-        if not self._times:
-            return self._guess() * depths if self._before is None else self._before(depths)
-        known = sorted(self._times)
-        seconds = [_typical(self._times[depth]) for depth in known]
-        if known[0] > 0:
-            known, seconds = [0, *known], [0.0, *seconds]
-        slope = (seconds[-1] - seconds[0]) / max(1, known[-1])
-        beyond: Array = np.interp(depths, known, seconds) + max(0.0, slope) * np.maximum(0, depths - known[-1])
-        return beyond
 
 
 class Place(NamedTuple):
@@ -203,13 +169,15 @@ class Memory:
         if (strategy, size) not in self._drafts:
             sizes = [other for name, other in self._drafts if name == strategy]
             nearest = min(sizes, key=lambda other: abs(other - size), default=None)
-            before = None if nearest is None else self._drafts[strategy, nearest]
-            plain = target.of(rows)
-            times = DraftTimes(lambda: DRAFT_SLOPE * float(plain(np.ones(1))[0]), before)
-            if before is not None and nearest is not None:
-                times.reading = before.reading * 2 ** ((size - nearest) / 2)  # in proportion to rows
-            self._drafts[strategy, size] = times
+            self._drafts[strategy, size] = self._similar(strategy, size, nearest, target.of(rows))
         return self._drafts[strategy, size]
+
+    def _similar(self, strategy: str, size: int, nearest: int | None, plain: Curve) -> DraftTimes:
+        """What to expect of another number of rows: rather too little, which the first draft shows, than too much."""
+        if nearest is None:
+            return DraftTimes(lambda depths: DRAFT_SLOPE * float(plain(np.ones(1))[0]) * depths)
+        known, more = self._drafts[strategy, nearest], 2 ** ((size - nearest) / 2)
+        return DraftTimes(lambda depths: known(depths) * min(1.0, more**0.5), known.reading * more)
 
 
 _memories: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
@@ -218,11 +186,6 @@ _memories: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
 def memory_of(model: Any) -> Memory:
     """What is remembered of a model; nothing of None."""
     return Memory() if model is None else _memories.setdefault(model, Memory())
-
-
-def _typical(times: Iterable[float]) -> float:
-    """Their median; the lower of two, as what disturbs a step makes it longer."""
-    return median_low(times)
 
 
 def _guess(tokens: Array) -> Array:

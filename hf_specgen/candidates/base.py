@@ -7,6 +7,7 @@ that call and gives a `Drafter`, which holds all the state of the call.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +38,7 @@ class DraftContext:
         prompts: the prompt of each row, without padding.
         generated: the tokens generated so far, per row; these lists grow from step to step.
         budget: how many draft tokens each row can still use; 0 for a row that takes no part in this step.
+        ended: the rows that will never take part again.
         verifier: what will judge the guesses: its `sample_draft` draws tokens in the way that it accepts most of, its
             `wants_q` says whether they should carry their probabilities. None inside Transformers' own loop.
         target: the target as the loop sees it; None inside Transformers' own loop.
@@ -46,6 +48,7 @@ class DraftContext:
     prompts: list[list[int]]
     generated: list[list[int]]
     budget: list[int] = field(default_factory=list)
+    ended: Collection[int] = ()
     verifier: Verifier | None = None
     target: Target | None = None
     policy: Policy | None = None

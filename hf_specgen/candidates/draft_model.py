@@ -8,6 +8,7 @@ Source: Leviathan et al., "Fast Inference from Transformers via Speculative Deco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -110,13 +111,14 @@ class _DraftModelDrafter(ChainDrafter):
         self._draft = Target(draft, input_ids, GenerationConfig(), arguments)
         self._has_read_prompt = False
         self._read = [0] * len(context.prompts)
+        self._reads = [True] * len(context.prompts)
 
     def room(self, row: int) -> int:
         """How much the draft's own positions leave for a draft."""
         return max(0, self._table - len(self.context.prompts[row]) - len(self.context.generated[row]))
 
     def first_scores(self) -> torch.Tensor:
-        """Read what was generated since the last draft; a row that the draft has no positions for is left as it is.
+        """Read what was generated since the last draft, in the rows that draft now and that positions are left for.
 
         The prompt is read before the first draft: a call that never drafts does not pay for it.
         """
@@ -125,21 +127,26 @@ class _DraftModelDrafter(ChainDrafter):
             self._has_read_prompt = True
             if not any(self.context.generated):
                 return logits[:, -1]
-        texts = enumerate(zip(self.context.generated, self._read, strict=True))
-        unread = [self._known((self.room(row) and text[read:]) or text[-1:]) for row, (text, read) in texts]
+        rows = range(len(self._read))
+        self._draft.drop_rows([row not in self.context.ended for row in rows])
+        self._reads = [self.context.budget[row] > 0 and self.room(row) > 0 for row in rows]
+        texts = zip(self.context.generated, self._read, self._reads, strict=True)
+        unread = [self._known(text[read:] if reads else text[-1:]) for text, read, reads in texts]
         tree = DraftTree.chains([tokens[1:] for tokens in unread])
-        reads = [self.room(row) > 0 for row in range(len(unread))]
-        logits = self._draft.forward(tree, [tokens[0] for tokens in unread], reads)
-        self._draft.commit([list(range(len(new) - 1)) if reads[row] else None for row, new in enumerate(unread)])
+        logits = self._draft.forward(tree, [tokens[0] for tokens in unread], self._reads)
+        self._keep([list(range(len(tokens) - 1)) for tokens in unread], self._reads)
         last = torch.tensor([len(tokens) - 1 for tokens in unread], device=logits.device)
         return logits[torch.arange(len(unread), device=logits.device), last]
 
     def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
         """Read the last guess of each row."""
-        reads = [self.drafted < self.room(row) for row in range(len(tokens))]
+        reads = [read and self.drafted < self.room(row) for row, read in enumerate(self._reads)]
         logits = self._draft.forward(DraftTree.empty(len(tokens)), tokens, reads)
-        self._draft.commit([[] if row_reads else None for row_reads in reads])
+        self._keep([[]] * len(tokens), reads)
         return logits[:, -1]
+
+    def _keep(self, paths: Sequence[list[int]], reads: list[bool]) -> None:
+        self._draft.commit([path if keeps else None for path, keeps in zip(paths, reads, strict=True)])
 
     def _known(self, tokens: list[int]) -> list[int]:
         """A token from the padding of a larger target's table cannot be read; what stands for it is only a guess."""
@@ -150,7 +157,7 @@ class _DraftModelDrafter(ChainDrafter):
         if self.drafted == 0:
             return
         for row, path in enumerate(verdict.paths):
-            if path is not None:
+            if path is not None and self._reads[row]:
                 before = len(self.context.generated[row]) - len(verdict.tokens[row])
                 read = before + min(len(path), self.drafted - 1)
                 self._read[row] = min(read, self._table - len(self.context.prompts[row]) - 1)
