@@ -1,20 +1,23 @@
 """Never slower, and close to hindsight: `k="auto"` against plain `generate` and against every fixed k, cell by cell.
 
 A cell is a target, a domain, a batch size, a temperature and a strategy. In each, plain `generate`, fixed depths and
-`k="auto"` take turns on the same prompts. Cells are kept in a journal as they are finished, so the section can be run
-in pieces (see `MINUTES`) and goes on where it was left:
+`k="auto"` take turns on the same prompts. Cells are measured in an order drawn by lot, so that those that are there
+stand for all, and kept in a journal as they are finished: the section can be run in pieces and goes on where it was
+left.
 
     python -m benchmarks.core adaptive                         # until all cells are there
     MINUTES=10 python -m benchmarks.core adaptive              # ten minutes of it
-    CELLS=embedded/edit,wide python -m benchmarks.core adaptive     # those whose name begins so
+    CELLS='embedded/edit,*/draft' python -m benchmarks.core adaptive     # those whose name begins so
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
@@ -37,7 +40,9 @@ BATCHES, TEMPERATURES, HOT = (1, 4, 16), (0.0, 1.0), 1.3
 # Depths; for Medusa the nodes of its tree.
 FIXED = {"ngram": (2, 5, 10, 16), "draft": (1, 2, 4, 8), "medusa": (3, 8, 20), "wrong": (5,), "choice": (2, 5, 8)}
 AUTO: Final = "auto"
-NEW_TOKENS = 128
+CALLS = {1: 4, 4: 2, 16: 1}
+"""By batch: prompts for so many calls."""
+NEW_TOKENS = {"embedded": 128, "wide": 64}
 NEVER_SLOWER, CLOSE = 0.97, 0.93
 """Of plain `generate`, and of the best fixed k of each cell: what auto is held to."""
 
@@ -68,13 +73,15 @@ def cells() -> Iterator[Cell]:
 
 def adaptive(repeats: int, quick: bool) -> Rows:
     """Measure the cells that the journal lacks, then tabulate all that it has."""
-    beginnings = tuple(os.environ.get("CELLS", "").split(","))
-    wanted = [cell for cell in cells() if cell.name.startswith(beginnings)]
+    beginnings = os.environ.get("CELLS", "").split(",")
+    wanted = [cell for cell in cells() if any(fnmatchcase(cell.name, f"{begins}*") for begins in beginnings)]
     if quick:
         wanted = [cell for cell in wanted if cell.target == "embedded" and cell.batch == 1 and cell.domain == "edit"]
     known = _journal(repeats, quick)
     until = monotonic() + 60 * float(os.environ.get("MINUTES", "inf"))
-    for cell in track([cell for cell in wanted if cell.name not in known], "cells"):
+    missing = [cell for cell in wanted if cell.name not in known]
+    random.Random(0).shuffle(missing)
+    for cell in track(missing, "cells"):
         if monotonic() > until:
             break
         known[cell.name] = measure(cell, repeats, quick)
@@ -93,10 +100,10 @@ Sides = dict[str, list[tuple[float, float]]]
 def measure(cell: Cell, repeats: int, quick: bool) -> Sides:
     """Let all sides take turns in a cell."""
     model, tokenizer = _target(cell.target)
-    settings = DemoSettings(prompts_per_domain=2 if quick else max(4, cell.batch))
-    prompts = domain_prompts(settings)[cell.domain]
-    prompts = (prompts * cell.batch)[: max(len(prompts), cell.batch)]
-    generation: dict[str, Any] = {"max_new_tokens": 32 if quick else NEW_TOKENS, "do_sample": False}
+    wanted = 2 if quick else CALLS[cell.batch] * cell.batch
+    prompts = domain_prompts(DemoSettings(prompts_per_domain=wanted))[cell.domain]
+    prompts = (prompts * wanted)[: max(wanted, cell.batch)]
+    generation: dict[str, Any] = {"max_new_tokens": 32 if quick else NEW_TOKENS[cell.target], "do_sample": False}
     if cell.temperature:
         generation |= {"do_sample": True, "temperature": cell.temperature, "top_k": 0}
     sides = contenders(cell.strategy)
@@ -204,7 +211,7 @@ def _journal(repeats: int, quick: bool) -> dict[str, Sides]:
     return {e["cell"]: e["sides"] for e in entries if (e["repeats"], e["quick"]) == (repeats, quick)}
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model, tokenizer = load(DemoSettings(dtype="bfloat16" if name == "wide" else "float32"))
     return (widen(model, WIDE) if name == "wide" else model), tokenizer
