@@ -1,7 +1,8 @@
 """Never slower, and close to hindsight: `k="auto"` against plain `generate` and against every fixed k, cell by cell.
 
 A cell is a target, a domain, a batch size, a temperature and a strategy. In each, plain `generate`, fixed depths and
-`k="auto"` take turns on the same prompts. Cells are measured in an order drawn by lot, so that those that are there
+`k="auto"` take turns on the same prompts, and plain `generate` a second time: how far it seems from itself says how
+far any figure of the cell may be off. Cells are measured in an order drawn by lot, so that those that are there
 stand for all, and kept in a journal as they are finished: the section can be run in pieces and goes on where it was
 left.
 
@@ -40,6 +41,7 @@ BATCHES, TEMPERATURES, HOT = (1, 4, 16), (0.0, 1.0), 1.3
 # Depths; for Medusa the nodes of its tree.
 FIXED = {"ngram": (2, 5, 10, 16), "draft": (1, 2, 4, 8), "medusa": (3, 8, 20), "wrong": (5,), "choice": (2, 5, 8)}
 AUTO: Final = "auto"
+AGAIN = Contender("plain again", dict)
 CALLS = {1: 4, 4: 2, 16: 1}
 """By batch: prompts for so many calls."""
 NEW_TOKENS = {"embedded": 128, "wide": 64}
@@ -119,10 +121,14 @@ def measure(cell: Cell, repeats: int, quick: bool) -> Sides:
 
 
 def contenders(strategy: str) -> list[Contender]:
-    """Plain, every fixed k, and auto."""
+    """Plain, twice, every fixed k, and auto."""
     depths: Sequence[int | str] = (*FIXED[strategy], AUTO)
     made = {str(k): _strategy(strategy, k) for k in depths}
-    return [PLAIN, *(Contender(k, partial(dict, candidate_generator=candidates)) for k, candidates in made.items())]
+    return [
+        PLAIN,
+        AGAIN,
+        *(Contender(k, partial(dict, candidate_generator=candidates)) for k, candidates in made.items()),
+    ]
 
 
 def _strategy(name: str, k: Any) -> Candidates:
@@ -142,7 +148,7 @@ def _strategy(name: str, k: Any) -> Candidates:
 
 def summary(cell: Cell, sides: Sides) -> dict[str, Any]:
     """Auto over plain and over the best fixed k of the cell, known only afterwards; plain counts as k = 0."""
-    fixed = [name for name in sides if name != AUTO]
+    fixed = [name for name in sides if name not in (AUTO, AGAIN.name)]
     best = max(fixed, key=lambda name: _rate(sides[name]))
     over_plain, over_best = _interval(sides[AUTO], sides[PLAIN.name]), _interval(sides[AUTO], sides[best])
     return {
@@ -150,6 +156,7 @@ def summary(cell: Cell, sides: Sides) -> dict[str, Any]:
         "auto/plain": over_plain.value,
         "lowest": over_plain.low,
         "highest": over_plain.high,
+        "again/plain": _interval(sides[AGAIN.name], sides[PLAIN.name]).value,
         "best fixed": best,
         "auto/best": over_best.value,
         "best lowest": over_best.low,
@@ -160,15 +167,15 @@ def summary(cell: Cell, sides: Sides) -> dict[str, Any]:
 def together(measured: dict[Cell, Sides]) -> Rows:
     """Over all cells of a strategy: auto against the single k that would have been best for all of them.
 
-    A cell counts by its time per token, so every cell weighs the same. Besides, the slowest cell, and in how many auto
-    is as fast as it is meant to be.
+    A cell counts by its time per token, so every cell weighs the same. Besides, the slowest cell; in how many auto is
+    as fast as it is meant to be; and in how many plain `generate` is as fast as itself.
     """
     rows: Rows = []
     for strategy in FIXED:
         chosen = [sides for cell, sides in measured.items() if cell.strategy == strategy]
         if not chosen:
             continue
-        names = [name for name in chosen[0] if name != AUTO]
+        names = [name for name in chosen[0] if name not in (AUTO, AGAIN.name)]
 
         def seconds_per_token(name: str, chosen: list[Sides] = chosen) -> float:
             """Relative to plain, the mean over cells."""
@@ -181,13 +188,18 @@ def together(measured: dict[Cell, Sides]) -> Rows:
                 "cell": f"all {len(chosen)} of {strategy}",
                 "auto/plain": 1 / seconds_per_token(AUTO),
                 "slowest": min(row["auto/plain"] for row in each),
-                f"{NEVER_SLOWER} of plain": f"{sum(row['auto/plain'] >= NEVER_SLOWER for row in each)} of {len(each)}",
+                f"{NEVER_SLOWER} of plain": _share(each, "auto/plain", NEVER_SLOWER),
+                "plain again": _share(each, "again/plain", NEVER_SLOWER),
                 "best fixed": best,
                 "auto/best": seconds_per_token(best) / seconds_per_token(AUTO),
-                f"{CLOSE} of best": f"{sum(row['auto/best'] >= CLOSE for row in each)} of {len(each)}",
+                f"{CLOSE} of best": _share(each, "auto/best", CLOSE),
             }
         )
     return rows
+
+
+def _share(rows: Rows, figure: str, least: float) -> str:
+    return f"{sum(row[figure] >= least for row in rows)} of {len(rows)}"
 
 
 def _interval(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> Interval:

@@ -18,6 +18,7 @@ from benchmarks.common import PEERS, PLAIN, WIDE, Rows, spread
 from benchmarks.throughput import domain_totals
 from benchmarks.widen import widen
 from hf_specgen import AutoCandidates, MedusaCandidates, NgramCandidates
+from hf_specgen.adaptive import Fixed
 from hf_specgen.demo import DOMAINS, EMBEDDED_HEADS, DemoSettings, load
 from hf_specgen.heads import load_medusa
 from hf_specgen.heads.anatomy import decoder
@@ -58,7 +59,7 @@ def _contenders(model: PreTrainedModel) -> list[Contender]:
     heads = load_medusa(EMBEDDED_HEADS, model)
     heads.config.cost = asdict(measure_cost(model))
     sides = {
-        "Medusa": MedusaCandidates(heads),
+        "Medusa": MedusaCandidates(heads, policy=Fixed()),
         "n-grams or Medusa": AutoCandidates([NgramCandidates(k=16), MedusaCandidates(heads)]),
     }
     ours = [Contender(name, partial(dict, candidate_generator=candidates)) for name, candidates in sides.items()]

@@ -20,8 +20,8 @@ class WrongCandidates(Candidates):
 
     cheap = True
 
-    def __init__(self, k: Depth = None, *, policy: Policy | None = None, token: int = 0):
-        self._set_depth(k, policy, default=5, auto=16)
+    def __init__(self, k: Depth = "auto", *, policy: Policy | None = None, token: int = 0):
+        self._set_depth(k, policy, greatest=16)
         self.token = token
 
     def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:

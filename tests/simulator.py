@@ -47,6 +47,7 @@ class Simulation:
         self.lengths, self.noise, self.seed, self.cheap = lengths, noise, seed, cheap
         self.reading = 0.0
         """Seconds in which a draft reads a token of the prompt or of plain steps."""
+        self.temperature = 0.0
         self.depths: list[list[int]] = []
         self.model: Any = None
 
@@ -61,6 +62,7 @@ class Simulation:
             [PROMPT] * self.rows,
             [1] * self.rows,
             statistics,
+            temperature=self.temperature,
             model=self.model,
             cheap=self.cheap,
         )

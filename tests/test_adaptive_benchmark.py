@@ -15,19 +15,20 @@ def test_the_summary_counts_sums_over_sums() -> None:
     cell = adaptive.Cell("embedded", "edit", 1, 0.0, "ngram")
     sides = {
         "plain": [(10.0, 1.0), (30.0, 3.0)],
+        "plain again": [(10.0, 1.0), (30.0, 3.0)],
         "2": [(10.0, 0.5), (30.0, 1.5)],
         "5": [(10.0, 0.8), (30.0, 2.4)],
         "auto": [(10.0, 0.5), (30.0, 2.0)],
     }
     row = adaptive.summary(cell, sides)
-    assert row["best fixed"] == "2"
+    assert row["best fixed"] == "2" and row["again/plain"] == 1
     assert row["auto/plain"] == pytest.approx(40 / 2.5 / 10) and row["auto/best"] == pytest.approx(2.0 / 2.5)
     assert row["lowest"] <= row["auto/plain"] <= row["highest"]
 
 
 def test_one_k_for_all_cells_loses_where_cells_differ() -> None:
     """Each k is best somewhere; auto is as good as the better one in both, and so better than either over all."""
-    calls = {name: {"plain": [(10.0, 1.0)]} for name in "ab"}
+    calls = {name: {"plain": [(10.0, 1.0)], "plain again": [(10.0, 1.0)]} for name in "ab"}
     calls["a"] |= {"2": [(10.0, 0.5)], "16": [(10.0, 1.5)], "auto": [(10.0, 0.5)]}
     calls["b"] |= {"2": [(10.0, 0.8)], "16": [(10.0, 0.2)], "auto": [(10.0, 0.2)]}
     cells = [adaptive.Cell("embedded", domain, 1, 0.0, "ngram") for domain in ("edit", "prose")]
@@ -48,7 +49,7 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch) -> None:
 
     def measure(cell, repeats, quick):
         asked.append(cell.name)
-        return {name: [(10.0, 1.0)] for name in ("plain", "5", "auto")}
+        return {name: [(10.0, 1.0)] for name in ("plain", "plain again", "5", "auto")}
 
     monkeypatch.setattr(adaptive, "measure", measure)
     monkeypatch.setenv("MINUTES", "0")
@@ -66,7 +67,7 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch) -> None:
 def test_measured_for_real(monkeypatch) -> None:
     cell = adaptive.Cell("embedded", "edit", 1, 0.0, "wrong")
     sides = adaptive.measure(cell, 1, True)
-    assert set(sides) == {"plain", "5", "auto"} and all(len(calls) == 2 for calls in sides.values())
+    assert set(sides) == {"plain", "plain again", "5", "auto"} and all(len(calls) == 2 for calls in sides.values())
     assert all(tokens > 0 and seconds > 0 for calls in sides.values() for tokens, seconds in calls)
 
 

@@ -15,6 +15,7 @@ from hf_specgen import (
     Controller,
     DraftModelCandidates,
     LayerSkipCandidates,
+    MedusaCandidates,
     MovingWindow,
     NgramCandidates,
     Policy,
@@ -23,6 +24,7 @@ from hf_specgen import (
 from hf_specgen.adaptive import Fixed, OffAbove, OffForShort, StepCosts
 from hf_specgen.cost import CostCurve
 from tests.helpers import Oracle, prompts, tiny_model
+from tests.medusa_helpers import random_heads
 from tests.test_drafting_networks import END, SAMPLING, both, unsure_draft
 
 FREE = CostCurve((1, 32), (0.010, 0.0101), 256, 1)
@@ -263,8 +265,12 @@ def test_repeatable_with_given_costs() -> None:
     assert counts[0] == counts[1]
 
 
-def test_default_is_opt_in() -> None:
-    assert isinstance(NgramCandidates().policy, Fixed) and isinstance(NgramCandidates(k="auto").policy, Controller)
-    assert NgramCandidates().k == 5 and NgramCandidates(k="auto").k == 16
+def test_auto_is_the_default() -> None:
+    heads = random_heads(tiny_model("llama"))
+    for made in (NgramCandidates(), DraftModelCandidates("draft"), LayerSkipCandidates(1), MedusaCandidates(heads)):
+        assert isinstance(made.policy, Controller)
+    for fixed in (NgramCandidates(k=5), MedusaCandidates(heads, tree=8), NgramCandidates(policy=Fixed())):
+        assert isinstance(fixed.policy, Fixed)
+    assert NgramCandidates().k == NgramCandidates(k="auto").k == 16
     with pytest.raises(ValueError, match=r'k must be at least 1, got .many.; or give "auto"'):
         NgramCandidates(k="many")  # type: ignore[arg-type]

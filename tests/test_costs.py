@@ -153,6 +153,21 @@ def test_what_was_accepted_is_remembered() -> None:
             assert tries[1][:4] == [0] * 4 and sum(map(bool, tries[1])) <= sum(map(bool, tries[0]))
 
 
+def test_another_temperature_begins_with_what_is_known_of_the_nearest() -> None:
+    """Always wrong at 0.0 and right at 1.0: the first draft at 1.2 is a deep one, that at 0.1 is none."""
+    model = Model()
+
+    def first_depth(alpha: float, temperature: float) -> int:
+        simulation = Simulation(lambda *_: alpha, FLAT, seed=1)
+        simulation.model, simulation.temperature = model, temperature
+        simulation.run(Controller(), 60)
+        return simulation.depths[0][0]
+
+    first_depth(0.0, 0.0)
+    first_depth(0.95, 1.0)
+    assert first_depth(0.95, 1.2) > 8 and first_depth(0.0, 0.1) == 0
+
+
 def test_trees_are_as_large_as_steps_are_cheap() -> None:
     """`StepCost` decides, not the curve of the day the heads were tuned."""
     plan = ConfidentTree(Acceptance.untuned(4))

@@ -238,7 +238,7 @@ def test_an_exception_while_drafting_leaves_the_model_as_it_was() -> None:
 
 def test_two_calls_are_alike() -> None:
     model = tiny_model("llama")
-    for candidates in (DraftModelCandidates(unsure_draft(model), k=3), LayerSkipCandidates(2)):
+    for candidates in (DraftModelCandidates(unsure_draft(model), k=3), LayerSkipCandidates(2, k=4)):
         first = model.generate(**prompts(2), max_new_tokens=20, candidate_generator=candidates)
         steps = candidates.speculation.steps
         assert torch.equal(first, model.generate(**prompts(2), max_new_tokens=20, candidate_generator=candidates))

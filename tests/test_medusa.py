@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper
 
-from hf_specgen import AutoCandidates, Controller, MedusaCandidates, NgramCandidates, Schedule
+from hf_specgen import AutoCandidates, MedusaCandidates, NgramCandidates, Schedule
+from hf_specgen.adaptive import Fixed
 from hf_specgen.candidates.rank_tree import RankTree
 from hf_specgen.candidates.tree_plan import ConfidentTree
 from hf_specgen.cost import CostCurve
@@ -47,7 +48,8 @@ def test_random_heads_on_every_architecture(architecture: str) -> None:
     model = tiny_model(architecture)
     for heads in (random_heads(model), random_heads(model, num_layers=2, reads_token=True)):
         for batch, sampling in ((1, "greedy"), (3, "sampled"), (1, "sampled"), (3, "greedy")):
-            plain, ours = both(model, prompts(batch), MedusaCandidates(heads), max_new_tokens=16, **SAMPLING[sampling])
+            candidates = MedusaCandidates(heads, policy=Fixed())
+            plain, ours = both(model, prompts(batch), candidates, max_new_tokens=16, **SAMPLING[sampling])
             assert torch.equal(plain, ours.sequences), (batch, sampling)
             assert ours.speculation.drafted > 0
 
@@ -58,7 +60,8 @@ def test_every_tree_with_heads_that_know_something(tree: str, batch: int) -> Non
     model = tiny_model("llama")
     heads = fitted_heads(model, prompts(batch))
     for sampling in SAMPLING.values():
-        plain, ours = both(model, prompts(batch), MedusaCandidates(heads, TREES[tree]), max_new_tokens=30, **sampling)
+        candidates = MedusaCandidates(heads, TREES[tree], policy=Fixed())
+        plain, ours = both(model, prompts(batch), candidates, max_new_tokens=30, **sampling)
         assert torch.equal(plain, ours.sequences)
         assert ours.speculation.accepted > 0
         assert sampling == {} or ours.speculation.accepted < ours.speculation.drafted
@@ -88,7 +91,8 @@ def test_with_n_grams_and_a_policy(batch: int) -> None:
     mixes = (
         AutoCandidates([NgramCandidates(k=4), MedusaCandidates(heads)]),
         MedusaCandidates(heads, policy=Schedule({1: 2, 2: 1})),
-        MedusaCandidates(heads, policy=Controller()),
+        MedusaCandidates(heads),
+        MedusaCandidates(heads, policy=Fixed()),
     )
     for candidates in mixes:
         for sampling in SAMPLING.values():

@@ -16,7 +16,7 @@ from hf_specgen.statistics import RowStep
 
 PRIOR, FADE, LEAN = 0.7, 0.95, 2.0
 REMEMBERED = 8.0
-"""As many trials does weigh what was accepted in the call before."""
+"""As many trials does weigh what was accepted in the call before; half of them if that had another temperature."""
 USUALLY_WRONG = 0.2
 OFTEN_WITHOUT_DRAFT = 0.9
 SLOW_START, AFFORDABLE = 3, 1.4
@@ -79,21 +79,24 @@ class Controller(Policy):
         self._by_nodes: Array | None = None
         self._seconds, self._asking = [1.0] * (self._k + 1), 0.0
         self._always_full, self._something_accepted, self._hopeful = not state.cheap, False, True
-        self._remember(f"{state.strategy} at {state.temperature}")
+        self._remember(state.strategy, state.temperature)
 
-    def _remember(self, strategy: str) -> None:
+    def _remember(self, strategy: str, temperature: float) -> None:
         """Begin with what was accepted in the call before, and leave word for the next."""
-        if self._costs.memory is None:
+        memory = self._costs.memory
+        if memory is None:
             return
-        counts = self._costs.memory.counts
-        if strategy in counts:
-            gained, drafted = (chances.counts() for chances in counts[strategy][:2])
-            self._gained.begin_with(gained, REMEMBERED)
-            self._drafted.begin_with(drafted, REMEMBERED)
+        nearest = memory.nearest_temperature(strategy, temperature)
+        if nearest is not None:
+            *chances, probes = memory.counts[strategy, nearest]
+            gained, drafted = (chance.counts() for chance in chances)
+            trials = REMEMBERED if nearest == temperature else REMEMBERED / 2
+            self._gained.begin_with(gained, trials)
+            self._drafted.begin_with(drafted, trials)
             self._something_accepted = gained[1][0] > USUALLY_WRONG * gained[0][0]
             self._always_full = self._always_full and drafted[0] == drafted[1]
-            self._probes = Probes(counts[strategy][2].earned)
-        counts[strategy] = self._gained, self._drafted, self._probes
+            self._probes = Probes(probes.earned if nearest == temperature else 0.0)
+        memory.counts[strategy, temperature] = self._gained, self._drafted, self._probes
 
     def depths(self, state: State) -> list[int]:
         plan = self.plan(state)

@@ -153,8 +153,13 @@ class Memory:
         self._drafts: dict[tuple[str, int], DraftTimes] = {}
         self.prices: dict[tuple[Place, int, str], Any] = {}
         """By place, rows and strategy the `Prices` that were looked up last."""
-        self.counts: dict[str, tuple[Any, Any, Any]] = {}
+        self.counts: dict[tuple[str, float], tuple[Any, Any, Any]] = {}
         """By strategy and temperature the `Chances` of the last call, gained and drafted, and its `Probes`."""
+
+    def nearest_temperature(self, strategy: str, temperature: float) -> float | None:
+        """Of those that the strategy was used at."""
+        known = [other for name, other in self.counts if name == strategy]
+        return min(known, key=lambda other: abs(other - temperature), default=None)
 
     def target(self, place: Place) -> TargetTimes:
         if place not in self._targets:

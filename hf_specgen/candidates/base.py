@@ -18,9 +18,7 @@ from hf_specgen.adaptive.controller import Controller
 from hf_specgen.adaptive.policy import Fixed, Policy
 from hf_specgen.tree import DraftTree
 
-AUTO_BY_DEFAULT = False
-"""Whether a strategy that is given no k takes `k="auto"`."""
-Depth = int | Literal["auto"] | None
+Depth = int | Literal["auto"]
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -112,27 +110,24 @@ class Candidates(CandidateGenerator, ABC):
 
         return Target(model, input_ids, generation_config, model_kwargs)
 
-    def _set_depth(self, k: Depth, policy: Policy | None, default: int, auto: int) -> None:
+    def _set_depth(self, k: Depth, policy: Policy | None, greatest: int) -> None:
         """Take the arguments `k` and `policy` of a strategy.
 
         Args:
             k: greatest depth; "auto" for the greatest that makes sense, with a `Controller`.
             policy: of the user; None for the one that belongs to k.
-            default: the depth for k=None.
-            auto: the depth for k="auto".
+            greatest: the greatest that makes sense.
 
         Raises:
             ValueError: if k is neither.
             TypeError: if the policy is none.
         """
-        if k is None:
-            k = "auto" if AUTO_BY_DEFAULT else default
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
         if k != "auto" and (not isinstance(k, int) or k < 1):
             raise ValueError(f'k must be at least 1, got {k!r}; or give "auto"')
         self.policy = policy or (Controller() if k == "auto" else Fixed())
-        self.k = auto if k == "auto" else k
+        self.k = greatest if k == "auto" else k
 
     def _show_policy(self) -> str:
         """The end of a strategy's repr: its policy, unless that is a fixed depth."""

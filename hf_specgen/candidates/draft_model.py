@@ -29,7 +29,7 @@ class DraftModelCandidates(Candidates):
 
     Args:
         model_or_id: a loaded model, a Hub id or a folder.
-        k: greatest length of a draft, in tokens; 5 if left out, "auto" for as many as pay.
+        k: greatest length of a draft, in tokens; "auto" for as many as pay.
         confidence_threshold: stop a row's draft behind a token whose probability is below this; 0 never stops.
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
             checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
@@ -48,7 +48,7 @@ class DraftModelCandidates(Candidates):
     def __init__(
         self,
         model_or_id: PreTrainedModel | str,
-        k: Depth = None,
+        k: Depth = "auto",
         *,
         confidence_threshold: float = 0.0,
         dtype: torch.dtype | str = "auto",
@@ -56,7 +56,7 @@ class DraftModelCandidates(Candidates):
         quantization_config: Any = None,
         policy: Policy | None = None,
     ):
-        self._set_depth(k, policy, default=5, auto=8)
+        self._set_depth(k, policy, greatest=8)
         if not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold}")
         loaded = not isinstance(model_or_id, str)

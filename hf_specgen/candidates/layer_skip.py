@@ -26,7 +26,7 @@ class LayerSkipCandidates(Candidates):
 
     Args:
         exit_layer: how many layers draft.
-        k: greatest length of a draft, in tokens; 4 if left out, "auto" for as many as pay.
+        k: greatest length of a draft, in tokens; "auto" for as many as pay.
         adapter: folder or Hub id of a trained exit adapter, or a module that turns states into logits.
         policy: how much of k is used, step by step; see `hf_specgen.adaptive`.
 
@@ -35,19 +35,19 @@ class LayerSkipCandidates(Candidates):
             made for another model.
 
     Example:
-        >>> LayerSkipCandidates(exit_layer=4)
-        LayerSkipCandidates(exit_layer=4, k=4, adapter=None)
+        >>> LayerSkipCandidates(exit_layer=4, k=2)
+        LayerSkipCandidates(exit_layer=4, k=2, adapter=None)
     """
 
     def __init__(
         self,
         exit_layer: int,
-        k: Depth = None,
+        k: Depth = "auto",
         adapter: str | nn.Module | None = None,
         *,
         policy: Policy | None = None,
     ):
-        self._set_depth(k, policy, default=4, auto=8)
+        self._set_depth(k, policy, greatest=8)
         self.exit_layer, self.adapter = exit_layer, adapter
         self._head = adapter if isinstance(adapter, nn.Module) else None
 

@@ -47,8 +47,8 @@ class MedusaCandidates(Candidates):
             number is how many guesses to verify at each step. A list of paths such as `[[0], [0, 0], [1]]` is a fixed
             tree: each path names the rank of a guess of head 0, then of head 1, and so on.
         lora: the `PeftModel` of deltas on the output matrix, for heads that are given loaded and were trained so.
-        policy: how deep the tree may be, step by step; see `hf_specgen.adaptive`. With a `Controller` the trees of
-            "auto" are sized by what steps cost here and now, and none is made where none pays.
+        policy: how deep the tree may be, step by step; see `hf_specgen.adaptive`. With a `Controller`, as "auto" has
+            one, trees are sized by what steps cost here and now, and none is made where none pays.
 
     Raises:
         ValueError: for something that is no tree; at the first call, if the heads were made for another target.
@@ -74,7 +74,7 @@ class MedusaCandidates(Candidates):
         self._heads = None if named else cast(MedusaHeads, heads)
         self._name = str(heads if self._heads is None else self._heads.name_or_path)
         most = MOST_HEADS if self._heads is None else self._heads.config.num_heads
-        self._set_depth(most, policy, default=most, auto=most)
+        self._set_depth("auto" if tree == "auto" else most, policy, greatest=most)
         self._lora = lora
         self._attached: tuple[Any, MedusaReader, TreePlan] | None = None
 

@@ -71,9 +71,9 @@ class NgramCandidates(Candidates):
     Costs no model and no training. Pays where output repeats input: editing, summaries, retrieval, code, JSON.
 
     Args:
-        k: greatest length of a draft, in tokens; 5 if left out, "auto" for as many as pay. A single branch is followed
-            only as far as the evidence goes: a match of one token for as long as another occurrence agrees, every
-            further matched token buys 4 tokens more.
+        k: greatest length of a draft, in tokens; "auto" for as many as pay. A single branch is followed only as far as
+            the evidence goes: a match of one token for as long as another occurrence agrees, every further matched
+            token buys 4 tokens more.
         min_ngram: length of the shortest match that is considered.
         max_ngram: length of the longest match that is told apart from a shorter one.
         branches: how many different continuations are verified at once, as a tree, each with its full length k. Worth
@@ -93,7 +93,7 @@ class NgramCandidates(Candidates):
 
     def __init__(
         self,
-        k: Depth = None,
+        k: Depth = "auto",
         *,
         min_ngram: int = 1,
         max_ngram: int = 8,
@@ -101,7 +101,7 @@ class NgramCandidates(Candidates):
         history: NgramHistory | None = None,
         policy: Policy | None = None,
     ):
-        self._set_depth(k, policy, default=5, auto=16)
+        self._set_depth(k, policy, greatest=16)
         for name, value in (("min_ngram", min_ngram), ("branches", branches)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
