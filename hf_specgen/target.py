@@ -187,12 +187,14 @@ class Target:
         self.cache.set_lengths([first + n for first, n in zip(self._prompt_slots, kept, strict=True)])
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
-        """Compute no longer what is no longer needed: take rows out of the batch, once a quarter of them has ended.
+        """Compute no longer what is no longer needed: take rows out of the batch, once enough of them have ended.
 
-        Their part of the cache is lost.
+        That is a quarter of them, or half of the last four: three rows are not read faster than four. Their part of the
+        cache is lost.
         """
         places = [place for place, row in enumerate(self._present) if needed[row]]
-        if not places or len(self._present) - len(places) < max(1, len(self._present) // 4):
+        rows, ended = len(self._present), len(self._present) - len(places)
+        if not places or ended < (rows / 4 if rows > 4 else rows / 2):
             return
         self._present = [self._present[place] for place in places]
         self._offsets = tuple(self._offsets[place] for place in places)

@@ -92,7 +92,7 @@ def _run(settings: DoctorSettings, target: Blueprint, report: Report) -> None:
 
 def _codes(settings: DoctorSettings) -> dict[str, str]:
     """How each strategy is written, the cheapest first."""
-    ngram, draft = 'NgramCandidates(k="auto")', f'DraftModelCandidates("{settings.draft}", k="auto")'
+    ngram, draft = "NgramCandidates()", f'DraftModelCandidates("{settings.draft}")'
     codes = {"n-grams": ngram}
     if settings.draft:
         codes |= {"draft model": draft, "n-grams, draft model": f"AutoCandidates([{ngram}, {draft}])"}

@@ -38,11 +38,11 @@ class Trial:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, padding_side="left")
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.strategies: dict[str, Candidates] = {"n-grams": NgramCandidates(k="auto")}
+        self.strategies: dict[str, Candidates] = {"n-grams": NgramCandidates()}
         if draft:
-            network = DraftModelCandidates(draft, k="auto", dtype=dtype)
+            network = DraftModelCandidates(draft, dtype=dtype)
             self.strategies["draft model"] = network
-            self.strategies["n-grams, draft model"] = AutoCandidates([NgramCandidates(k="auto"), network])
+            self.strategies["n-grams, draft model"] = AutoCandidates([NgramCandidates(), network])
         self.batch = batch
 
     def costs(self) -> CostCurve:
