@@ -147,16 +147,21 @@ def _strategy(name: str, k: Any) -> Candidates:
 
 
 def summary(cell: Cell, sides: Sides) -> dict[str, Any]:
-    """Auto over plain and over the best fixed k of the cell, known only afterwards; plain counts as k = 0."""
+    """Auto over plain and over the best fixed k of the cell, known only afterwards; plain counts as k = 0.
+
+    *later calls* is auto over plain without the first call of the cell, in which another kind of text is forgotten.
+    """
     fixed = [name for name in sides if name not in (AUTO, AGAIN.name)]
     best = max(fixed, key=lambda name: _rate(sides[name]))
     over_plain, over_best = _interval(sides[AUTO], sides[PLAIN.name]), _interval(sides[AUTO], sides[best])
+    later, later_plain = sides[AUTO][1:], sides[PLAIN.name][1:]
     return {
         "cell": cell.name,
         "auto/plain": over_plain.value,
         "lowest": over_plain.low,
         "highest": over_plain.high,
         "again/plain": _interval(sides[AGAIN.name], sides[PLAIN.name]).value,
+        "later calls": _rate(later) / _rate(later_plain) if later else "",
         "best fixed": best,
         "auto/best": over_best.value,
         "best lowest": over_best.low,
@@ -189,6 +194,7 @@ def together(measured: dict[Cell, Sides]) -> Rows:
                 "auto/plain": 1 / seconds_per_token(AUTO),
                 "slowest": min(row["auto/plain"] for row in each),
                 f"{NEVER_SLOWER} of plain": _share(each, "auto/plain", NEVER_SLOWER),
+                "later calls": _share(each, "later calls", NEVER_SLOWER),
                 "plain again": _share(each, "again/plain", NEVER_SLOWER),
                 "best fixed": best,
                 "auto/best": seconds_per_token(best) / seconds_per_token(AUTO),
@@ -199,7 +205,8 @@ def together(measured: dict[Cell, Sides]) -> Rows:
 
 
 def _share(rows: Rows, figure: str, least: float) -> str:
-    return f"{sum(row[figure] >= least for row in rows)} of {len(rows)}"
+    figures = [row[figure] for row in rows if row[figure] != ""]
+    return f"{sum(value >= least for value in figures)} of {len(figures)}"
 
 
 def _interval(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> Interval:

@@ -21,7 +21,7 @@ def test_the_summary_counts_sums_over_sums() -> None:
         "auto": [(10.0, 0.5), (30.0, 2.0)],
     }
     row = adaptive.summary(cell, sides)
-    assert row["best fixed"] == "2" and row["again/plain"] == 1
+    assert row["best fixed"] == "2" and row["again/plain"] == 1 and row["later calls"] == pytest.approx(1.5)
     assert row["auto/plain"] == pytest.approx(40 / 2.5 / 10) and row["auto/best"] == pytest.approx(2.0 / 2.5)
     assert row["lowest"] <= row["auto/plain"] <= row["highest"]
 
