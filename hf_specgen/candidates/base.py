@@ -147,6 +147,8 @@ class Candidates(CandidateGenerator, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Transformers' interface: the text `[1, length]` followed by a chain of guesses, and no draft logits.
 
+        No policy is at work here: "auto" guesses as many tokens as its greatest depth each time; give a number there.
+
         Raises:
             ValueError: for more than one row.
         """
