@@ -32,9 +32,17 @@ from benchmarks.common import PLAIN, WIDE, Rows
 from benchmarks.widen import widen
 from benchmarks.wrong import WrongCandidates
 from hf_specgen import AutoCandidates, Candidates, Controller, DraftModelCandidates, MedusaCandidates, NgramCandidates
-from hf_specgen.demo import DOMAINS, EMBEDDED_DRAFT, EMBEDDED_HEADS, DemoSettings, domain_prompts, encode, load
-from hf_specgen.intervals import Interval, speedup_interval
-from hf_specgen.measure import Contender, Sample, take_turns
+from hf_specgen.evaluation.intervals import Interval, speedup_interval
+from hf_specgen.evaluation.measure import Contender, Sample, take_turns
+from hf_specgen.evaluation.workloads import (
+    DOMAINS,
+    EMBEDDED_DRAFT,
+    EMBEDDED_HEADS,
+    WorkloadSettings,
+    domain_prompts,
+    encode,
+    load,
+)
 
 JOURNAL = Path("benchmarks/results/adaptive-cells.jsonl")
 BATCHES, TEMPERATURES, HOT = (1, 4, 16), (0.0, 1.0), 1.3
@@ -103,7 +111,7 @@ def measure(cell: Cell, repeats: int, quick: bool) -> Sides:
     """Let all sides take turns in a cell."""
     model, tokenizer = _target(cell.target)
     wanted = 2 if quick else CALLS[cell.batch] * cell.batch
-    prompts = domain_prompts(DemoSettings(prompts_per_domain=wanted))[cell.domain]
+    prompts = domain_prompts(WorkloadSettings(prompts_per_domain=wanted))[cell.domain]
     prompts = (prompts * wanted)[: max(wanted, cell.batch)]
     generation: dict[str, Any] = {"max_new_tokens": 32 if quick else NEW_TOKENS[cell.target], "do_sample": False}
     if cell.temperature:
@@ -232,5 +240,5 @@ def _journal(repeats: int, quick: bool) -> dict[str, Sides]:
 
 @lru_cache(maxsize=2)
 def _target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    model, tokenizer = load(DemoSettings(dtype="bfloat16" if name == "wide" else "float32"))
+    model, tokenizer = load(WorkloadSettings(dtype="bfloat16" if name == "wide" else "float32"))
     return (widen(model, WIDE) if name == "wide" else model), tokenizer

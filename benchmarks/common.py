@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from hf_specgen import NgramCandidates
-from hf_specgen.measure import Contender
+from hf_specgen.evaluation.measure import Contender
 
 Rows = list[dict[str, Any]]
 WIDE = 300_000_000

@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks import adaptive, drafting, matches, medusa, overhead, replay, throughput
 from benchmarks.common import Rows
 from benchmarks.tables import cell
-from hf_specgen.provenance import provenance
+from hf_specgen.evaluation.provenance import provenance
 
 SECTIONS: dict[str, Callable[[int, bool], Rows]] = {
     "lookup": overhead.lookup,

@@ -13,17 +13,17 @@ from benchmarks.common import PLAIN, WIDE, Rows, spread
 from benchmarks.throughput import domain_totals
 from benchmarks.widen import widen
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates
-from hf_specgen.analysis import speedup_limit
-from hf_specgen.demo import DOMAINS, EMBEDDED_ADAPTER, EMBEDDED_DRAFT, DemoSettings, load
+from hf_specgen.evaluation.analysis import speedup_limit
+from hf_specgen.evaluation.measure import Contender, Total
+from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_ADAPTER, EMBEDDED_DRAFT, WorkloadSettings, load
 from hf_specgen.heads.exit_head import exit_layer_of
-from hf_specgen.measure import Contender, Total
 
 DRAFT_K, SKIP_K = 4, 1
 
 
 def drafting(repeats: int, quick: bool, wide: bool = False) -> Rows:
     """Tokens per second over the five domains, batch 1."""
-    settings = DemoSettings(prompts_per_domain=1 if quick or wide else 2, dtype="bfloat16" if wide else "float32")
+    settings = WorkloadSettings(prompts_per_domain=1 if quick or wide else 2, dtype="bfloat16" if wide else "float32")
     model, tokenizer = load(settings)
     if wide:
         model = widen(model, WIDE)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from benchmarks.common import Rows
 from hf_specgen.candidates.ngram_index import NgramIndex
-from hf_specgen.demo import ASSETS, DemoSettings, load
+from hf_specgen.evaluation.workloads import ASSETS, WorkloadSettings, load
 
 ANSWERS_PER_DOMAIN = 100
 LONGEST, LOOKED_AT = 8, 8
@@ -41,7 +41,7 @@ def _answers(per_domain: int) -> list[tuple[list[int], list[int]]]:
     """Prompts and the embedded model's own answers, as token ids."""
     import datasets
 
-    _, tokenizer = load(DemoSettings())
+    _, tokenizer = load(WorkloadSettings())
     data = str(ASSETS / "distillation.jsonl.gz")
     rows = cast(Any, datasets.load_dataset("json", data_files=data, split="train"))
     chosen = [

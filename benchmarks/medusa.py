@@ -19,11 +19,11 @@ from benchmarks.throughput import domain_totals
 from benchmarks.widen import widen
 from hf_specgen import AutoCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.adaptive import Fixed
-from hf_specgen.demo import DOMAINS, EMBEDDED_HEADS, DemoSettings, load
+from hf_specgen.evaluation.calibration import measure_cost
+from hf_specgen.evaluation.measure import Contender, Total
+from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_HEADS, WorkloadSettings, load
 from hf_specgen.heads import load_medusa
-from hf_specgen.heads.anatomy import decoder
-from hf_specgen.measure import Contender, Total
-from hf_specgen.tuning import measure_cost
+from hf_specgen.target.model_parts import decoder
 
 GREEDY_DOMAINS = [domain for domain, generation in DOMAINS.items() if not generation["do_sample"]]
 
@@ -31,7 +31,9 @@ GREEDY_DOMAINS = [domain for domain, generation in DOMAINS.items() if not genera
 def medusa(repeats: int, quick: bool, wide: bool = False, batch_size: int = 1) -> Rows:
     """Tokens per second in the five domains; the tree is chosen for the T(q) measured in this run."""
     prompts = batch_size if quick or wide else 4
-    settings = DemoSettings(prompts_per_domain=prompts, dtype="bfloat16" if wide else "float32", batch_size=batch_size)
+    settings = WorkloadSettings(
+        prompts_per_domain=prompts, dtype="bfloat16" if wide else "float32", batch_size=batch_size
+    )
     model, tokenizer = load(settings)
     if wide:
         model = widen(model, WIDE)

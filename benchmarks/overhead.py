@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from benchmarks.common import OURS, PEERS, PLAIN, Rows, spread
 from hf_specgen import Candidates, DraftTree, NgramCandidates
 from hf_specgen.candidates import DraftContext, Drafter
-from hf_specgen.demo import DemoSettings, domain_prompts, encode, load
-from hf_specgen.measure import Contender
+from hf_specgen.evaluation.measure import Contender
+from hf_specgen.evaluation.workloads import WorkloadSettings, domain_prompts, encode, load
 
 
 def lookup(repeats: int, quick: bool) -> Rows:
@@ -42,8 +42,8 @@ def lookup(repeats: int, quick: bool) -> Rows:
 
 def loop(repeats: int, quick: bool) -> Rows:
     """What a step costs besides the target's forward pass, at batch 1 (milliseconds)."""
-    model, tokenizer = load(DemoSettings())
-    inputs = next(encode(tokenizer, domain_prompts(DemoSettings())["edit"][:1], 1))
+    model, tokenizer = load(WorkloadSettings())
+    inputs = next(encode(tokenizer, domain_prompts(WorkloadSettings())["edit"][:1], 1))
     variants = {
         "greedy": {},
         "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0},
@@ -77,7 +77,7 @@ def _between_forwards(model: PreTrainedModel, inputs: dict[str, torch.Tensor], a
 
 def context(repeats: int, quick: bool) -> Rows:
     """Time of a step at 4,000 cached tokens, with a draft of 5 and without (milliseconds)."""
-    model, _ = load(DemoSettings())
+    model, _ = load(WorkloadSettings())
     ids = torch.randint(5, 8000, (1, 4000), generator=torch.Generator().manual_seed(0))
     rows: Rows = []
     contenders = [

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_specgen.demo import encode
+from hf_specgen.evaluation.workloads import encode
 
 ANSWER = "THE-ANSWER-GOES-HERE"
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from benchmarks.common import PEERS, Rows, ours
 from hf_specgen import NgramHistory
-from hf_specgen.demo import DemoSettings, load
+from hf_specgen.evaluation.workloads import WorkloadSettings, load
 
 TRACES = Path(__file__).parent / "assets" / "traces"
 
@@ -103,7 +103,7 @@ def load_scripts(name: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
 
 def traces(repeats: int, quick: bool = False, texts: int | None = None) -> Rows:
     """Tokens per forward pass on recorded outputs of a 7B model; counted, so once is enough."""
-    _, tokenizer = load(DemoSettings())
+    _, tokenizer = load(WorkloadSettings())
     rows: Rows = []
     for name in ("cnn", "hagrid"):
         scripts = load_scripts(name, tokenizer)[: 5 if quick else texts]

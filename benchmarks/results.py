@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks import summary
 from benchmarks.common import Rows
 from benchmarks.runner import Outcome
-from hf_specgen.provenance import provenance
+from hf_specgen.evaluation.provenance import provenance
 
 
 def tables(outcome: Outcome) -> dict[str, Rows]:

@@ -25,9 +25,9 @@ from benchmarks.strategies import PLAIN, Family, build
 from benchmarks.synthetic import synthetic
 from benchmarks.units import Unit, measured_units, mixed_prompts, tuning_units
 from benchmarks.widen import widen
-from hf_specgen.cost import QUERIES, CostCurve, measure_cost_curve
-from hf_specgen.demo import DemoSettings, first_difference, load
-from hf_specgen.measure import Contender, Sample, race
+from hf_specgen.evaluation.cost import QUERIES, CostCurve, measure_cost_curve
+from hf_specgen.evaluation.measure import Contender, Sample, race
+from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load
 
 
 @dataclass
@@ -72,7 +72,7 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     """
     state = PartialState(cpu=plan.device == "cpu")
     device = plan.device if plan.device == "cpu" else str(state.device)
-    model, tokenizer = load(DemoSettings(model=plan.model, dtype=plan.dtype, device=device))
+    model, tokenizer = load(WorkloadSettings(model=plan.model, dtype=plan.dtype, device=device))
     if plan.widen:
         model = widen(model, plan.widen)
     outcome = Outcome(plan)

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.candidates.vocabulary import check_vocabularies
-from hf_specgen.demo import EMBEDDED_ADAPTER, EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
+from hf_specgen.evaluation.measure import Contender
+from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
 from hf_specgen.heads import load_medusa
 from hf_specgen.heads.exit_head import exit_layer_of
-from hf_specgen.measure import Contender
 
 PLAIN = Contender("plain", dict)
 Arguments = Callable[[], dict[str, Any]]

@@ -14,9 +14,9 @@ from benchmarks import metrics
 from benchmarks.common import Rows
 from benchmarks.journal import Record
 from benchmarks.strategies import PLAIN
-from hf_specgen.analysis import estimated_alpha, expected_accepted, optimal_k, speedup_limit
-from hf_specgen.cost import CostCurve
-from hf_specgen.intervals import Interval
+from hf_specgen.evaluation.analysis import estimated_alpha, expected_accepted, optimal_k, speedup_limit
+from hf_specgen.evaluation.cost import CostCurve
+from hf_specgen.evaluation.intervals import Interval
 from hf_specgen.statistics import RowStep, Statistics
 
 ALL = "all"

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from benchmarks.common import Rows
 from benchmarks.replay import ScriptedTarget
 from hf_specgen import Candidates, DraftTree
-from hf_specgen.analysis import estimated_alpha, expected_accepted
 from hf_specgen.candidates import DraftContext, Drafter
+from hf_specgen.evaluation.analysis import estimated_alpha, expected_accepted
 from hf_specgen.statistics import Statistics
 
 VOCAB, LENGTH, K = 1000, 200, 5

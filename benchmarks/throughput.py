@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.common import OURS, PEERS, PLAIN, WIDE, Rows, ours, spread
 from benchmarks.widen import widen
 from hf_specgen import NgramHistory
-from hf_specgen.demo import DOMAINS, DemoSettings, domain_prompts, encode, load
-from hf_specgen.measure import Contender, Total, take_turns
+from hf_specgen.evaluation.measure import Contender, Total, take_turns
+from hf_specgen.evaluation.workloads import DOMAINS, WorkloadSettings, domain_prompts, encode, load
 
 
 def contenders() -> list[Contender]:
@@ -27,7 +27,7 @@ def contenders() -> list[Contender]:
 def domains(repeats: int, quick: bool, wide: bool = False) -> Rows:
     """Tokens per second in the five domains, batch 1."""
     prompts = 2 if quick or wide else 8
-    settings = DemoSettings(prompts_per_domain=prompts, dtype="bfloat16" if wide else "float32")
+    settings = WorkloadSettings(prompts_per_domain=prompts, dtype="bfloat16" if wide else "float32")
     model, tokenizer = load(settings)
     if wide:
         model = widen(model, WIDE)
@@ -54,7 +54,7 @@ def domains(repeats: int, quick: bool, wide: bool = False) -> Rows:
 def domain_totals(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    settings: DemoSettings,
+    settings: WorkloadSettings,
     contenders: Sequence[Contender],
     seed: int,
 ) -> dict[str, dict[str, Total]]:
@@ -75,10 +75,10 @@ def domain_totals(
 
 def batch(repeats: int, quick: bool) -> Rows:
     """Batches of 8 prompts of mixed domains, greedy and sampled."""
-    settings = DemoSettings(prompts_per_domain=8)
+    settings = WorkloadSettings(prompts_per_domain=8)
     rows: Rows = []
     for wide in (False, True):
-        model, tokenizer = load(DemoSettings(dtype="bfloat16" if wide else "float32"))
+        model, tokenizer = load(WorkloadSettings(dtype="bfloat16" if wide else "float32"))
         model = widen(model, WIDE) if wide else model
         mixed = [prompt for group in zip(*domain_prompts(settings).values(), strict=True) for prompt in group]
         prompts = mixed[: 8 if quick or wide else 16]

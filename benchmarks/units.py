@@ -13,7 +13,7 @@ from benchmarks.domains import Domain
 from benchmarks.plan import Plan
 from benchmarks.prompts import first_turns, followups, of_length
 from benchmarks.strategies import PLAIN, Family
-from hf_specgen.measure import Contender
+from hf_specgen.evaluation.measure import Contender
 
 T = TypeVar("T")
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}

@@ -16,8 +16,8 @@ from hf_specgen.candidates import (
     NgramHistory,
 )
 from hf_specgen.decoding import SpeculativeOutput
-from hf_specgen.integration import install, speculate, uninstall
-from hf_specgen.monitor import SpeculationMonitor
+from hf_specgen.generate import install, speculate, uninstall
+from hf_specgen.monitoring.monitor import SpeculationMonitor
 from hf_specgen.statistics import Statistics
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import Verifier

@@ -22,14 +22,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_specgen.adaptive.pace import Pace, StepHook
 from hf_specgen.adaptive.policy import Policy, State
 from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
-from hf_specgen.emission import Emission
-from hf_specgen.scoring import Scorer
-from hf_specgen.sequences import Sequences
+from hf_specgen.outputs import Emission
+from hf_specgen.state import Sequences
 from hf_specgen.statistics import Statistics
-from hf_specgen.support import check_length
+from hf_specgen.target.support import check_length
 from hf_specgen.timer import Timer
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import Verdict, Verifier
+from hf_specgen.verification.processors import Scorer
 
 
 @dataclass

@@ -233,7 +233,7 @@ class Statistics:
         Raises:
             ImportError: without matplotlib (`pip install hf-specgen[plot]`).
         """
-        from hf_specgen.plots import plot_statistics
+        from hf_specgen.monitoring.plots import plot_statistics
 
         plot_statistics(self, path)
 

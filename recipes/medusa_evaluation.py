@@ -14,10 +14,10 @@ from corpus import Batch, chat_prompt, collate, encode_row, read_rows
 from distillation import DistillationSettings, target_states
 from hf_specgen import MedusaCandidates
 from hf_specgen.adaptive import Fixed
+from hf_specgen.evaluation.calibration import measure_acceptance, measure_cost, save_tuning
+from hf_specgen.evaluation.measure import Contender, race
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.heads.reader import MedusaReader
-from hf_specgen.measure import Contender, race
-from hf_specgen.tuning import measure_acceptance, measure_cost, save_tuning
+from hf_specgen.heads.medusa_runner import MedusaReader
 from medusa_loss import later_positions
 
 SHOWN = 5

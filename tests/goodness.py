@@ -12,10 +12,10 @@ from functools import lru_cache
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from hf_specgen.scoring import Scorer
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Sequences
 from hf_specgen.tree import DraftTree, Parents, children, depths
 from hf_specgen.verification import Verifier
+from hf_specgen.verification.processors import Scorer
 
 VOCAB = 16
 FIRST = 3

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_specgen.heads import MedusaHeads
-from hf_specgen.heads.anatomy import output_matrix
+from hf_specgen.target.model_parts import output_matrix
 
 
 def random_heads(model: Any, num_heads: int = 3, **shape: Any) -> MedusaHeads:

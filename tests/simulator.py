@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_specgen.adaptive import Fixed, Policy, State
 from hf_specgen.adaptive.pace import Pace
-from hf_specgen.cost import CostCurve
+from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.statistics import RowStep, Statistics
 from hf_specgen.tree import DraftTree
 

@@ -22,7 +22,7 @@ from hf_specgen import (
     Schedule,
 )
 from hf_specgen.adaptive import Fixed, OffAbove, OffForShort, StepCosts
-from hf_specgen.cost import CostCurve
+from hf_specgen.evaluation.cost import CostCurve
 from tests.helpers import Oracle, prompts, tiny_model
 from tests.medusa_helpers import random_heads
 from tests.test_drafting_networks import END, SAMPLING, both, unsure_draft

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specgen import cost
-from hf_specgen.analysis import (
+from hf_specgen.evaluation import cost
+from hf_specgen.evaluation.analysis import (
     estimated_alpha,
     expected_accepted,
     expected_speedup,
     optimal_k,
     speedup_limit,
 )
-from hf_specgen.cost import CostCurve, measure_cost_curve
+from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
 from hf_specgen.statistics import RowStep, Statistics
 from tests.helpers import tiny_model
 

@@ -16,7 +16,7 @@ from benchmarks.runner import choose
 from benchmarks.strategies import Family, build
 from benchmarks.synthetic import synthetic
 from benchmarks.units import tuning_units
-from hf_specgen.cost import CostCurve
+from hf_specgen.evaluation.cost import CostCurve
 from tests.bench_run import SMALL
 
 

@@ -22,8 +22,8 @@ from benchmarks import runner
 from benchmarks.journal import Journal, JournalError
 from benchmarks.results import result
 from benchmarks.runner import run
-from hf_specgen import benchmark
-from hf_specgen.cli import app
+from hf_specgen.cli import bench as benchmark
+from hf_specgen.cli.app import app
 from tests.bench_run import SMALL
 from tests.conftest import ROOT
 

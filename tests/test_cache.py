@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_specgen import cache as module
-from hf_specgen.cache import SlotCache, SlotLayer
+from hf_specgen.target import cache as module
+from hf_specgen.target.cache import SlotCache, SlotLayer
 from tests import reference
 
 thorough = settings(max_examples=100, deadline=None, derandomize=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_specgen.adaptive import Controller, Policy, StepCosts
 from hf_specgen.adaptive.chances import BatchChances, Chances
 from hf_specgen.adaptive.optimum import best_depth, best_depths
-from hf_specgen.cost import CostCurve
+from hf_specgen.evaluation.cost import CostCurve
 from tests.simulator import Simulation
 
 FLAT = CostCurve((1, 8, 16, 32), (0.010, 0.0118, 0.0125, 0.0166), 256, 1)

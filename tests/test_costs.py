@@ -12,7 +12,7 @@ from hf_specgen.adaptive.draft_times import DraftTimes
 from hf_specgen.adaptive.optimum import best_depth, best_depths
 from hf_specgen.adaptive.tables import Memory, Place, Table, TargetTimes
 from hf_specgen.candidates.tree_plan import SIZES, ConfidentTree, StepCost
-from hf_specgen.cost import CostCurve
+from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.heads.acceptance import Acceptance
 from hf_specgen.statistics import RowStep, Statistics
 from tests.simulator import Simulation

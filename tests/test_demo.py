@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from benchmarks.replay import tokens_per_forward
 from benchmarks.widen import widen
-from hf_specgen import NgramCandidates, demo
-from hf_specgen.cli import app
-from hf_specgen.measure import Sample, Total
+from hf_specgen import NgramCandidates
+from hf_specgen.cli import demo
+from hf_specgen.cli.app import app
+from hf_specgen.evaluation.measure import Sample, Total
 from tests.conftest import REFERENCE_LM, ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

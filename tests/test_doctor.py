@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from hf_specgen.cli import app
-from hf_specgen.cost import CostCurve
-from hf_specgen.demo import EMBEDDED_DRAFT, EMBEDDED_MODEL
-from hf_specgen.doctor import DoctorSettings, Report, Verdict, advice, examine
-from hf_specgen.doctor import on_paper as paper
-from hf_specgen.doctor.blueprint import blueprint
-from hf_specgen.measure import Total
+from hf_specgen.cli.app import app
+from hf_specgen.cli.doctor import DoctorSettings, Report, Verdict, examine
+from hf_specgen.cli.doctor import recommend as advice
+from hf_specgen.cli.doctor import static_checks as paper
+from hf_specgen.cli.doctor.blueprint import blueprint
+from hf_specgen.evaluation.cost import CostCurve
+from hf_specgen.evaluation.measure import Total
+from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from tests.helpers import tiny_model
 
 MODEL, DRAFT = str(EMBEDDED_MODEL), str(EMBEDDED_DRAFT)

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.adaptive import Policy
-from hf_specgen.demo import EMBEDDED_DRAFT
-from hf_specgen.split_target import NOT_DIVISIBLE
+from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
+from hf_specgen.target.early_exit import NOT_DIVISIBLE
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
 
 DIVISIBLE = [name for name in ARCHITECTURES if name not in NOT_DIVISIBLE]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.masks import StepLayout, additive, chain_mask, chunked_mask, full_mask, sliding_mask
+from hf_specgen.target.masks import StepLayout, additive, chain_mask, chunked_mask, full_mask, sliding_mask
 from tests import reference
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)

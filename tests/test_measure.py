@@ -8,10 +8,10 @@ import torch
 from benchmarks.prompts import first_turns, followups, of_length
 from benchmarks.strategies import PLAIN, StrategyError, build
 from hf_specgen import LayerSkipCandidates, NgramCandidates
-from hf_specgen.demo import EMBEDDED_ADAPTER
+from hf_specgen.evaluation.measure import Contender, race
+from hf_specgen.evaluation.memory import peak_memory, reset_peak_memory
+from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
 from hf_specgen.heads.exit_head import exit_layer_of
-from hf_specgen.measure import Contender, race
-from hf_specgen.memory import peak_memory, reset_peak_memory
 from tests.helpers import tiny_model
 
 OURS = Contender("ours", lambda: {"candidate_generator": NgramCandidates(k=4)})

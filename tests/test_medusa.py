@@ -13,7 +13,7 @@ from hf_specgen import AutoCandidates, MedusaCandidates, NgramCandidates, Schedu
 from hf_specgen.adaptive import Fixed
 from hf_specgen.candidates.rank_tree import RankTree
 from hf_specgen.candidates.tree_plan import ConfidentTree
-from hf_specgen.cost import CostCurve
+from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, Acceptance, best_tree, confidence_bin
 from hf_specgen.tree import children

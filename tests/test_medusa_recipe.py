@@ -15,8 +15,8 @@ import medusa_loss
 import train_medusa
 from hf_specgen import MedusaCandidates
 from hf_specgen.heads import MedusaHeads, load_medusa
-from hf_specgen.heads.anatomy import decoder, output_logits
 from hf_specgen.heads.lora import load_lora
+from hf_specgen.target.model_parts import decoder, output_logits
 from tests.conftest import ROOT
 from tests.helpers import VOCAB, tiny_model
 from tests.medusa_helpers import random_heads

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from hf_specgen import MedusaCandidates
 from hf_specgen.adaptive import Fixed
-from hf_specgen.cli import app
-from hf_specgen.cost import CostCurve
+from hf_specgen.cli.app import app
+from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_tuning
+from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.heads import load_medusa
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, confidence_bin
-from hf_specgen.tuning import Counts, measure_acceptance, save_tuning
 from tests.conftest import REFERENCE_LM
 from tests.helpers import prompts, tiny_model
 from tests.medusa_helpers import fitted_heads, random_heads

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from hf_specgen import NgramCandidates, SpeculationMonitor
-from hf_specgen.metrics import PREFIX
+from hf_specgen.monitoring.prometheus import PREFIX
 from tests.helpers import Oracle, prompts, tiny_model
 
 

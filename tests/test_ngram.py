@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_specgen.candidates import DraftContext, NgramCandidates, NgramHistory
 from hf_specgen.candidates import ngram_index as module
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Sequences
 from tests import reference
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)

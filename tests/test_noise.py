@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specgen import noise
-from hf_specgen.noise import NoiseTape, check_multinomial
+from hf_specgen.verification import noise
+from hf_specgen.verification.noise import NoiseTape, check_multinomial
 
 CPU = torch.device("cpu")
 VOCAB = 17

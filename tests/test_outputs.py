@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen import NgramCandidates
-from hf_specgen.cache import SlotCache
+from hf_specgen.target.cache import SlotCache
 from tests.helpers import Oracle, prompts, tiny_model
 
 # One matmul over several rows rounds differently from several over one: about 1e-6 in logits of size 1.

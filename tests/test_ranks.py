@@ -13,7 +13,7 @@ WORKER = """
 import json, sys
 import torch.distributed as dist
 from hf_specgen.adaptive import Controller
-from hf_specgen.cost import CostCurve
+from hf_specgen.evaluation.cost import CostCurve
 from tests.simulator import Simulation
 
 rank, store, out, together, cheap = int(sys.argv[1]), *sys.argv[2:4], sys.argv[4] == "together", sys.argv[5] == "cheap"

@@ -24,7 +24,7 @@ from common import build_config
 from corpus import LengthGroupedBatches, collate, encode_row
 from distillation import draft_states, kl_sum, target_states
 from hf_specgen.heads import ExitHead, load_exit_head
-from hf_specgen.heads.anatomy import decoder, layer_outputs, output_logits
+from hf_specgen.target.model_parts import decoder, layer_outputs, output_logits
 from tests.conftest import ROOT
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
 from tests.recipe_helpers import FAST, arguments, run_in_processes, stop_at

@@ -7,10 +7,10 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_specgen import DraftTree
-from hf_specgen.scoring import Scorer
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Sequences
 from hf_specgen.tree import Parents, children
 from hf_specgen.verification import RejectionVerifier, rejection
+from hf_specgen.verification.processors import Scorer
 from tests import goodness, reference_rejection
 from tests.goodness import VOCAB, emitted, p_values, previous_tokens, processed, target_logits
 from tests.helpers import RowWisePrefixReader

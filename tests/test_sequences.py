@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Sequences
 
 thorough = settings(max_examples=150, deadline=None, derandomize=True)
 PAD, STOP = 7, 9

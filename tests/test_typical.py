@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from hf_specgen import DraftTree
-from hf_specgen.scoring import Scorer
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Sequences
 from hf_specgen.tree import Parents
 from hf_specgen.verification import CoupledVerifier, TypicalVerifier, Verdict, Verifier
+from hf_specgen.verification.processors import Scorer
 from tests import goodness
 from tests.goodness import VOCAB
 from tests.helpers import RowWisePrefixReader

@@ -11,7 +11,7 @@ import torch
 from hf_specgen import AutoCandidates, Controller, DraftTree, MedusaCandidates, Policy
 from hf_specgen.adaptive import MeasuredCosts, Step, StepCosts
 from hf_specgen.adaptive.widths import fastest_widths, tile
-from hf_specgen.cost import CostCurve
+from hf_specgen.evaluation.cost import CostCurve
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
 from tests.medusa_helpers import random_heads
 from tests.simulator import Simulation

@@ -16,7 +16,7 @@ from hf_specgen.adaptive.tables import Memory, Place, memory_of
 from hf_specgen.adaptive.widths import fastest_widths
 
 if TYPE_CHECKING:
-    from hf_specgen.cost import CostCurve
+    from hf_specgen.evaluation.cost import CostCurve
 
 PLAIN_STEPS = 2
 DOUBTED_AFTER = 64

@@ -3,9 +3,9 @@
 from hf_specgen.candidates.auto import AutoCandidates
 from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
 from hf_specgen.candidates.draft_model import DraftModelCandidates
-from hf_specgen.candidates.foreign import ForeignCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
+from hf_specgen.candidates.native import ForeignCandidates
 from hf_specgen.candidates.ngram import NgramCandidates, NgramHistory
 
 __all__ = [

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedModel
 
-    from hf_specgen.target import Target
+    from hf_specgen.target.base import Target
     from hf_specgen.verification import Verdict
 
 

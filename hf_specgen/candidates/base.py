@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
     from hf_specgen.statistics import Statistics
-    from hf_specgen.target import Target
+    from hf_specgen.target.base import Target
     from hf_specgen.verification import Verdict, Verifier
 
 
@@ -106,7 +106,7 @@ class Candidates(CandidateGenerator, ABC):
         model_kwargs: dict[str, Any],
     ) -> Target:
         """The target of a call; a strategy that drafts with parts of the target gives one of its own."""
-        from hf_specgen.target import Target
+        from hf_specgen.target.base import Target
 
         return Target(model, input_ids, generation_config, model_kwargs)
 

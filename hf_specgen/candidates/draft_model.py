@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hf_specgen.adaptive.policy import Policy
+from hf_specgen.candidates.autoregressive import ChainDrafter, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftContext, Drafter
-from hf_specgen.candidates.chain import ChainDrafter, vocabulary_size
 from hf_specgen.candidates.vocabulary import check_vocabularies
-from hf_specgen.support import check_model
-from hf_specgen.target import Target
+from hf_specgen.target.base import Target
+from hf_specgen.target.support import check_model
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import Verdict
 

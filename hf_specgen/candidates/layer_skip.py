@@ -12,10 +12,10 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen.adaptive.policy import Policy
+from hf_specgen.candidates.autoregressive import ChainDrafter, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftContext, Drafter
-from hf_specgen.candidates.chain import ChainDrafter, vocabulary_size
 from hf_specgen.heads.exit_head import load_exit_head
-from hf_specgen.split_target import SplitTarget
+from hf_specgen.target.early_exit import SplitTarget
 
 
 class LayerSkipCandidates(Candidates):

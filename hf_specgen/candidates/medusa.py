@@ -21,15 +21,15 @@ from hf_specgen.adaptive.policy import Policy
 from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
 from hf_specgen.candidates.rank_tree import RankTree
 from hf_specgen.candidates.tree_plan import UNMEASURED, ConfidentTree, FixedTree, StepCost, TreePlan
-from hf_specgen.cost import CostCurve
+from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.heads.acceptance import RANKS, Acceptance
-from hf_specgen.heads.anatomy import output_matrix
-from hf_specgen.heads.fingerprint import check_heads
+from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specgen.heads.reader import MedusaReader
-from hf_specgen.state_target import StateTarget
+from hf_specgen.heads.medusa_runner import MedusaReader
+from hf_specgen.target.hidden_states import StateTarget
+from hf_specgen.target.model_parts import output_matrix
 from hf_specgen.tree import DraftTree
 
 Paths = Sequence[Sequence[int]]

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from hf_specgen.heads.anatomy import decoder_layers, final_norm, output_matrix
+from hf_specgen.target.model_parts import decoder_layers, final_norm, output_matrix
 
 EXIT_CONFIG = "exit_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from hf_specgen.heads.anatomy import output_matrix
 from hf_specgen.heads.lora import load_lora, stacked_deltas
 from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.target.model_parts import output_matrix
 
 FORMATS = ("medusa", "tgi", "vllm")
 Tensors = dict[str, torch.Tensor]

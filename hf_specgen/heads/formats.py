@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from hf_specgen.heads.anatomy import output_matrix
-from hf_specgen.heads.fingerprint import check_heads
+from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
+from hf_specgen.target.model_parts import output_matrix
 
 Tensors = dict[str, torch.Tensor]
 ORIGINAL = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from hf_specgen.heads.anatomy import output_matrix
-from hf_specgen.heads.fingerprint import fingerprint
+from hf_specgen.heads.compatibility import fingerprint
+from hf_specgen.target.model_parts import output_matrix
 
 
 class MedusaConfig(PreTrainedConfig):
@@ -36,7 +36,7 @@ class MedusaConfig(PreTrainedConfig):
         own_outputs: whether each head has an output matrix of its own rather than the target's.
         reads_token: whether the heads also read the token that the target has just chosen (as Hydra's do).
         lora_rank: rank of a PEFT adapter in the folder `lora`, on the output matrix as each head sees it; 0: none.
-        base: what the heads were trained for, see `hf_specgen.heads.fingerprint`.
+        base: what the heads were trained for, see `hf_specgen.heads.compatibility`.
         acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `hf_specgen.heads.acceptance`.
         cost: T(q) of the target where that was done, the fields of a `CostCurve`.
 

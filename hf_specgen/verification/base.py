@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_specgen.scoring import Scorer
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Sequences
 from hf_specgen.tree import DraftTree, accepted_path
+from hf_specgen.verification.processors import Scorer
 
 
 @dataclass

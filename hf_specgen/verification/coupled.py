@@ -1,7 +1,7 @@
 """Coupled verification: a guess stands where plain `generate` would have written it itself.
 
 The picks are those of plain `generate`: the argmax, or when sampling the winner of the exponential race on the noise
-tape (see `hf_specgen.noise`). The guesses have no influence on them.
+tape (see `hf_specgen.verification.noise`). The guesses have no influence on them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specgen.noise import NoiseTape
-from hf_specgen.scoring import Scorer
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Sequences
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import Verifier
+from hf_specgen.verification.noise import NoiseTape
+from hf_specgen.verification.processors import Scorer
 from hf_specgen.verification.sampling import race
 
 

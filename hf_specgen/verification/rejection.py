@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specgen.scoring import Scorer
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Sequences
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import Verifier
-from hf_specgen.verification.guesses import child_table, tokens_of
+from hf_specgen.verification.processors import Scorer
 from hf_specgen.verification.sampling import DraftSampler, exponential, race
+from hf_specgen.verification.siblings import child_table, tokens_of
 
 
 class RejectionVerifier(Verifier):

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hf_specgen.doctor import advice, on_paper
-from hf_specgen.doctor.blueprint import Blueprint, blueprint
-from hf_specgen.doctor.findings import Finding, Report
-from hf_specgen.doctor.heads import heads as check_heads
+from hf_specgen.cli.doctor import recommend, static_checks
+from hf_specgen.cli.doctor.blueprint import Blueprint, blueprint
+from hf_specgen.cli.doctor.findings import Finding, Report
+from hf_specgen.cli.doctor.heads import heads as check_heads
 
 
 @dataclass(frozen=True)
@@ -54,40 +54,40 @@ def examine(settings: DoctorSettings) -> Report:
     if settings.run:
         _run(settings, target, report)
     else:
-        report.recommendation = advice.LINE.format(_codes(settings)[_most(settings)])
+        report.recommendation = recommend.LINE.format(_codes(settings)[_most(settings)])
         report.reason = "nothing speaks against it on paper; it was not measured"
     return report
 
 
 def _on_paper(settings: DoctorSettings, target: Blueprint, draft: Blueprint | None) -> list[Finding]:
-    findings = [on_paper.support(target, "target")]
+    findings = [static_checks.support(target, "target")]
     if draft is not None:
-        findings.append(on_paper.support(draft, "draft"))
-        findings += on_paper.tokenizers(target, draft)
-        findings.append(on_paper.size_ratio(target, draft))
+        findings.append(static_checks.support(draft, "draft"))
+        findings += static_checks.tokenizers(target, draft)
+        findings.append(static_checks.size_ratio(target, draft))
     if settings.heads:
         findings += check_heads(settings.heads, target)
     models = [target] if draft is None else [target, draft]
-    findings.append(on_paper.memory(models, settings.batch_size, settings.length, settings.device))
+    findings.append(static_checks.memory(models, settings.batch_size, settings.length, settings.device))
     return findings
 
 
 def _run(settings: DoctorSettings, target: Blueprint, report: Report) -> None:
-    from hf_specgen.doctor.trial import PLAIN, PROMPTS, Trial
+    from hf_specgen.cli.doctor.quick_benchmark import PLAIN, PROMPTS, Trial
 
     trial = Trial(settings.model, settings.draft, target.dtype, settings.device, settings.batch_size)
-    report.findings.append(advice.width(trial.costs()))
+    report.findings.append(recommend.width(trial.costs()))
     generation: dict[str, Any] = {"do_sample": False}
     if settings.temperature:
         generation = {"do_sample": True, "temperature": settings.temperature}
     totals = trial.race(settings.prompts or PROMPTS, settings.max_new_tokens, generation)
-    report.findings.append(advice.same_tokens(totals, target.dtype == torch.float32))
+    report.findings.append(recommend.same_tokens(totals, target.dtype == torch.float32))
     for name, total in totals.items():
         rate = total.tokens_per_second
         report.measured[name] = {"tokens_per_second": rate, "speedup": rate / totals[PLAIN].tokens_per_second}
         if name != PLAIN:
-            report.findings.append(advice.speed(name, total, totals[PLAIN]))
-    report.recommendation, report.reason = advice.recommend(totals, PLAIN, _codes(settings))
+            report.findings.append(recommend.speed(name, total, totals[PLAIN]))
+    report.recommendation, report.reason = recommend.recommend(totals, PLAIN, _codes(settings))
 
 
 def _codes(settings: DoctorSettings) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specgen.memory import Peak, peak_memory, reset_peak_memory
+from hf_specgen.evaluation.memory import Peak, peak_memory, reset_peak_memory
 from hf_specgen.statistics import Statistics
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_specgen.adaptive.policy import State, Step
-    from hf_specgen.metrics import Counters
+    from hf_specgen.monitoring.prometheus import Counters
 
 logger = logging.getLogger("hf_specgen")
 
@@ -116,7 +116,7 @@ class SpeculationMonitor:
         Raises:
             ImportError: without matplotlib (`pip install hf-specgen[plot]`).
         """
-        from hf_specgen.plots import plot_monitor
+        from hf_specgen.monitoring.plots import plot_monitor
 
         plot_monitor(self, path)
 
@@ -125,7 +125,7 @@ def _counters(wanted: bool | None) -> Counters | None:
     if wanted is False:
         return None
     try:
-        from hf_specgen.metrics import counters
+        from hf_specgen.monitoring.prometheus import counters
     except ImportError as error:
         if wanted is None:
             return None

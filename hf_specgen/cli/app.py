@@ -38,7 +38,8 @@ def demo(
 
     Exit code 1 if a token differs in float32.
     """
-    from hf_specgen import demo as demonstration
+    from hf_specgen.cli import demo as demonstration
+    from hf_specgen.evaluation.workloads import WorkloadSettings
 
     console = Console()
     if dtype not in ("float32", "bfloat16", "float16"):
@@ -46,7 +47,7 @@ def demo(
     for name, value in (("--batch-size", batch_size), ("--prompts", prompts), ("--max-new-tokens", max_new_tokens)):
         if value < 1:
             raise typer.BadParameter(f"{name} must be at least 1, got {value}")
-    settings = demonstration.DemoSettings(
+    settings = WorkloadSettings(
         model=model,
         prompts=tuple(prompt or ()),
         k=k,
@@ -98,7 +99,7 @@ def tune(
 
     `MedusaCandidates(tree="auto")` then verifies, at each step, the tree that promises most tokens per second.
     """
-    from hf_specgen import tuning
+    from hf_specgen.cli import tune as tuning
 
     console = Console()
     settings = tuning.TuneSettings(heads, target, output, prompts, prompts_per_domain, max_new_tokens, dtype, device)
@@ -135,7 +136,7 @@ def export(
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
     """Measure acceptance and speed per task domain: `benchmarks/run.py`, with its options; see `bench --help`."""
-    from hf_specgen.benchmark import command
+    from hf_specgen.cli.bench import command
 
     command()(context.args, prog_name="hf-specgen bench")
 
@@ -159,8 +160,8 @@ def doctor(
 
     Exit code 1 if something has to be settled first.
     """
-    from hf_specgen.doctor import DoctorSettings, examine
-    from hf_specgen.doctor.examine import exit_code
+    from hf_specgen.cli.doctor import DoctorSettings, examine
+    from hf_specgen.cli.doctor.examine import exit_code
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")

@@ -13,7 +13,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Sequences
 from hf_specgen.verification import Verdict
 
 KNOWN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)

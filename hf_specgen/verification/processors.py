@@ -22,7 +22,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Sequences
 
 
 def _classes(names: str) -> frozenset[type]:

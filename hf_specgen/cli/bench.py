@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def command() -> typer.Typer:

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.heads.anatomy import decoder, decoder_layers
-from hf_specgen.target import Target
+from hf_specgen.target.base import Target
+from hf_specgen.target.model_parts import decoder, decoder_layers
 from hf_specgen.tree import DraftTree
 
 NOT_DIVISIBLE = {

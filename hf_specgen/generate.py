@@ -16,10 +16,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.adaptive.policy import Policy
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.foreign import ForeignCandidates
+from hf_specgen.candidates.native import ForeignCandidates
 from hf_specgen.decoding import SpeculativeOutput, speculative_decode
-from hf_specgen.monitor import SpeculationMonitor
-from hf_specgen.support import check_model
+from hf_specgen.monitoring.monitor import SpeculationMonitor
+from hf_specgen.target.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
 CALL_SETTINGS = ("verification", "policy", "monitor")

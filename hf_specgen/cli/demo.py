@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.candidates import (
     Candidates,
@@ -24,43 +21,29 @@ from hf_specgen.candidates import (
     MedusaCandidates,
     NgramCandidates,
 )
+from hf_specgen.evaluation.measure import Contender, Total, take_turns
+from hf_specgen.evaluation.provenance import provenance
+from hf_specgen.evaluation.workloads import (
+    DOMAINS,
+    DRAFT,
+    EMBEDDED_ADAPTER,
+    EMBEDDED_DRAFT,
+    EMBEDDED_HEADS,
+    GREEDY,
+    MEDUSA,
+    NGRAM,
+    OURS,
+    PEER,
+    PLAIN,
+    SKIP,
+    Difference,
+    WorkloadSettings,
+    domain_prompts,
+    encode,
+    first_difference,
+    load,
+)
 from hf_specgen.heads.exit_head import exit_layer_of
-from hf_specgen.measure import Contender, Sample, Total, take_turns
-from hf_specgen.provenance import provenance
-
-ASSETS = Path(__file__).resolve().parents[1] / "benchmarks" / "assets"
-EMBEDDED_MODEL = ASSETS / "reference-lm"
-EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
-EMBEDDED_DRAFT = ASSETS / "draft-lm"
-EMBEDDED_ADAPTER = ASSETS / "exit-adapter"
-EMBEDDED_HEADS = ASSETS / "medusa-heads"
-PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
-OURS = (NGRAM, DRAFT, SKIP, MEDUSA)
-
-# Greedy decoding of a small model falls into repetition where the answer is open, which flatters every n-gram method:
-# those domains are sampled, with a seed, so that identity can still be checked token by token.
-GREEDY: dict[str, Any] = {"do_sample": False}
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
-DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "prose": SAMPLED}
-
-
-@dataclass(frozen=True)
-class DemoSettings:
-    """What to run; every field is an option of `hf-specgen demo`."""
-
-    model: str = ""
-    prompts: tuple[str, ...] = ()
-    k: int = 16
-    branches: int = 1
-    draft: str = ""
-    adapter: str = ""
-    heads: str = ""
-    batch_size: int = 1
-    dtype: str = "float32"
-    device: str = "cpu"
-    max_new_tokens: int = 128
-    prompts_per_domain: int = 5
-    seed: int = 0
 
 
 @dataclass
@@ -72,19 +55,7 @@ class DomainResult:
     differences: list[tuple[str, Difference]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first token at which our text leaves the plain one, and the target's logits of both tokens there."""
-
-    row: int
-    position: int
-    plain_token: int
-    our_token: int
-    plain_logit: float
-    our_logit: float
-
-
-def run_demo(settings: DemoSettings, console: Console) -> tuple[list[DomainResult], Text]:
+def run_demo(settings: WorkloadSettings, console: Console) -> tuple[list[DomainResult], Text]:
     """Run all contenders over all domains.
 
     Returns:
@@ -114,47 +85,7 @@ def run_demo(settings: DemoSettings, console: Console) -> tuple[list[DomainResul
     return results, coloured_example(tokenizer, results)
 
 
-def load(settings: DemoSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and its tokenizer, ready for left-padded batches.
-
-    Raises:
-        FileNotFoundError: if no model was named and the embedded one is not there (it comes with the repository).
-    """
-    name = settings.model or str(EMBEDDED_MODEL)
-    if not settings.model and not EMBEDDED_MODEL.exists():
-        raise FileNotFoundError("the embedded model comes with the repository, not the package; name one with --model")
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, settings.dtype))
-    return cast(Any, model).to(settings.device).eval(), tokenizer
-
-
-def domain_prompts(settings: DemoSettings) -> dict[str, list[str]]:
-    """The prompts of each domain: the user's own, or the embedded ones."""
-    if settings.prompts:
-        return {"prompt": list(settings.prompts)}
-    rows = [json.loads(line) for line in EMBEDDED_PROMPTS.read_text(encoding="utf-8").splitlines()]
-    return {
-        domain: [row["prompt"] for row in rows if row["domain"] == domain][: settings.prompts_per_domain]
-        for domain in DOMAINS
-    }
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches of prompts, in the model's chat format if it has one."""
-    for first in range(0, len(prompts), batch_size):
-        texts = list(prompts[first : first + batch_size])
-        if tokenizer.chat_template:
-            chats = [[{"role": "user", "content": text}] for text in texts]
-            texts = cast(list[str], tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False))
-        encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not tokenizer.chat_template)
-        yield {name: encoded[name] for name in ("input_ids", "attention_mask")}
-
-
-def _contenders(settings: DemoSettings) -> list[Contender]:
+def _contenders(settings: WorkloadSettings) -> list[Contender]:
     strategies: dict[str, Candidates] = {NGRAM: NgramCandidates(k=settings.k, branches=settings.branches)}
     draft, adapter, heads = settings.draft, settings.adapter, settings.heads
     if not settings.model:
@@ -177,24 +108,11 @@ def _warm_up(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     contenders: Sequence[Contender],
-    settings: DemoSettings,
+    settings: WorkloadSettings,
 ) -> None:
     batches = encode(tokenizer, ["Warm up."] * settings.batch_size, settings.batch_size)
     for _ in take_turns(model, batches, contenders, {"max_new_tokens": 16}):
         pass
-
-
-def first_difference(model: PreTrainedModel, plain: Sample, ours: Sample) -> Difference | None:
-    """Where our ids first differ from the plain ones, with both tokens' logits; None where they are identical."""
-    width = min(plain.ids.shape[1], ours.ids.shape[1])
-    differs = (plain.ids[:, :width] != ours.ids[:, :width]).nonzero()
-    if len(differs) == 0:
-        return None
-    row, position = min(((int(r), int(p)) for r, p in differs), key=lambda place: place[1])
-    with torch.no_grad():
-        logits = model(plain.ids[row : row + 1, :position].to(model.device)).logits[0, -1].float()
-    tokens = int(plain.ids[row, position]), int(ours.ids[row, position])
-    return Difference(row, position, *tokens, *(float(logits[token]) for token in tokens))
 
 
 def coloured_example(tokenizer: PreTrainedTokenizerBase, results: Sequence[DomainResult]) -> Text:
@@ -248,7 +166,7 @@ def _cell(total: Total, plain: Total) -> str:
     return "\n".join(lines)
 
 
-def to_json(settings: DemoSettings, results: Sequence[DomainResult]) -> dict[str, Any]:
+def to_json(settings: WorkloadSettings, results: Sequence[DomainResult]) -> dict[str, Any]:
     """Everything that the table shows, with its provenance."""
     fields = ("tokens", "seconds", "tokens_per_second", "tokens_per_step", "acceptance_rate", "identical")
     domains = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hf_specgen.cost import CostCurve
-from hf_specgen.doctor.findings import Finding, Verdict
-from hf_specgen.measure import Total
+from hf_specgen.cli.doctor.findings import Finding, Verdict
+from hf_specgen.evaluation.cost import CostCurve
+from hf_specgen.evaluation.measure import Total
 
 CLEAR = 1.05
 CHEAP_WIDTH, DEAR_WIDTH = 1.3, 2.0

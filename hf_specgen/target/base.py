@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from hf_specgen import masks
-from hf_specgen.cache import SlotCache
-from hf_specgen.support import last_position
+from hf_specgen.target import masks
+from hf_specgen.target.cache import SlotCache
+from hf_specgen.target.support import last_position
 from hf_specgen.tree import DraftTree, chain_parents
 
 OWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}

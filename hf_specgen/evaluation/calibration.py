@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import DraftContext, Drafter
 from hf_specgen.candidates.medusa import MedusaCandidates, MedusaDrafter
-from hf_specgen.cost import CostCurve, measure_cost_curve
+from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, RANKS, Acceptance, confidence_bin
 from hf_specgen.heads.medusa import MedusaHeads
 

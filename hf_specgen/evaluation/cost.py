@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.measure import wait
-from hf_specgen.target import Target
+from hf_specgen.evaluation.measure import wait
+from hf_specgen.target.base import Target
 from hf_specgen.tree import DraftTree
 
 QUERIES = (1, 2, 4, 8, 16, 32)

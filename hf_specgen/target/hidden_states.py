@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.heads.anatomy import output_matrix
-from hf_specgen.target import Target
+from hf_specgen.target.base import Target
+from hf_specgen.target.model_parts import output_matrix
 from hf_specgen.tree import DraftTree
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
-from hf_specgen.doctor.blueprint import Blueprint
-from hf_specgen.doctor.findings import Finding, Verdict
+from hf_specgen.cli.doctor.blueprint import Blueprint
+from hf_specgen.cli.doctor.findings import Finding, Verdict
 
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 RESIDUAL = re.compile(r"^(?:blocks\.|heads\.)?(\d+)\.(?:layers\.)?\d+\.(?:linear\.)?weight$")

@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from hf_specgen.heads.anatomy import output_logits, output_matrix
 from hf_specgen.heads.lora import stacked_deltas
 from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.target.model_parts import output_logits, output_matrix
 
 
 class MedusaReader:

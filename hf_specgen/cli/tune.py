@@ -14,13 +14,13 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from hf_specgen.candidates.tree_plan import MAX_NODES
-from hf_specgen.cost import CostCurve
-from hf_specgen.demo import DOMAINS, EMBEDDED_PROMPTS, GREEDY, DemoSettings, encode, load
+from hf_specgen.evaluation.calibration import Counts, measure_acceptance, measure_cost, save_tuning
+from hf_specgen.evaluation.cost import CostCurve
+from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_PROMPTS, GREEDY, WorkloadSettings, encode, load
 from hf_specgen.heads.acceptance import best_tree
-from hf_specgen.heads.fingerprint import other_chat_template
+from hf_specgen.heads.compatibility import other_chat_template
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import copy_lora
-from hf_specgen.tuning.counting import Counts, measure_acceptance, measure_cost, save_tuning
 
 SHOWN_RANKS = 5
 
@@ -47,7 +47,7 @@ def run(settings: TuneSettings, console: Console) -> RenderableType:
         ValueError: for prompts that are no rows {prompt}, or heads of another target.
     """
     rows = read_prompts(settings.prompts or EMBEDDED_PROMPTS, settings.prompts_per_domain)
-    model, tokenizer = load(DemoSettings(model=settings.target, dtype=settings.dtype, device=settings.device))
+    model, tokenizer = load(WorkloadSettings(model=settings.target, dtype=settings.dtype, device=settings.device))
     heads = load_medusa(settings.heads, model)
     if warning := other_chat_template(heads.config.base, tokenizer):
         console.print(f"[yellow]{warning}[/]")

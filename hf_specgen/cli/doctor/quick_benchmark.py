@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.candidates import AutoCandidates, Candidates, DraftModelCandidates, NgramCandidates
-from hf_specgen.cost import CostCurve, measure_cost_curve
-from hf_specgen.demo import encode
-from hf_specgen.measure import Contender, Total, take_turns
+from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
+from hf_specgen.evaluation.measure import Contender, Total, take_turns
+from hf_specgen.evaluation.workloads import encode
 
 PLAIN = "plain"
 PROMPTS = (

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from hf_specgen.doctor.blueprint import Blueprint, gigabytes, readable
-from hf_specgen.doctor.findings import Finding, Verdict
-from hf_specgen.support import check_model
+from hf_specgen.cli.doctor.blueprint import Blueprint, gigabytes, readable
+from hf_specgen.cli.doctor.findings import Finding, Verdict
+from hf_specgen.target.support import check_model
 
 SMALL_DRAFT, LARGE_DRAFT = 0.12, 0.35
 FULL = 0.85
