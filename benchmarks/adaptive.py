@@ -33,7 +33,7 @@ from benchmarks.widen import widen
 from benchmarks.wrong import WrongCandidates
 from hf_specgen import AutoCandidates, Candidates, Controller, DraftModelCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.evaluation.intervals import Interval, speedup_interval
-from hf_specgen.evaluation.measure import Contender, Sample, take_turns
+from hf_specgen.evaluation.measure import Sample, Variant, interleave
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     EMBEDDED_DRAFT,
@@ -49,7 +49,7 @@ BATCHES, TEMPERATURES, HOT = (1, 4, 16), (0.0, 1.0), 1.3
 # Depths; for Medusa the nodes of its tree.
 FIXED = {"ngram": (2, 5, 10, 16), "draft": (1, 2, 4, 8), "medusa": (3, 8, 20), "wrong": (5,), "choice": (2, 5, 8)}
 AUTO: Final = "auto"
-AGAIN = Contender("plain again", dict)
+AGAIN = Variant("plain again", dict)
 CALLS = {1: 4, 4: 2, 16: 1}
 """By batch: prompts for so many calls."""
 NEW_TOKENS = {"embedded": 128, "wide": 64}
@@ -104,7 +104,7 @@ def adaptive(repeats: int, quick: bool) -> Rows:
 
 
 Sides = dict[str, list[tuple[float, float]]]
-"""For each contender (tokens, seconds) of each call, in the same order for all."""
+"""For each variant (tokens, seconds) of each call, in the same order for all."""
 
 
 def measure(cell: Cell, repeats: int, quick: bool) -> Sides:
@@ -116,26 +116,26 @@ def measure(cell: Cell, repeats: int, quick: bool) -> Sides:
     generation: dict[str, Any] = {"max_new_tokens": 32 if quick else NEW_TOKENS[cell.target], "do_sample": False}
     if cell.temperature:
         generation |= {"do_sample": True, "temperature": cell.temperature, "top_k": 0}
-    sides = contenders(cell.strategy)
+    sides = variants(cell.strategy)
     warm_up = encode(tokenizer, prompts[: cell.batch], cell.batch)
-    for _ in take_turns(model, warm_up, sides, {**generation, "max_new_tokens": 16}):
+    for _ in interleave(model, warm_up, sides, {**generation, "max_new_tokens": 16}):
         pass
     result: Sides = {side.name: [] for side in sides}
     for seed in range(repeats):
-        for samples in take_turns(model, encode(tokenizer, prompts, cell.batch), sides, generation, 1000 * seed):
+        for samples in interleave(model, encode(tokenizer, prompts, cell.batch), sides, generation, 1000 * seed):
             for name, sample in samples.items():
                 result[name].append(_numbers(sample))
     return result
 
 
-def contenders(strategy: str) -> list[Contender]:
+def variants(strategy: str) -> list[Variant]:
     """Plain, twice, every fixed k, and auto."""
     depths: Sequence[int | str] = (*FIXED[strategy], AUTO)
     made = {str(k): _strategy(strategy, k) for k in depths}
     return [
         PLAIN,
         AGAIN,
-        *(Contender(k, partial(dict, candidate_generator=candidates)) for k, candidates in made.items()),
+        *(Variant(k, partial(dict, candidate_generator=candidates)) for k, candidates in made.items()),
     ]
 
 

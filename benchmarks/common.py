@@ -1,4 +1,4 @@
-"""What the sections of the benchmark share: the contenders, the size of the wide target, how spread is reported."""
+"""What the sections of the benchmark share: the variants, the size of the wide target, how spread is reported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from hf_specgen import NgramCandidates
-from hf_specgen.evaluation.measure import Contender
+from hf_specgen.evaluation.measure import Variant
 
 Rows = list[dict[str, Any]]
 WIDE = 300_000_000
@@ -18,12 +18,12 @@ def ours(**settings: Any) -> dict[str, Any]:
     return {"candidate_generator": NgramCandidates(**settings)}
 
 
-PLAIN = Contender("plain", dict)
+PLAIN = Variant("plain", dict)
 PEERS = [
-    Contender("lookup n=2", lambda: {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}, batched=False),
-    Contender("lookup n=3", lambda: {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}, batched=False),
+    Variant("lookup n=2", lambda: {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}, batched=False),
+    Variant("lookup n=3", lambda: {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}, batched=False),
 ]
-OURS = Contender("ours k=16", partial(ours, k=16))
+OURS = Variant("ours k=16", partial(ours, k=16))
 
 
 def spread(values: list[float], name: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ from benchmarks.throughput import domain_totals
 from benchmarks.widen import widen
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates
 from hf_specgen.evaluation.analysis import speedup_limit
-from hf_specgen.evaluation.measure import Contender, Total
+from hf_specgen.evaluation.measure import Total, Variant
 from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_ADAPTER, EMBEDDED_DRAFT, WorkloadSettings, load
 from hf_specgen.heads.exit_head import exit_layer_of
 
@@ -27,15 +27,15 @@ def drafting(repeats: int, quick: bool, wide: bool = False) -> Rows:
     model, tokenizer = load(settings)
     if wide:
         model = widen(model, WIDE)
-    contenders = _contenders(model)
-    runs = [domain_totals(model, tokenizer, settings, contenders, seed) for seed in track(range(repeats), "drafting")]
+    variants = _variants(model)
+    runs = [domain_totals(model, tokenizer, settings, variants, seed) for seed in track(range(repeats), "drafting")]
     rows: Rows = []
     for domain in (*DOMAINS, "all"):
-        for contender in contenders:
-            totals = [run[domain][contender.name] for run in runs]
+        for variant in variants:
+            totals = [run[domain][variant.name] for run in runs]
             plain = [run[domain][PLAIN.name] for run in runs]
             speedups = [t.tokens_per_second / p.tokens_per_second for t, p in zip(totals, plain, strict=True)]
-            row: dict[str, Any] = {"domain": domain, "contender": contender.name}
+            row: dict[str, Any] = {"domain": domain, "variant": variant.name}
             row |= {"tokens/s": median(total.tokens_per_second for total in totals), **spread(speedups, "speedup")}
             if totals[0].steps:
                 limits = [_limit(total, base) for total, base in zip(totals, plain, strict=True)]
@@ -46,7 +46,7 @@ def drafting(repeats: int, quick: bool, wide: bool = False) -> Rows:
     return rows
 
 
-def _contenders(model: PreTrainedModel) -> list[Contender]:
+def _variants(model: PreTrainedModel) -> list[Variant]:
     """Ours and theirs; what Transformers reads its k from is the generation config of the model that drafts."""
     draft = cast(Any, AutoModelForCausalLM.from_pretrained(EMBEDDED_DRAFT, dtype=model.dtype)).eval()
     exit_layer = exit_layer_of(EMBEDDED_ADAPTER)
@@ -61,9 +61,9 @@ def _contenders(model: PreTrainedModel) -> list[Contender]:
     }
     return [
         PLAIN,
-        Contender("assistant_model", partial(dict, assistant_model=draft), batched=False),
-        Contender("assistant_early_exit", partial(dict, assistant_early_exit=exit_layer), batched=False),
-        *(Contender(name, partial(dict, candidate_generator=candidates)) for name, candidates in ours.items()),
+        Variant("assistant_model", partial(dict, assistant_model=draft), batched=False),
+        Variant("assistant_early_exit", partial(dict, assistant_early_exit=exit_layer), batched=False),
+        *(Variant(name, partial(dict, candidate_generator=candidates)) for name, candidates in ours.items()),
     ]
 
 

@@ -83,29 +83,29 @@ def inline(figure: Figure) -> str:
     return svg
 
 
-def colour_of(contender: str) -> str:
-    """The colour of a contender's kind; black for one that has none."""
+def colour_of(variant: str) -> str:
+    """The colour of a variant's kind; black for one that has none."""
     for kind, number in KINDS.items():
-        if contender.startswith(kind):
+        if variant.startswith(kind):
             return (PALE if kind in PEERS else COLOURS)[number]
     return INK
 
 
 def _speedups(rows: Rows) -> Figure:
-    """Bars by domain, one for each contender, with their intervals."""
+    """Bars by domain, one for each variant, with their intervals."""
     rows = [row for row in rows if "speedup" in row]
     domains = list(dict.fromkeys(row["domain"] for row in rows))
-    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
     figure, axes = _axes(1.3 + 0.15 * len(rows))
-    height = 0.82 / len(contenders)
-    for place, contender in enumerate(contenders):
-        mine = {row["domain"]: row for row in rows if row["contender"] == contender}
-        at = [domains.index(domain) + (place - (len(contenders) - 1) / 2) * height for domain in mine]
+    height = 0.82 / len(variants)
+    for place, variant in enumerate(variants):
+        mine = {row["domain"]: row for row in rows if row["variant"] == variant}
+        at = [domains.index(domain) + (place - (len(variants) - 1) / 2) * height for domain in mine]
         values = [row["speedup"] for row in mine.values()]
         lower = [max(0.0, row["speedup"] - row.get("low", row["speedup"])) for row in mine.values()]
         upper = [max(0.0, row.get("high", row["speedup"]) - row["speedup"]) for row in mine.values()]
         error: dict[str, Any] = {"ecolor": INK, "elinewidth": 0.8, "capsize": 0}
-        axes.barh(at, values, height, xerr=[lower, upper], color=colour_of(contender), label=contender, error_kw=error)
+        axes.barh(at, values, height, xerr=[lower, upper], color=colour_of(variant), label=variant, error_kw=error)
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_yticks(range(len(domains)), domains)
     axes.set_ylim(len(domains) - 0.5, -0.5)
@@ -119,7 +119,7 @@ def _positions(rows: Rows) -> Figure:
     figure, axes = _axes(3.2)
     for row in [row for row in rows if row["domain"] == "all"]:
         shares = [float(share) for share in row["by position"].split()]
-        axes.plot(range(1, len(shares) + 1), shares, "o-", color=colour_of(row["contender"]), label=row["contender"])
+        axes.plot(range(1, len(shares) + 1), shares, "o-", color=colour_of(row["variant"]), label=row["variant"])
     axes.set(xlabel="position in the draft", ylabel="accepted, of drafts that long", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -138,19 +138,19 @@ def _cost(rows: Rows) -> Figure:
 
 
 def _sweep(rows: Rows, column: str, label: str) -> Figure:
-    """Speedup along what was swept, a line for each contender."""
+    """Speedup along what was swept, a line for each variant."""
     rows = [row for row in rows if "speedup" in row]
     points = list(dict.fromkeys(row[column] for row in rows))
     lines = {
-        contender: [(points.index(row[column]), row["speedup"]) for row in rows if row["contender"] == contender]
-        for contender in dict.fromkeys(row["contender"] for row in rows)
+        variant: [(points.index(row[column]), row["speedup"]) for row in rows if row["variant"] == variant]
+        for variant in dict.fromkeys(row["variant"] for row in rows)
     }
     return _lines(lines, [str(point) for point in points], label)
 
 
 def _depths(rows: Rows) -> Figure:
     """Speedup along the length of the draft, where that is all that a setting says."""
-    found = [(DEPTH.fullmatch(row["contender"]), row["speedup"]) for row in rows if "speedup" in row]
+    found = [(DEPTH.fullmatch(row["variant"]), row["speedup"]) for row in rows if "speedup" in row]
     named = [(match["kind"], int(match["depth"]), speedup) for match, speedup in found if match]
     depths = sorted({depth for _, depth, _ in named})
     lines = {
@@ -161,13 +161,13 @@ def _depths(rows: Rows) -> Figure:
 
 
 def _lines(lines: dict[str, list[tuple[int, float]]], ticks: list[str], label: str) -> Figure:
-    """Speedups: a line for each contender, dashed for Transformers' own."""
+    """Speedups: a line for each variant, dashed for Transformers' own."""
     figure, axes = _axes(3.8)
     axes.axhline(1, color=INK, linewidth=1)
-    for contender, points in lines.items():
-        style = "o--" if contender.startswith(PEERS) else "o-"
+    for variant, points in lines.items():
+        style = "o--" if variant.startswith(PEERS) else "o-"
         places, speedups = zip(*points, strict=True)
-        axes.plot(places, speedups, style, color=colour_of(contender), label=contender, markersize=4.5)
+        axes.plot(places, speedups, style, color=colour_of(variant), label=variant, markersize=4.5)
     axes.set_xticks(range(len(ticks)), ticks)
     axes.set(xlabel=label, ylabel="speedup over plain")
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])

@@ -20,7 +20,7 @@ from benchmarks.widen import widen
 from hf_specgen import AutoCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.adaptive import Fixed
 from hf_specgen.evaluation.calibration import measure_cost
-from hf_specgen.evaluation.measure import Contender, Total
+from hf_specgen.evaluation.measure import Total, Variant
 from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_HEADS, WorkloadSettings, load
 from hf_specgen.heads import load_medusa
 from hf_specgen.target.model_parts import decoder
@@ -37,17 +37,17 @@ def medusa(repeats: int, quick: bool, wide: bool = False, batch_size: int = 1) -
     model, tokenizer = load(settings)
     if wide:
         model = widen(model, WIDE)
-    contenders = _contenders(model)
+    variants = _variants(model)
     if batch_size > 1:
-        contenders = [contender for contender in contenders if contender.batched]
-    runs = [domain_totals(model, tokenizer, settings, contenders, seed) for seed in track(range(repeats), "medusa")]
+        variants = [variant for variant in variants if variant.batched]
+    runs = [domain_totals(model, tokenizer, settings, variants, seed) for seed in track(range(repeats), "medusa")]
     rows: Rows = []
     for domain in (*DOMAINS, "greedy domains", "all"):
-        for contender in contenders:
-            totals = [_total(run, domain, contender.name) for run in runs]
+        for variant in variants:
+            totals = [_total(run, domain, variant.name) for run in runs]
             plain = [_total(run, domain, PLAIN.name) for run in runs]
             speedups = [t.tokens_per_second / p.tokens_per_second for t, p in zip(totals, plain, strict=True)]
-            row: dict[str, Any] = {"domain": domain, "contender": contender.name}
+            row: dict[str, Any] = {"domain": domain, "variant": variant.name}
             row |= {"tokens/s": median(total.tokens_per_second for total in totals), **spread(speedups, "speedup")}
             if totals[0].steps:
                 row["tokens/step"] = median(total.tokens_per_step for total in totals)
@@ -57,21 +57,21 @@ def medusa(repeats: int, quick: bool, wide: bool = False, batch_size: int = 1) -
     return rows
 
 
-def _contenders(model: PreTrainedModel) -> list[Contender]:
+def _variants(model: PreTrainedModel) -> list[Variant]:
     heads = load_medusa(EMBEDDED_HEADS, model)
     heads.config.cost = asdict(measure_cost(model))
     sides = {
         "Medusa": MedusaCandidates(heads, policy=Fixed()),
         "n-grams or Medusa": AutoCandidates([NgramCandidates(k=16), MedusaCandidates(heads)]),
     }
-    ours = [Contender(name, partial(dict, candidate_generator=candidates)) for name, candidates in sides.items()]
+    ours = [Variant(name, partial(dict, candidate_generator=candidates)) for name, candidates in sides.items()]
     return [PLAIN, PEERS[0], *ours]
 
 
-def _total(run: dict[str, dict[str, Total]], domain: str, contender: str) -> Total:
+def _total(run: dict[str, dict[str, Total]], domain: str, variant: str) -> Total:
     if domain == "greedy domains":
-        return sum((run[name][contender] for name in GREEDY_DOMAINS), Total())
-    return run[domain][contender]
+        return sum((run[name][variant] for name in GREEDY_DOMAINS), Total())
+    return run[domain][variant]
 
 
 def _beyond_forward(total: Total) -> float:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from benchmarks.common import OURS, PEERS, PLAIN, Rows, spread
 from hf_specgen import Candidates, DraftTree, NgramCandidates
 from hf_specgen.candidates import DraftContext, Drafter
-from hf_specgen.evaluation.measure import Contender
+from hf_specgen.evaluation.measure import Variant
 from hf_specgen.evaluation.workloads import WorkloadSettings, domain_prompts, encode, load
 
 
@@ -51,12 +51,12 @@ def loop(repeats: int, quick: bool) -> Rows:
     }
     rows: Rows = []
     for name, arguments in variants.items():
-        for contender in [*PEERS, OURS]:
+        for variant in [*PEERS, OURS]:
             costs = [
-                _between_forwards(model, inputs, {**arguments, **contender.arguments(), "max_new_tokens": 128})
+                _between_forwards(model, inputs, {**arguments, **variant.arguments(), "max_new_tokens": 128})
                 for _ in range(2 if quick else 4 * repeats)
             ]
-            rows.append({"variant": name, "contender": contender.name, **spread(costs, "ms a step")})
+            rows.append({"strategy": name, "variant": variant.name, **spread(costs, "ms a step")})
     return rows
 
 
@@ -80,17 +80,17 @@ def context(repeats: int, quick: bool) -> Rows:
     model, _ = load(WorkloadSettings())
     ids = torch.randint(5, 8000, (1, 4000), generator=torch.Generator().manual_seed(0))
     rows: Rows = []
-    contenders = [
+    variants = [
         PLAIN,
-        Contender("ours, nothing guessed", lambda: {"candidate_generator": _WrongGuesses(0)}),
-        Contender("ours, 5 tokens guessed", lambda: {"candidate_generator": _WrongGuesses(5)}),
+        Variant("ours, nothing guessed", lambda: {"candidate_generator": _WrongGuesses(0)}),
+        Variant("ours, 5 tokens guessed", lambda: {"candidate_generator": _WrongGuesses(5)}),
     ]
-    times: dict[str, list[float]] = {c.name: [] for c in contenders}
+    times: dict[str, list[float]] = {c.name: [] for c in variants}
     for _ in range(2 if quick else 3 * repeats):
-        for contender in contenders:
-            times[contender.name].append(_step_time(model, ids, contender.arguments()))
+        for variant in variants:
+            times[variant.name].append(_step_time(model, ids, variant.arguments()))
     for name, values in times.items():
-        rows.append({"contender": name, **spread(values, "ms a step")})
+        rows.append({"variant": name, **spread(values, "ms a step")})
     return rows
 
 

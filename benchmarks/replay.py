@@ -117,7 +117,7 @@ def traces(repeats: int, quick: bool = False, texts: int | None = None) -> Rows:
             rows.append(
                 {
                     "trace": name,
-                    "contender": side,
+                    "variant": side,
                     "tokens/forward": value,
                     "over lookup n=2": value / values["lookup n=2"],
                 }

@@ -14,7 +14,7 @@ from benchmarks.tables import cell, short
 from benchmarks.wording import ABOUT_SPEED, SECTIONS
 
 STYLE = Path(__file__).with_name("report.css")
-TEXT_COLUMNS = ("setting", "verdict", "by position", "contender", "round", "trace", "identical")
+TEXT_COLUMNS = ("setting", "verdict", "by position", "variant", "round", "trace", "identical")
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:
@@ -72,7 +72,7 @@ def _head(result: dict[str, Any]) -> str:
 
 def _headline(result: dict[str, Any]) -> str:
     rows = [r for r in result["tables"].get("speed", []) if r["domain"] == ALL and "speedup" in r]
-    mine = [row for row in rows if row["contender"] in result["ours"]]
+    mine = [row for row in rows if row["variant"] in result["ours"]]
     if not mine:
         return ""
     best = max(mine, key=lambda row: row["speedup"])
@@ -81,7 +81,7 @@ def _headline(result: dict[str, Any]) -> str:
         sure += ", which shows no difference"
     same = "every token as in plain decoding" if best["identical"] is True else "not every token as in plain decoding"
     return (
-        f'<p class="headline">Over all domains <b>{escape(best["contender"])}</b> did best of ours: '
+        f'<p class="headline">Over all domains <b>{escape(best["variant"])}</b> did best of ours: '
         f"<b>{best['speedup']:.2f}&times;</b> plain generate ({sure}), {same}.</p>"
     )
 
@@ -92,11 +92,11 @@ def _speed(result: dict[str, Any], picture: str) -> str:
         return ""
     domains = sorted(dict.fromkeys(row["domain"] for row in rows), key=lambda domain: domain != ALL)
     body = []
-    for contender in dict.fromkeys(row["contender"] for row in rows):
-        mine = {row["domain"]: row for row in rows if row["contender"] == contender}
-        owner = ' class="ours"' if contender in result["ours"] else ""
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        mine = {row["domain"]: row for row in rows if row["variant"] == variant}
+        owner = ' class="ours"' if variant in result["ours"] else ""
         values = "".join(_speed_cell(mine.get(domain)) for domain in domains)
-        body.append(f"<tr><td{owner}>{escape(contender)}</td>{values}</tr>")
+        body.append(f"<tr><td{owner}>{escape(variant)}</td>{values}</tr>")
     heads = "".join(f"<th>{escape(domain)}</th>" for domain in domains)
     about = "".join(f"<li><b>{escape(n)}</b>: {escape(text)}</li>" for n, text in result["domains"].items())
     return (
@@ -145,8 +145,8 @@ def _section(name: str, tables: dict[str, Rows], pictures: dict[str, str], extra
 
 
 def _positions(acceptance: Rows) -> Rows:
-    """What is drawn: over all domains, a row for each position, a column for each contender."""
-    lines = {row["contender"]: row["by position"].split() for row in acceptance if row["domain"] == ALL}
+    """What is drawn: over all domains, a row for each position, a column for each variant."""
+    lines = {row["variant"]: row["by position"].split() for row in acceptance if row["domain"] == ALL}
     longest = max(map(len, lines.values()))
     return [
         {"position": at + 1} | {c: line[at] for c, line in lines.items() if at < len(line)} for at in range(longest)
@@ -174,8 +174,8 @@ def _texts(texts: list[dict[str, Any]]) -> str:
     for text in texts:
         tokens = "".join(f"<b>{escape(t)}</b>" if guessed else escape(t) for t, guessed in text["tokens"])
         share = sum(guessed for _, guessed in text["tokens"]) / max(1, len(text["tokens"]))
-        title = f"<h3>{escape(text['domain'])}, {escape(text['contender'])}: {share:.0%} guessed</h3>"
-        place = shown if text["contender"] == texts[0]["contender"] else folded
+        title = f"<h3>{escape(text['domain'])}, {escape(text['variant'])}: {share:.0%} guessed</h3>"
+        place = shown if text["variant"] == texts[0]["variant"] else folded
         place.append(f'<div class="card">{title}<div class="answer">{tokens}</div></div>')
     if not shown:
         return ""
@@ -200,7 +200,7 @@ def _table(rows: Rows) -> str:
 def _foot(result: dict[str, Any]) -> str:
     origin = {"seed": result["seed"], "chosen": result["chosen"], **result["provenance"], "plan": result["plan"]}
     return (
-        "<h2>Protocol and provenance</h2><p>All contenders ran in one process on the same prompts from the same seeds, "
+        "<h2>Protocol and provenance</h2><p>All variants ran in one process on the same prompts from the same seeds, "
         "taking turns in an order that rotates, after a warm-up. Tokens are counted alike, up to and including the end "
         "token. Every answer of ours is compared with plain decoding token by token. Transformers' assistants sample "
         "with random numbers of their own (<i>own draws</i>), so their sampled texts are others of the same "

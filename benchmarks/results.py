@@ -45,13 +45,11 @@ def result(outcome: Outcome) -> dict[str, Any]:
         "curve": asdict(outcome.curve) if outcome.curve else None,
         "tables": tables(outcome),
         "texts": [
-            {"domain": r["cell"], "contender": r["contender"], "tokens": r["text"]}
-            for r in outcome.records
-            if "text" in r
+            {"domain": r["cell"], "variant": r["variant"], "tokens": r["text"]} for r in outcome.records if "text" in r
         ],
     }
 
 
 def differing(outcome: Outcome) -> list[str]:
-    """Our contenders of which a token differed from plain decoding somewhere."""
-    return sorted({r["contender"] for r in outcome.records if "steps" in r and not r["identical"]})
+    """Our variants of which a token differed from plain decoding somewhere."""
+    return sorted({r["variant"] for r in outcome.records if "steps" in r and not r["identical"]})

@@ -26,7 +26,7 @@ from benchmarks.synthetic import synthetic
 from benchmarks.units import Unit, measured_units, mixed_prompts, tuning_units
 from benchmarks.widen import widen
 from hf_specgen.evaluation.cost import QUERIES, CostCurve, measure_cost_curve
-from hf_specgen.evaluation.measure import Contender, Sample, race
+from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load
 
 
@@ -36,9 +36,9 @@ class Outcome:
 
     Args:
         plan: what was asked for.
-        records: one for each contender in each round.
+        records: one for each variant in each round.
         chosen: the setting of each family, by its name.
-        ours: names of our contenders, as chosen.
+        ours: names of our variants, as chosen.
         curve: T(q), if it came that far.
         scripted: rows of the scripted targets, by section.
         notes: sentences that belong to the results.
@@ -112,10 +112,10 @@ class Bench:
             unit = units[place]
             if unit.key not in self.journal:
                 seed = self.seed + 1000 * unit.repeat + unit.number
-                samples = race(
+                samples = measure_round(
                     self.model,
                     unit.inputs,
-                    unit.contenders,
+                    unit.variants,
                     unit.generation,
                     seed,
                     first=place,
@@ -129,7 +129,7 @@ class Bench:
         """One sample in plain numbers, compared with plain decoding token by token."""
         sample, plain = samples[name], samples[PLAIN.name]
         found: Record = {"section": unit.section, "cell": unit.cell, "number": unit.number, "repeat": unit.repeat}
-        found |= {"contender": name, "rows": len(sample.ids), "tokens": sample.tokens, "seconds": sample.seconds}
+        found |= {"variant": name, "rows": len(sample.ids), "tokens": sample.tokens, "seconds": sample.seconds}
         found |= {"first_token": sample.first_token, "peak": asdict(sample.peak) if sample.peak else {}}
         found["sampled"] = bool(unit.generation.get("do_sample"))
         found["identical"] = torch.equal(plain.ids, sample.ids)
@@ -168,14 +168,14 @@ def _measure(
     if bench.state.is_main_process:
         outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
     tuning = list(tuning_units(plan, domains, bench.tokenizer, families))
-    any_setting = [PLAIN, *(family.contender(next(iter(family.settings))) for family in families)]
+    any_setting = [PLAIN, *(family.variant(next(iter(family.settings))) for family in families)]
     later = sum(unit.weight for unit in measured_units(plan, domains, bench.tokenizer, any_setting))
     task = bar.add_task("tuning", total=sum(unit.weight for unit in tuning) + later) if bar else None
     bench.work(tuning, bar, task)
     outcome.chosen = choose(families, bench.gathered())
-    contenders = [PLAIN, *(family.contender(outcome.chosen[family.name]) for family in families)]
-    outcome.ours = [f.contender(outcome.chosen[f.name]).name for f in families if f.ours]
-    bench.work(list(measured_units(plan, domains, bench.tokenizer, contenders)), bar, task)
+    variants = [PLAIN, *(family.variant(outcome.chosen[family.name]) for family in families)]
+    outcome.ours = [f.variant(outcome.chosen[f.name]).name for f in families if f.ours]
+    bench.work(list(measured_units(plan, domains, bench.tokenizer, variants)), bar, task)
     if plan.trace_texts and bench.state.is_main_process:
         outcome.scripted = {"traces": traces(1, texts=plan.trace_texts), "synthetic": synthetic(plan.trace_texts)}
 
@@ -186,22 +186,24 @@ def choose(families: Sequence[Family], records: Sequence[Record]) -> dict[str, s
     seconds: dict[str, float] = {}
     for record in records:
         if record["section"] == "tuning":
-            name = record["contender"]
+            name = record["variant"]
             tokens[name] = tokens.get(name, 0) + record["tokens"]
             seconds[name] = seconds.get(name, 0) + record["seconds"]
 
     def rate(family: Family, setting: str) -> float:
-        name = family.contender(setting).name
+        name = family.variant(setting).name
         return tokens[name] / seconds[name]
 
     return {family.name: max(family.settings, key=lambda setting: rate(family, setting)) for family in families}
 
 
 def _warm_up(plan: Plan, domains: Sequence[Domain], families: Sequence[Family], bench: Bench) -> None:
-    contenders: list[Contender] = [PLAIN, *(f.contender(setting) for f in families for setting in f.settings)]
+    variants: list[Variant] = [PLAIN, *(f.variant(setting) for f in families for setting in f.settings)]
     prompts = mixed_prompts(domains)
     for size in {1, max(plan.batches, default=1)}:
-        race(bench.model, first_turns(bench.tokenizer, (prompts * size)[:size]), contenders, {"max_new_tokens": 4}, 0)
+        measure_round(
+            bench.model, first_turns(bench.tokenizer, (prompts * size)[:size]), variants, {"max_new_tokens": 4}, 0
+        )
 
 
 def _domains(plan: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> list[Domain]:

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.candidates.vocabulary import check_vocabularies
-from hf_specgen.evaluation.measure import Contender
+from hf_specgen.evaluation.measure import Variant
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
 from hf_specgen.heads import load_medusa
 from hf_specgen.heads.exit_head import exit_layer_of
 
-PLAIN = Contender("plain", dict)
+PLAIN = Variant("plain", dict)
 Arguments = Callable[[], dict[str, Any]]
 # Both sides try as many settings: each fixed length on both, the one that looks after itself on each.
 DRAFT_LENGTHS, EXIT_LENGTHS = (2, 4, 6), (1, 2, 4)
@@ -47,9 +47,9 @@ class Family:
     settings: Mapping[str, Arguments]
     ours: bool
 
-    def contender(self, setting: str) -> Contender:
+    def variant(self, setting: str) -> Variant:
         """The family with one of its settings."""
-        return Contender(f"{self.name} {setting}", self.settings[setting], batched=self.ours)
+        return Variant(f"{self.name} {setting}", self.settings[setting], batched=self.ours)
 
 
 def build(strategies: Sequence[str], peers: Sequence[str], model: PreTrainedModel) -> list[Family]:

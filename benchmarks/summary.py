@@ -25,10 +25,10 @@ FEWEST_REQUESTS = 3  # with fewer, an interval says more about chance than about
 
 @dataclass(frozen=True)
 class Cell:
-    """One contender in one domain, batch size, …: its records, and those of plain decoding on the same inputs."""
+    """One variant in one domain, batch size, …: its records, and those of plain decoding on the same inputs."""
 
     name: str
-    contender: str
+    variant: str
     records: list[Record]
     plain: list[Record]
 
@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def counts(self) -> Statistics | None:
-        """Steps of all records together; None for contenders that tell nothing of theirs."""
+        """Steps of all records together; None for variants that tell nothing of theirs."""
         told = [r for r in self.records if "steps" in r]
         if not told:
             return None
@@ -70,14 +70,14 @@ def cells(records: Sequence[Record], section: str, *, together: bool = False) ->
     groups: dict[tuple[str, str], dict[str, Record]] = defaultdict(dict)
     for record in records:
         if record["section"] == section:
-            groups[record["cell"], record["contender"]][record["unit"]] = record
+            groups[record["cell"], record["variant"]][record["unit"]] = record
             if together:
-                groups[ALL, record["contender"]][record["unit"]] = record
+                groups[ALL, record["variant"]][record["unit"]] = record
     ordered = sorted(groups, key=lambda group: group[0] == ALL)
     return [
-        Cell(name, contender, list(groups[name, contender].values()),
-             [groups[name, PLAIN.name][unit] for unit in groups[name, contender]])
-        for name, contender in ordered
+        Cell(name, variant, list(groups[name, variant].values()),
+             [groups[name, PLAIN.name][unit] for unit in groups[name, variant]])
+        for name, variant in ordered
     ]  # fmt: skip
 
 
@@ -90,8 +90,8 @@ def speed(found: Sequence[Cell], first: str) -> Rows:
     """
     rows: Rows = []
     for cell in found:
-        row: dict[str, Any] = {first: cell.name, "contender": cell.contender, "tokens/s": cell.tokens_per_second}
-        if cell.contender != PLAIN.name:
+        row: dict[str, Any] = {first: cell.name, "variant": cell.variant, "tokens/s": cell.tokens_per_second}
+        if cell.variant != PLAIN.name:
             interval = cell.speedup
             row["speedup"] = interval.value
             if cell.requests < FEWEST_REQUESTS:
@@ -120,7 +120,7 @@ def acceptance(found: Sequence[Cell], first: str) -> Rows:
         rows.append(
             {
                 first: cell.name,
-                "contender": cell.contender,
+                "variant": cell.variant,
                 "tokens/step": lengths["tokens_per_step"],
                 "mean acceptance length": lengths["mean_acceptance_length"],
                 "accepted": rates["acceptance_rate"],
@@ -131,12 +131,12 @@ def acceptance(found: Sequence[Cell], first: str) -> Rows:
 
 
 def latency(found: Sequence[Cell]) -> Rows:
-    """Seconds of whole requests and until the first token, and peak memory, per contender."""
+    """Seconds of whole requests and until the first token, and peak memory, per variant."""
     rows: Rows = []
     for cell in found:
         seconds = [r["seconds"] for r in cell.records]
         p50, p95, p99 = np.percentile(seconds, [50, 95, 99])
-        row: dict[str, Any] = {"contender": cell.contender, "mean s": mean(seconds), "p50 s": float(p50)}
+        row: dict[str, Any] = {"variant": cell.variant, "mean s": mean(seconds), "p50 s": float(p50)}
         row |= {"p95 s": float(p95), "p99 s": float(p99)}
         row["first token ms"] = 1000 * mean(r["first_token"] for r in cell.records)
         for place in ("host", "device"):
@@ -166,7 +166,7 @@ def limits(found: Sequence[Cell], curve: CostCurve) -> Rows:
         rows.append(
             {
                 "domain": cell.name,
-                "contender": cell.contender,
+                "variant": cell.variant,
                 "alpha": alpha,
                 "mean draft": depth,
                 "tokens/step": counts.tokens_per_step,
@@ -190,7 +190,7 @@ def cost(curve: CostCurve) -> Rows:
 def differences(records: Sequence[Record]) -> Rows:
     """Where our text left the plain one first, and the target's logits of both tokens there."""
     return [
-        {"round": r["unit"], "contender": r["contender"], **_margin(r["difference"])}
+        {"round": r["unit"], "variant": r["variant"], **_margin(r["difference"])}
         for r in records
         if r.get("difference")
     ]

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.common import OURS, PEERS, PLAIN, WIDE, Rows, ours, spread
 from benchmarks.widen import widen
 from hf_specgen import NgramHistory
-from hf_specgen.evaluation.measure import Contender, Total, take_turns
+from hf_specgen.evaluation.measure import Total, Variant, interleave
 from hf_specgen.evaluation.workloads import DOMAINS, WorkloadSettings, domain_prompts, encode, load
 
 
-def contenders() -> list[Contender]:
+def variants() -> list[Variant]:
     """All sides; the history begins empty and learns from one prompt for the next."""
     history = NgramHistory()
-    return [PLAIN, *PEERS, OURS, Contender("ours k=16, history", partial(ours, k=16, history=history))]
+    return [PLAIN, *PEERS, OURS, Variant("ours k=16, history", partial(ours, k=16, history=history))]
 
 
 def domains(repeats: int, quick: bool, wide: bool = False) -> Rows:
@@ -31,18 +31,16 @@ def domains(repeats: int, quick: bool, wide: bool = False) -> Rows:
     model, tokenizer = load(settings)
     if wide:
         model = widen(model, WIDE)
-    totals = [
-        domain_totals(model, tokenizer, settings, contenders(), seed) for seed in track(range(repeats), "repeats")
-    ]
+    totals = [domain_totals(model, tokenizer, settings, variants(), seed) for seed in track(range(repeats), "repeats")]
     rows: Rows = []
     for domain in (*DOMAINS, "all"):
         plain = [run[domain]["plain"].tokens_per_second for run in totals]
-        for contender in contenders():
-            runs = [run[domain][contender.name] for run in totals]
+        for variant in variants():
+            runs = [run[domain][variant.name] for run in totals]
             speedups = [run.tokens_per_second / base for run, base in zip(runs, plain, strict=True)]
-            row = {"domain": domain, "contender": contender.name, "tokens/s": median(r.tokens_per_second for r in runs)}
+            row = {"domain": domain, "variant": variant.name, "tokens/s": median(r.tokens_per_second for r in runs)}
             row |= spread(speedups, "speedup")
-            if contender.name.startswith("ours"):
+            if variant.name.startswith("ours"):
                 row |= {
                     "tokens/step": median(r.tokens_per_step for r in runs),
                     "identical": all(r.identical for r in runs),
@@ -55,16 +53,16 @@ def domain_totals(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     settings: WorkloadSettings,
-    contenders: Sequence[Contender],
+    variants: Sequence[Variant],
     seed: int,
 ) -> dict[str, dict[str, Total]]:
-    """Totals by domain and contender, "all" included."""
-    result: dict[str, dict[str, Total]] = {"all": {c.name: Total() for c in contenders}}
+    """Totals by domain and variant, "all" included."""
+    result: dict[str, dict[str, Total]] = {"all": {c.name: Total() for c in variants}}
     for domain, prompts in domain_prompts(settings).items():
-        result[domain] = {c.name: Total() for c in contenders}
+        result[domain] = {c.name: Total() for c in variants}
         generation = {"max_new_tokens": settings.max_new_tokens, **DOMAINS[domain]}
-        for samples in take_turns(
-            model, encode(tokenizer, prompts, settings.batch_size), contenders, generation, 1000 * seed
+        for samples in interleave(
+            model, encode(tokenizer, prompts, settings.batch_size), variants, generation, 1000 * seed
         ):
             for name, sample in samples.items():
                 result[domain][name].add(sample, samples[PLAIN.name])
@@ -82,17 +80,17 @@ def batch(repeats: int, quick: bool) -> Rows:
         model = widen(model, WIDE) if wide else model
         mixed = [prompt for group in zip(*domain_prompts(settings).values(), strict=True) for prompt in group]
         prompts = mixed[: 8 if quick or wide else 16]
-        sides = [PLAIN, Contender("ours k=5", partial(ours, k=5))]
+        sides = [PLAIN, Variant("ours k=5", partial(ours, k=5))]
         for name, generation in (("greedy", {}), ("sampled", DOMAINS["math"])):
             runs = [
-                list(take_turns(model, encode(tokenizer, prompts, 8), sides, {"max_new_tokens": 128, **generation}, s))
+                list(interleave(model, encode(tokenizer, prompts, 8), sides, {"max_new_tokens": 128, **generation}, s))
                 for s in track(range(repeats), f"batch {name}")
             ]
-            for contender in sides[1:]:
-                speedups = [_ratio(run, contender.name) for run in runs]
-                same = all(torch.equal(s[contender.name].ids, s["plain"].ids) for run in runs for s in run)
+            for variant in sides[1:]:
+                speedups = [_ratio(run, variant.name) for run in runs]
+                same = all(torch.equal(s[variant.name].ids, s["plain"].ids) for run in runs for s in run)
                 target = "300M bf16" if wide else "embedded fp32"
-                row = {"target": target, "generation": name, "contender": contender.name}
+                row = {"target": target, "generation": name, "variant": variant.name}
                 rows.append({**row, **spread(speedups, "speedup"), "identical": same})
     return rows
 

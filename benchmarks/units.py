@@ -1,4 +1,4 @@
-"""A run cut into rounds that stand for themselves: the same inputs for every contender."""
+"""A run cut into rounds that stand for themselves: the same inputs for every variant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.domains import Domain
 from benchmarks.plan import Plan
 from benchmarks.prompts import first_turns, followups, of_length
 from benchmarks.strategies import PLAIN, Family
-from hf_specgen.evaluation.measure import Contender
+from hf_specgen.evaluation.measure import Variant
 
 T = TypeVar("T")
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
@@ -29,8 +29,8 @@ class Unit:
         number: of the prompt or batch in the cell.
         repeat: from 0.
         inputs: `input_ids` and `attention_mask`.
-        generation: arguments of `generate` that all contenders share.
-        contenders: plain decoding first.
+        generation: arguments of `generate` that all variants share.
+        variants: plain decoding first.
         followups: further turns of a chat.
     """
 
@@ -40,7 +40,7 @@ class Unit:
     repeat: int
     inputs: dict[str, torch.Tensor]
     generation: dict[str, Any]
-    contenders: list[Contender]
+    variants: list[Variant]
     followups: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -52,7 +52,7 @@ class Unit:
     def weight(self) -> float:
         """Roughly how long it takes, for the time left: a batch of 16 about four times as long as one row."""
         rows = len(self.inputs["input_ids"])
-        able = len(self.contenders) if rows == 1 else sum(contender.batched for contender in self.contenders)
+        able = len(self.variants) if rows == 1 else sum(variant.batched for variant in self.variants)
         return able * (1 + len(self.followups)) * self.generation["max_new_tokens"] * rows**0.5
 
 
@@ -60,36 +60,36 @@ def tuning_units(
     plan: Plan, domains: Sequence[Domain], tokenizer: PreTrainedTokenizerBase, families: Sequence[Family]
 ) -> Iterator[Unit]:
     """Every setting of every family, on conversations that are not measured afterwards (if there are more)."""
-    contenders = [PLAIN, *(family.contender(setting) for family in families for setting in family.settings)]
+    variants = [PLAIN, *(family.variant(setting) for family in families for setting in family.settings)]
     held_out = [[(d, turns) for turns in d.conversations[plan.prompts :] or d.conversations] for d in domains]
     for number, (domain, turns) in enumerate(_in_turn(held_out)[: plan.tuning_prompts]):
-        yield _unit(plan, "tuning", domain, number, 0, turns[:1], tokenizer, contenders)
+        yield _unit(plan, "tuning", domain, number, 0, turns[:1], tokenizer, variants)
 
 
 def measured_units(
     plan: Plan,
     domains: Sequence[Domain],
     tokenizer: PreTrainedTokenizerBase,
-    contenders: list[Contender],
+    variants: list[Variant],
 ) -> Iterator[Unit]:
     """The domains, then the sweeps; from batches those are left out that take one row only."""
     for repeat in range(plan.repeats):
         for domain in domains:
             for number, turns in enumerate(domain.conversations[: plan.prompts]):
-                yield _unit(plan, "domains", domain, number, repeat, turns, tokenizer, contenders)
+                yield _unit(plan, "domains", domain, number, repeat, turns, tokenizer, variants)
     mixed = mixed_prompts(domains)
     settings = {"max_new_tokens": max(1, plan.max_new_tokens // 2), **SAMPLED}
     for number in range(plan.sweep_prompts):
         for size in plan.batches:
             prompts = [mixed[(number * size + row) % len(mixed)] for row in range(size)]
-            yield Unit("batch", str(size), number, 0, first_turns(tokenizer, prompts), settings, contenders)
+            yield Unit("batch", str(size), number, 0, first_turns(tokenizer, prompts), settings, variants)
         inputs = first_turns(tokenizer, [mixed[number % len(mixed)]])
         for temperature in plan.temperatures:
             sampling = {"temperature": temperature} if temperature else {"do_sample": False, "temperature": None}
-            yield Unit("temperature", str(temperature), number, 0, inputs, {**settings, **sampling}, contenders)
+            yield Unit("temperature", str(temperature), number, 0, inputs, {**settings, **sampling}, variants)
         for context in plan.contexts:
             inputs = of_length(tokenizer, mixed[number % len(mixed)], mixed, context)
-            yield Unit("context", str(context), number, 0, inputs, settings, contenders)
+            yield Unit("context", str(context), number, 0, inputs, settings, variants)
 
 
 def mixed_prompts(domains: Sequence[Domain]) -> list[str]:
@@ -110,9 +110,9 @@ def _unit(
     repeat: int,
     turns: list[str],
     tokenizer: PreTrainedTokenizerBase,
-    contenders: list[Contender],
+    variants: list[Variant],
 ) -> Unit:
     generation = {"max_new_tokens": plan.max_new_tokens, **domain.generation}
     later = followups(tokenizer, turns) if len(turns) > 1 else []
     inputs = first_turns(tokenizer, turns[:1])
-    return Unit(section, domain.name, number, repeat, inputs, generation, contenders, later)
+    return Unit(section, domain.name, number, repeat, inputs, generation, variants, later)

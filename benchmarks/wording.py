@@ -28,7 +28,7 @@ SECTIONS: dict[str, tuple[str, str]] = {
     ),
     "latency": (
         "Latency and memory",
-        "Whole requests of all domains; peak memory of the process, weights of every contender included.",
+        "Whole requests of all domains; peak memory of the process, weights of every variant included.",
     ),
     "tuning": (
         "Length of the draft",

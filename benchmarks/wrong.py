@@ -18,7 +18,7 @@ class WrongCandidates(Candidates):
         token: that is guessed; 0 is the padding of the embedded model.
     """
 
-    cheap = True
+    negligible_draft_cost = True
 
     def __init__(self, k: Depth = "auto", *, policy: Policy | None = None, token: int = 0):
         self._set_depth(k, policy, greatest=16)

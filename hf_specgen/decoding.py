@@ -22,14 +22,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_specgen.adaptive.pace import Pace, StepHook
 from hf_specgen.adaptive.policy import Policy, State
 from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
-from hf_specgen.outputs import Emission
-from hf_specgen.state import Sequences
+from hf_specgen.outputs import OutputCollector
+from hf_specgen.state import GenerationState
 from hf_specgen.statistics import Statistics
 from hf_specgen.target.support import check_length
 from hf_specgen.timer import Timer
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import Verdict, Verifier
-from hf_specgen.verification.processors import Scorer
+from hf_specgen.verification import VerificationResult, Verifier
+from hf_specgen.verification.processors import LogitsPipeline
 
 
 @dataclass
@@ -73,7 +73,7 @@ def speculative_decode(
     )
     call.pace = Pace(policy or candidates.policy, call.state(candidates), call.sequences.generated, monitor)
     call.context.policy = call.pace.policy
-    call.emission = Emission(call.sequences, stopping_criteria, streamer, call.keep_scores, call.output_scores)
+    call.emission = OutputCollector(call.sequences, stopping_criteria, streamer, call.keep_scores, call.output_scores)
     decode_mode = getattr(model, "_optimize_model_for_decode", nullcontext)
     try:
         drafter = candidates.bind(call.context, model)
@@ -94,7 +94,7 @@ def speculative_decode(
 class _Call:
     """One `generate` call: its text, its target, its statistics."""
 
-    emission: Emission
+    emission: OutputCollector
     pace: Pace
     _given: list[int]
 
@@ -115,10 +115,10 @@ class _Call:
         self.output_logits = self.returns_dict and bool(config.output_logits)
         self.keep_scores = self.output_scores or self.output_logits
         self.target = candidates.make_target(model, input_ids, config, model_kwargs)
-        self.sequences = Sequences.of_call(input_ids, model_kwargs.get("attention_mask"), criteria, config)
+        self.sequences = GenerationState.of_call(input_ids, model_kwargs.get("attention_mask"), criteria, config)
         check_length(model, self.target.first_positions, self.sequences.max_length - self.sequences.prompt_length)
         self.verifier = verifier
-        self.scorer = Scorer(processors, self.sequences)
+        self.scorer = LogitsPipeline(processors, self.sequences)
         verifier.begin(self.scorer, self.sequences, bool(config.do_sample), self.keep_scores)
         self.context = DraftContext(
             self.sequences.prompts, self.sequences.generated, verifier=verifier, target=self.target
@@ -140,23 +140,23 @@ class _Call:
             max_new_tokens=self.sequences.max_length - self.sequences.prompt_length,
             model=self.target.model,
             strategy=repr(candidates),
-            cheap=candidates.cheap,
-            sizes_itself=candidates.sizes_itself,
+            negligible_draft_cost=candidates.negligible_draft_cost,
+            adaptive_tree=candidates.adaptive_tree,
         )
 
     def read_prompt(self, drafter: Drafter) -> None:
         """The first step. Rows that nothing is guessed for get the token that the prompt itself gives."""
         rows = [True] * self.sequences.batch
         tree = DraftTree.empty(len(rows))
-        if self.target.can_open:
-            tree = self._draft(drafter.open, rows).first_paths()
+        if self.target.supports_prefill_drafts:
+            tree = self._draft(drafter.open, rows).leftmost_chain()
         with Timer(self._seconds, "prefill"):
             logits = self.target.prefill(tree)
         verdict = self._verify(tree, logits, rows)
         self._given = [int(not parents) for parents in tree.parents]
         if tree.nodes:
             drafter.observe(verdict)
-            self.pace.observe(tree, self.statistics.record_opening(tree, verdict), self._seconds)
+            self.pace.observe(tree, self.statistics.record_prefill_draft(tree, verdict), self._seconds)
 
     def decode(self, drafter: Drafter) -> None:
         """All further steps."""
@@ -188,7 +188,7 @@ class _Call:
         with Timer(self._seconds, "draft"):
             return draft(self.context)
 
-    def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Verdict:
+    def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
         """Accept, keep, emit."""
         with Timer(self._seconds, "verify"):
             verdict = self.verifier.verify(tree, logits, active)
@@ -221,7 +221,7 @@ class _Call:
             places = [column - (self.emission.columns - n) for n in missing]
             nodes = torch.tensor([max(place, 0) for place in places], device=logits.device)
             column_logits = logits[rows, nodes].to(self.sequences.device)
-            scores = column_logits if self.scorer.in_step else self.scorer.column(column, column_logits)
+            scores = column_logits if self.scorer.lockstep else self.scorer.column(column, column_logits)
             for row, place in enumerate(places):
                 if place >= 0 and missing[row]:
                     self.emission.scores[column][row] = scores[row]

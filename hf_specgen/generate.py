@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.adaptive.policy import Policy
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.native import ForeignCandidates
+from hf_specgen.candidates.native import NativeCandidates
 from hf_specgen.decoding import SpeculativeOutput, speculative_decode
 from hf_specgen.monitoring.monitor import SpeculationMonitor
 from hf_specgen.target.support import check_model
@@ -169,7 +169,7 @@ def _as_candidates(generator: Any) -> Candidates:
     if isinstance(generator, Candidates):
         return generator
     if isinstance(generator, CandidateGenerator):
-        return ForeignCandidates(generator)
+        return NativeCandidates(generator)
     raise TypeError(f"candidate_generator must be a CandidateGenerator such as NgramCandidates(k=5), got {generator!r}")
 
 

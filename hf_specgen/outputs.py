@@ -13,13 +13,13 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specgen.state import Sequences
-from hf_specgen.verification import Verdict
+from hf_specgen.state import GenerationState
+from hf_specgen.verification import VerificationResult
 
 KNOWN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
 
 
-class Emission:
+class OutputCollector:
     """Confirms columns, stops where plain `generate` stops, and keeps scores if asked to.
 
     Args:
@@ -32,7 +32,7 @@ class Emission:
 
     def __init__(
         self,
-        sequences: Sequences,
+        sequences: GenerationState,
         criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
         keep_scores: bool,
@@ -53,7 +53,7 @@ class Emission:
     def done(self) -> bool:
         return all(self.finished)
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: VerificationResult) -> None:
         """Take in a step's tokens (which are in `sequences` already) and confirm the columns that are now complete."""
         for row, (scores, logits) in enumerate(zip(verdict.scores, verdict.logits, strict=True)):
             self._row_scores[row] += scores

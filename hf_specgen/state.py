@@ -10,7 +10,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 
-class Sequences:
+class GenerationState:
     """Prompts and generated tokens of a batch.
 
     Args:
@@ -46,7 +46,7 @@ class Sequences:
         attention_mask: torch.Tensor | None,
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
-    ) -> Sequences:
+    ) -> GenerationState:
         """As `generate` has prepared them."""
         stop_ids: set[int] = set()
         for criterion in criteria:

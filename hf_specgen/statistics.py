@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_specgen.tree import DraftTree, depths
-from hf_specgen.verification import Verdict
+from hf_specgen.verification import VerificationResult
 
 REPORTED = (
     "steps",
@@ -61,7 +61,7 @@ class Statistics:
     lengths: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def record(self, tree: DraftTree, verdict: Verdict) -> list[RowStep | None]:
+    def record(self, tree: DraftTree, verdict: VerificationResult) -> list[RowStep | None]:
         """Count one verification step; returns what it was for each row, None for one that took no part."""
         steps: list[RowStep | None] = [None] * len(self.rows)
         for row, path in enumerate(verdict.paths):
@@ -73,7 +73,7 @@ class Statistics:
                 steps[row] = step
         return steps
 
-    def record_opening(self, tree: DraftTree, verdict: Verdict) -> list[RowStep | None]:
+    def record_prefill_draft(self, tree: DraftTree, verdict: VerificationResult) -> list[RowStep | None]:
         """The same for the prompt's own pass, which is no step of a row that nothing was guessed for."""
         steps = self.record(tree, verdict)
         for row, parents in enumerate(tree.parents):

@@ -83,9 +83,9 @@ class DraftTree:
         """The same drafts with padding up to that many nodes, and without `q`."""
         return DraftTree(pad(self.tokens, (0, max(0, nodes - self.nodes))), self.parents)
 
-    def first_paths(self) -> DraftTree:
+    def leftmost_chain(self) -> DraftTree:
         """Of each row only the first path: a chain. From every node it goes on to the first of its children."""
-        paths = [_first_path(parents) for parents in self.parents]
+        paths = [_leftmost_path(parents) for parents in self.parents]
         if paths == [list(range(len(parents))) for parents in self.parents]:
             return self
         width = max(map(len, paths))
@@ -115,7 +115,7 @@ class DraftTree:
         return cls.from_nodes([merge_paths(paths) for paths in rows])
 
 
-def _first_path(parents: Parents) -> list[int]:
+def _leftmost_path(parents: Parents) -> list[int]:
     path: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (path[-1] if path else -1):

@@ -15,7 +15,7 @@ from distillation import DistillationSettings, target_states
 from hf_specgen import MedusaCandidates
 from hf_specgen.adaptive import Fixed
 from hf_specgen.evaluation.calibration import measure_acceptance, measure_cost, save_tuning
-from hf_specgen.evaluation.measure import Contender, race
+from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.heads.medusa_runner import MedusaReader
 from medusa_loss import later_positions
@@ -121,11 +121,11 @@ class Evaluation:
             scores.seen[head] += len(later)
 
     def _generate(self, scores: HeadScores, candidates: MedusaCandidates, row: dict[str, Any], seed: int) -> None:
-        ours = Contender("Medusa", lambda: {"candidate_generator": candidates})
-        sides = [Contender("plain", dict), ours]
+        ours = Variant("Medusa", lambda: {"candidate_generator": candidates})
+        sides = [Variant("plain", dict), ours]
         call = self._call(row)
         inputs = {name: call.pop(name) for name in ("input_ids", "attention_mask")}
-        samples = race(self._target, inputs, sides, call, seed, first=seed)
+        samples = measure_round(self._target, inputs, sides, call, seed, first=seed)
         statistics = samples["Medusa"].speculation
         assert statistics is not None
         scores.steps += statistics.steps

@@ -12,10 +12,10 @@ from functools import lru_cache
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from hf_specgen.state import Sequences
+from hf_specgen.state import GenerationState
 from hf_specgen.tree import DraftTree, Parents, children, depths
 from hf_specgen.verification import Verifier
-from hf_specgen.verification.processors import Scorer
+from hf_specgen.verification.processors import LogitsPipeline
 
 VOCAB = 16
 FIRST = 3
@@ -61,8 +61,8 @@ def emitted_by_verify(
 ) -> torch.Tensor:
     """The same through `verify`, which applies the processors itself and follows the choices row by row."""
     tokens, q = draw(trials, parents)
-    sequences = Sequences(torch.full((trials, 1), FIRST), None, (), float("inf"), None)
-    verifier.begin(Scorer(processors, sequences), sequences, True, False)
+    sequences = GenerationState(torch.full((trials, 1), FIRST), None, (), float("inf"), None)
+    verifier.begin(LogitsPipeline(processors, sequences), sequences, True, False)
     logits = target_logits()[_slot_tokens(tokens)]
     verdict = verifier.verify(DraftTree(tokens, (parents,) * trials, q), logits, [True] * trials)
     width = 1 + max(depths(parents))

@@ -41,10 +41,10 @@ class Simulation:
         lengths: Callable[[int, int], int] | None = None,
         noise: float = 0.0,
         seed: int = 0,
-        cheap: bool = True,
+        negligible_draft_cost: bool = True,
     ):
         self.alpha, self.curve, self.k, self.rows, self.draft_token = alpha, curve, k, rows, draft_token
-        self.lengths, self.noise, self.seed, self.cheap = lengths, noise, seed, cheap
+        self.lengths, self.noise, self.seed, self.negligible_draft_cost = lengths, noise, seed, negligible_draft_cost
         self.reading = 0.0
         """Seconds in which a draft reads a token of the prompt or of plain steps."""
         self.temperature = 0.0
@@ -64,7 +64,7 @@ class Simulation:
             statistics,
             temperature=self.temperature,
             model=self.model,
-            cheap=self.cheap,
+            negligible_draft_cost=self.negligible_draft_cost,
         )
         pace = Pace(policy, state, texts)
         seconds = dict.fromkeys(("draft", "forward", "verify"), 0.0)

@@ -31,11 +31,11 @@ def test_every_part_is_measured(finished) -> None:
         "speed", "acceptance", "latency", "limits", "cost", "tuning", "batch", "temperature", "context", "traces",
         "synthetic",
     }  # fmt: skip
-    names = {row["contender"].split()[0] for row in found["tables"]["speed"]}
+    names = {row["variant"].split()[0] for row in found["tables"]["speed"]}
     assert names == {"plain", "n-grams", "prompt", "layer", "assistant_early_exit", "Medusa"}
     for section in ("temperature", "context"):  # one row: the peers can take part
-        assert {row["contender"].split()[0] for row in found["tables"][section]} == names
-    assert "assistant_early_exit" not in {row["contender"].split()[0] for row in found["tables"]["batch"]}
+        assert {row["variant"].split()[0] for row in found["tables"][section]} == names
+    assert "assistant_early_exit" not in {row["variant"].split()[0] for row in found["tables"]["batch"]}
     assert outcome.curve is not None and outcome.curve.queries[-1] == 32
 
 
@@ -69,7 +69,7 @@ def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
     """Setting b is faster on the short prompt, a over both together."""
     family = Family("x", {"a": dict, "b": dict}, ours=True)
     measured = [("a", 100, 10.0), ("a", 10, 2.0), ("b", 100, 20.0), ("b", 10, 0.1)]
-    records = [{"section": "tuning", "contender": f"x {s}", "tokens": t, "seconds": d} for s, t, d in measured]
+    records = [{"section": "tuning", "variant": f"x {s}", "tokens": t, "seconds": d} for s, t, d in measured]
     assert choose([family], records) == {"x": "a"}
 
 

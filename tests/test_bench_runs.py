@@ -37,29 +37,29 @@ def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypat
     plan = replace(plan, repeats=4, trace_texts=0, seed=7, tuning_prompts=1)
     rounds: list[int] = []
     seeds: list[int] = []
-    race = runner.race
+    measure_round = runner.measure_round
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         rounds.append(1)
         if len(rounds) == 5:  # one to warm up, one to tune, two of the four repeats
             raise KeyboardInterrupt
         seeds.append(arguments[4])
-        return race(*arguments, **options)
+        return measure_round(*arguments, **options)
 
-    monkeypatch.setattr(runner, "race", interrupted)
+    monkeypatch.setattr(runner, "measure_round", interrupted)
     first = run(plan, tmp_path, quiet())
     assert first is not None and "interrupted" in first.notes[-1]
     kept = {r["unit"] for r in first.records}
     assert len([unit for unit in kept if unit.startswith("domains")]) == 2
     assert seeds == [0, 7, 7, 1007]  # the warm-up, the tuning prompt, two repeats of one prompt
     assert "speed" in result(first)["tables"]
-    monkeypatch.setattr(runner, "race", race)
+    monkeypatch.setattr(runner, "measure_round", measure_round)
     second = run(plan, tmp_path, quiet(), resume=True)
     assert second is not None and {r["unit"] for r in second.records if r["section"] == "domains"} == {
         f"domains/edit/0/{repeat}" for repeat in range(4)
     }
-    old = {(r["unit"], r["contender"]): r["seconds"] for r in first.records}
-    again = {(r["unit"], r["contender"]): r["seconds"] for r in second.records}
+    old = {(r["unit"], r["variant"]): r["seconds"] for r in first.records}
+    again = {(r["unit"], r["variant"]): r["seconds"] for r in second.records}
     assert len(again) == len(second.records) and all(again[key] == seconds for key, seconds in old.items())
 
 
@@ -174,7 +174,7 @@ def test_two_processes_share_the_prompts(tmp_path: Path) -> None:
     measured = {unit for unit in units[0] | units[1] if unit.startswith("domains")}
     assert measured == {f"domains/{domain}/{number}/0" for domain in ("edit", "json") for number in (0, 1)}
     saved = json.loads((tmp_path / "report.json").read_text())
-    over_all = [row for row in saved["tables"]["speed"] if row["domain"] == "all" and row["contender"] != "plain"]
+    over_all = [row for row in saved["tables"]["speed"] if row["domain"] == "all" and row["variant"] != "plain"]
     assert len(over_all) == 1 and "low" in over_all[0]  # 4 requests, from both processes
 
 

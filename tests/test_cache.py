@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specgen.target import cache as module
-from hf_specgen.target.cache import SlotCache, SlotLayer
+from hf_specgen.target.cache import RaggedCache, RaggedLayer
 from tests import reference
 
 thorough = settings(max_examples=100, deadline=None, derandomize=True)
@@ -26,12 +26,12 @@ def states(numbers: Text, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return base + place, -base - place
 
 
-def write(cache: SlotCache | DynamicCache, numbers: Text) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def write(cache: RaggedCache | DynamicCache, numbers: Text) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """One forward pass: the same step in every layer."""
     return [cache.update(*states(numbers, layer), layer) for layer in range(LAYERS)]
 
 
-def assert_holds(cache: SlotCache, text: Text) -> None:
+def assert_holds(cache: RaggedCache, text: Text) -> None:
     assert cache.lengths == tuple(map(len, text))
     for index, layer in enumerate(cache.layers):
         assert layer.lengths == cache.lengths and layer.batch_size == len(text)
@@ -41,10 +41,10 @@ def assert_holds(cache: SlotCache, text: Text) -> None:
             assert torch.equal(layer.values[row : row + 1, :, : len(numbers)], values), (index, row)
 
 
-def filled(text: Text) -> SlotCache:
+def filled(text: Text) -> RaggedCache:
     """A cache with rows of different lengths: written as wide as the longest, then cut."""
     width = max(map(len, text))
-    cache = SlotCache()
+    cache = RaggedCache()
     write(cache, [[*row, *[-9] * (width - len(row))] for row in text])
     cache.set_lengths([len(row) for row in text])
     assert_holds(cache, text)
@@ -59,7 +59,7 @@ def test_against_lists(data: st.DataObject) -> None:
     The buffer begins with 2 slots here, so that it grows many times.
     """
     text: Text = [[] for _ in range(data.draw(st.integers(1, 3), "batch"))]
-    cache, number = SlotCache(), 0
+    cache, number = RaggedCache(), 0
     with patch.object(module, "SPARE_SLOTS", 2):
         for _ in range(data.draw(st.integers(1, 6), "steps")):
             nodes = data.draw(st.integers(0, 5), "nodes")
@@ -73,7 +73,7 @@ def test_against_lists(data: st.DataObject) -> None:
                     assert torch.equal(values[row : row + 1, :, : len(old) + 1 + nodes], expected[1])
                 assert keys.shape[2] == values.shape[2] == max(starts) + 1 + nodes
             paths = [data.draw(paths_down(nodes), "path") for _ in text]
-            cache.compact(starts, paths)
+            cache.keep_accepted(starts, paths)
             for row, path in enumerate(paths):
                 if path is not None:
                     text[row] += [step[row][0], *(step[row][1 + node] for node in path)]
@@ -97,7 +97,7 @@ def test_compact_moves_the_accepted_nodes() -> None:
     """
     cache = filled([[1], [], [1, 2], [1]])
     write(cache, [[10, 20, 21, 22]] * 4)
-    cache.compact((1, 0, 2, 1), [[1, 2], [2], [], None])
+    cache.keep_accepted((1, 0, 2, 1), [[1, 2], [2], [], None])
     assert_holds(cache, [[1, 10, 21, 22], [10, 22], [1, 2, 10], [1]])
 
 
@@ -105,15 +105,15 @@ def test_chains_are_not_moved() -> None:
     """Would catch: a copy of slots in every step of the commonest strategy, where all lie in place already."""
     cache = filled([[1], [1, 2]])
     write(cache, [[10, 20, 21]] * 2)
-    with patch.object(SlotLayer, "move") as move:
-        cache.compact((1, 2), [[0, 1], [0]])
+    with patch.object(RaggedLayer, "move") as move:
+        cache.keep_accepted((1, 2), [[0, 1], [0]])
         move.assert_not_called()
     assert_holds(cache, [[1, 10, 20, 21], [1, 2, 10, 20]])
 
 
 def test_growth_by_doubling_without_copies_between() -> None:
     """Would catch: a buffer that is copied at every step, as `DynamicCache` does, or that grows by a constant."""
-    layer, moved_at, address = SlotLayer(), [], -1
+    layer, moved_at, address = RaggedLayer(), [], -1
     for number in range(1100):
         keys, _ = layer.update(*states([[number]]))
         assert keys.data_ptr() == layer.keys.data_ptr() and keys.shape[2] == number + 1  # a view, not a copy
@@ -126,7 +126,7 @@ def test_growth_by_doubling_without_copies_between() -> None:
 
 
 def test_one_large_step_makes_enough_room() -> None:
-    layer = SlotLayer()
+    layer = RaggedLayer()
     layer.update(*states([[1]]))
     layer.update(*states([list(range(700))]))
     assert layer.lengths == (701,) and layer.keys.shape[2] == 701 + module.SPARE_SLOTS
@@ -142,13 +142,13 @@ def test_unwritten_slots_are_finite() -> None:
 
 def test_keys_and_values_may_differ_in_shape() -> None:
     """Would catch: values given the keys' head size (multi-head latent attention has two)."""
-    layer = SlotLayer()
+    layer = RaggedLayer()
     keys, values = layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 6))
     assert keys.shape == (1, 2, 3, 4) and values.shape == (1, 1, 3, 6)
 
 
 def test_what_models_ask_of_a_cache() -> None:
-    cache = SlotCache()
+    cache = RaggedCache()
     assert (cache.lengths, cache.get_seq_length()) == ((), 0)
     write(cache, [[1, 2, 3], [4, 5, 6]])
     cache.set_lengths([1, 3])
@@ -201,7 +201,7 @@ def test_there_and_back_again(window: int, before: int, new: int, rejected: int)
     for dynamic in (given_cache, expected):
         if before:
             write(dynamic, old)
-    cache = SlotCache.from_dynamic(given_cache)
+    cache = RaggedCache.from_dynamic(given_cache)
     assert cache.lengths == ((before, before) if before else ())
     write(cache, [row + [-9] * rejected for row in more])
     cache.set_lengths([before + new] * 2)
@@ -217,7 +217,7 @@ def test_from_dynamic_leaves_the_original_alone() -> None:
     """Would catch: a shared buffer, which a failed call would leave half written."""
     dynamic = dynamic_cache(4)
     write(dynamic, [[1, 2, 3, 4, 5, 6]])
-    cache = SlotCache.from_dynamic(dynamic)
+    cache = RaggedCache.from_dynamic(dynamic)
     sliding = cache.layers[1]
     assert sliding.keys[0, 0, :6, 0].tolist() == [0, 0, 0, *states([[4, 5, 6]], 1)[0][0, 0, :, 0].tolist()]
     cache.set_lengths([0])

@@ -130,7 +130,7 @@ def test_never_pays(curve: str, rows: int, draft_token: float, learns: bool) -> 
             draft_token=draft_token,
             seed=seed,
             noise=noise,
-            cheap=not draft_token,
+            negligible_draft_cost=not draft_token,
         )
         plain = simulation.fixed(128, [0])[0]
         ratios.append(simulation.run(_controller(simulation, learns), 128) / plain)

@@ -122,10 +122,10 @@ def test_one_method_object_in_two_threads() -> None:
 
 def test_an_exception_before_anything_was_cached() -> None:
     """A cache object of ours that was still empty can be used again."""
-    from hf_specgen.target.cache import SlotCache
+    from hf_specgen.target.cache import RaggedCache
     from tests.test_bad_input import _Breaks
 
-    model, inputs, cache = tiny_model("llama"), prompts(1), SlotCache()
+    model, inputs, cache = tiny_model("llama"), prompts(1), RaggedCache()
     expected = model.generate(**inputs, max_new_tokens=20)
     with pytest.raises(RuntimeError):
         model.generate(

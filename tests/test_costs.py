@@ -105,10 +105,10 @@ def test_times_of_drafts() -> None:
     for depth in (1, 0, 3):
         heads.add(depth, 0.004)
     assert heads(np.array([0.0, 1.0, 5.0])) == pytest.approx([0.004] * 3)
-    costs = MeasuredCosts(_state(cheap=False))
+    costs = MeasuredCosts(_state(negligible_draft_cost=False))
     for step in (_step(1, 0.010), _step(2, 0.010, draft=0.050), *2 * [_step(2, 0.010, draft=0.005)]):
         costs.observe(step)
-    costs.follow(_state(cheap=False))
+    costs.follow(_state(negligible_draft_cost=False))
     assert costs.by_depth(np.arange(2.0))[1] == pytest.approx(0.015)
     assert costs.catching_up == 0.0
     costs.observe(_step(1, 0.010))
@@ -205,7 +205,7 @@ def test_plain_steps_are_looked_at_again(alpha: float, checks: bool) -> None:
 
 def test_choosing_goes_on_after_a_look_at_plain_steps() -> None:
     """Would catch: a strategy that was passed over, never learns of the plain step, and asks for it again and again."""
-    state = _state(model=Model(), cheap=False)
+    state = _state(model=Model(), negligible_draft_cost=False)
     chooser = Chooser([(name, 1, False, False, Controller()) for name in ("one", "other")])
     chooser.begin(state)
     plain = 0
@@ -222,7 +222,7 @@ def test_choosing_goes_on_after_a_look_at_plain_steps() -> None:
 
 def test_what_plain_steps_earn_is_kept_for_the_next_call() -> None:
     """A try takes two plain steps here, since the prompt has to be read: too much for a short call, but not for ten."""
-    simulation = Simulation(lambda *_: 0.0, FLAT, draft_token=0.001, cheap=False)
+    simulation = Simulation(lambda *_: 0.0, FLAT, draft_token=0.001, negligible_draft_cost=False)
     simulation.model, simulation.reading = Model(), 0.0002
     rates, tries = [], []
     for _ in range(13):

@@ -33,8 +33,8 @@ def test_demo_prints_identical_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "demo.json").read_text())
     assert set(saved["domains"]) == {"math", "code", "edit", "json", "prose"}
-    contenders = [d["contenders"][name] for d in saved["domains"].values() for name in demo.OURS]
-    assert len(contenders) == 5 * len(demo.OURS) and all(contender["identical"] for contender in contenders)
+    variants = [d["variants"][name] for d in saved["domains"].values() for name in demo.OURS]
+    assert len(variants) == 5 * len(demo.OURS) and all(variant["identical"] for variant in variants)
     assert {"commit", "versions", "machine", "argv"} <= set(saved["provenance"])
     for domain in saved["domains"]:
         assert domain in result.output

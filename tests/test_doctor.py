@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hf_specgen.cli.app import app
-from hf_specgen.cli.doctor import DoctorSettings, Report, Verdict, examine
+from hf_specgen.cli.doctor import CheckResult, DoctorSettings, Report, examine
 from hf_specgen.cli.doctor import recommend as advice
 from hf_specgen.cli.doctor import static_checks as paper
 from hf_specgen.cli.doctor.blueprint import blueprint
@@ -94,7 +94,7 @@ def test_memory_is_that_of_the_tensors() -> None:
     layers = output.past_key_values.layers
     assert plan.cache_bytes(3, 20) == sum(t.numel() * t.element_size() for x in layers for t in (x.keys, x.values))
     tight = paper.memory([plan], 1, 20, "cpu", available=int(1.05 * plan.weight_bytes))
-    assert tight.verdict is Verdict.WARNING and "tight" in tight.meaning
+    assert tight.verdict is CheckResult.WARNING and "tight" in tight.meaning
 
 
 def test_a_model_that_cannot_verify_trees(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ import torch
 from benchmarks.prompts import first_turns, followups, of_length
 from benchmarks.strategies import PLAIN, StrategyError, build
 from hf_specgen import LayerSkipCandidates, NgramCandidates
-from hf_specgen.evaluation.measure import Contender, race
+from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.evaluation.memory import peak_memory, reset_peak_memory
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
 from hf_specgen.heads.exit_head import exit_layer_of
 from tests.helpers import tiny_model
 
-OURS = Contender("ours", lambda: {"candidate_generator": NgramCandidates(k=4)})
+OURS = Variant("ours", lambda: {"candidate_generator": NgramCandidates(k=4)})
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 
 
@@ -28,7 +28,9 @@ def test_chat_goes_on_from_its_cache(reference_model, tokenizer) -> None:
     first = first_turns(tokenizer, turns[:1])
     later = followups(tokenizer, turns)
     try:
-        samples = race(reference_model, first, [PLAIN, OURS], {"max_new_tokens": 12, **SAMPLED}, 3, followups=later)
+        samples = measure_round(
+            reference_model, first, [PLAIN, OURS], {"max_new_tokens": 12, **SAMPLED}, 3, followups=later
+        )
     finally:
         handle.remove()
     assert torch.equal(samples["plain"].ids, samples["ours"].ids)
@@ -48,7 +50,7 @@ def test_followup_is_what_the_template_writes(tokenizer) -> None:
 
 def test_first_token_comes_before_the_last(reference_model, tokenizer) -> None:
     inputs = first_turns(tokenizer, ["Hello there.", "And a longer prompt than that."])
-    samples = race(reference_model, inputs, [PLAIN, OURS], {"max_new_tokens": 8, "min_new_tokens": 8}, 0)
+    samples = measure_round(reference_model, inputs, [PLAIN, OURS], {"max_new_tokens": 8, "min_new_tokens": 8}, 0)
     for sample in samples.values():
         assert 0 < sample.first_token < 0.9 * sample.seconds
 
@@ -56,13 +58,13 @@ def test_first_token_comes_before_the_last(reference_model, tokenizer) -> None:
 def test_who_begins_goes_round(reference_model, tokenizer) -> None:
     begun: list[str] = []
 
-    def noted(name: str) -> Contender:
-        return Contender(name, lambda: begun.append(name) or {})
+    def noted(name: str) -> Variant:
+        return Variant(name, lambda: begun.append(name) or {})
 
-    contenders = [noted("a"), noted("b")]
+    variants = [noted("a"), noted("b")]
     inputs = first_turns(tokenizer, ["Hi."])
     for number in range(3):
-        samples = race(reference_model, inputs, contenders, {"max_new_tokens": 1}, 0, first=number)
+        samples = measure_round(reference_model, inputs, variants, {"max_new_tokens": 1}, 0, first=number)
         assert list(samples) == ["a", "b"]
     assert begun == ["a", "b", "b", "a", "a", "b"]
 
@@ -85,8 +87,8 @@ def test_loading_an_adapter_takes_no_noise(reference_model, tokenizer) -> None:
     """The first call of a strategy loads its adapter; drawing its first weights once moved the call's noise."""
     inputs = first_turns(tokenizer, ["Write a story about a fox."])
     new = LayerSkipCandidates(exit_layer_of(EMBEDDED_ADAPTER), adapter=str(EMBEDDED_ADAPTER))
-    ours = Contender("ours", lambda: {"candidate_generator": new})
-    samples = race(reference_model, inputs, [PLAIN, ours], {"max_new_tokens": 16, **SAMPLED}, 0)
+    ours = Variant("ours", lambda: {"candidate_generator": new})
+    samples = measure_round(reference_model, inputs, [PLAIN, ours], {"max_new_tokens": 16, **SAMPLED}, 0)
     assert torch.equal(samples["plain"].ids, samples["ours"].ids)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_specgen.candidates import DraftContext, NgramCandidates, NgramHistory
 from hf_specgen.candidates import ngram_index as module
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
-from hf_specgen.state import Sequences
+from hf_specgen.state import GenerationState
 from tests import reference
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)
@@ -205,7 +205,7 @@ def test_left_padding_never_is_context() -> None:
 
 def _unpadded(row: list[int], mask: list[int] | None) -> list[int]:
     attention_mask = None if mask is None else torch.tensor([mask])
-    return Sequences(torch.tensor([row]), attention_mask, (), 100, None).prompts[0]
+    return GenerationState(torch.tensor([row]), attention_mask, (), 100, None).prompts[0]
 
 
 @pytest.mark.parametrize("text", [[], [5], [1, 2, 3]])

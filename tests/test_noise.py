@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_specgen.verification import noise
-from hf_specgen.verification.noise import NoiseTape, check_multinomial
+from hf_specgen.verification.noise import NoiseBuffer, check_multinomial
 
 CPU = torch.device("cpu")
 VOCAB = 17
@@ -37,7 +37,7 @@ def test_the_race_picks_what_multinomial_picks(batch: int) -> None:
     torch.manual_seed(5)
     plain = plain_sampling(p)
     torch.manual_seed(5)
-    tape = NoiseTape(batch, VOCAB, CPU)
+    tape = NoiseBuffer(batch, VOCAB, CPU)
     for step in range(40):
         e = tape.at([[step]] * batch)
         assert e.shape == (batch, 1, VOCAB)
@@ -50,7 +50,7 @@ def test_rows_may_ask_for_steps_of_their_own() -> None:
     torch.manual_seed(5)
     plain = plain_sampling(p)
     torch.manual_seed(5)
-    tape = NoiseTape(2, VOCAB, CPU)
+    tape = NoiseBuffer(2, VOCAB, CPU)
     for first, second in (([0, 1, 2], [0, 1, 1]), ([3, 4, 5], [1, 2, 2]), ([8, 7, 6], [0, 3, 8])):
         e = tape.at([first, second])
         assert e.shape == (2, 3, VOCAB)
@@ -67,7 +67,7 @@ def test_rewind_puts_the_generator_where_plain_sampling_leaves_it(kept: int, bat
     plain_sampling(distributions(kept, batch))
     expected = torch.rand(4)
     torch.manual_seed(6)
-    tape = NoiseTape(batch, VOCAB, CPU)
+    tape = NoiseBuffer(batch, VOCAB, CPU)
     tape.at([[0, 3, 8]] * batch)
     tape.rewind(kept)
     assert torch.equal(torch.rand(4), expected)
@@ -75,7 +75,7 @@ def test_rewind_puts_the_generator_where_plain_sampling_leaves_it(kept: int, bat
 
 def test_reading_again_draws_nothing() -> None:
     """Would catch: a rejected guess's step that gets new noise when its token is verified again."""
-    tape = NoiseTape(1, VOCAB, CPU)
+    tape = NoiseBuffer(1, VOCAB, CPU)
     ahead = tape.at([[0, 1, 2]])
     before = torch.get_rng_state()
     again = tape.at([[2, 0]])
@@ -85,7 +85,7 @@ def test_reading_again_draws_nothing() -> None:
 
 def test_release_frees_the_past_and_only_the_past() -> None:
     """Would catch: a tape that grows with the text (one `[batch, vocab]` tensor and one 5 kB state per token)."""
-    tape = NoiseTape(1, VOCAB, CPU)
+    tape = NoiseBuffer(1, VOCAB, CPU)
     ahead = tape.at([[0, 1, 2, 3]])
     tape.release(2)
     assert sorted(tape._noise) == sorted(tape._states) == [2, 3]
@@ -100,7 +100,7 @@ def test_rewind_works_after_release() -> None:
     plain_sampling(distributions(2, 1))
     expected = torch.rand(4)
     torch.manual_seed(6)
-    tape = NoiseTape(1, VOCAB, CPU)
+    tape = NoiseBuffer(1, VOCAB, CPU)
     tape.at([[0, 1, 2, 3]])
     tape.release(2)
     tape.rewind(2)
@@ -109,8 +109,8 @@ def test_rewind_works_after_release() -> None:
 
 def test_capacity_is_what_fits_into_the_tape() -> None:
     """2 rows of 2^20 float32 take 8 MiB a step: 32 steps in 256 MiB. Never fewer than 16, however large a step."""
-    assert NoiseTape(2, 2**20, CPU).capacity == 32
-    assert NoiseTape(2, 2**30, CPU).capacity == noise.SHORTEST_TAPE == 16
+    assert NoiseBuffer(2, 2**20, CPU).capacity == 32
+    assert NoiseBuffer(2, 2**30, CPU).capacity == noise.MIN_BUFFERED_STEPS == 16
 
 
 def test_check_leaves_the_generator_untouched() -> None:
@@ -137,5 +137,5 @@ def test_check_refuses_another_multinomial(monkeypatch: pytest.MonkeyPatch, defe
     before = torch.get_rng_state()
     monkeypatch.setattr(torch, "multinomial", other)
     with pytest.raises(RuntimeError, match="use do_sample=False"):
-        NoiseTape(1, VOCAB, CPU)
+        NoiseBuffer(1, VOCAB, CPU)
     assert torch.equal(torch.get_rng_state(), before)

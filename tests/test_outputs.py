@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen import NgramCandidates
-from hf_specgen.target.cache import SlotCache
+from hf_specgen.target.cache import RaggedCache
 from tests.helpers import Oracle, prompts, tiny_model
 
 # One matmul over several rows rounds differently from several over one: about 1e-6 in logits of size 1.
@@ -56,7 +56,7 @@ def test_returned_cache_holds_what_plain_generate_cached(architecture: str, batc
     """Would catch: tree nodes left in wrong slots, padding of ended rows not read, a length off by one."""
     plain, ours = _both(tiny_model(architecture), prompts(batch), max_new_tokens=16, **ENDS)
     cache = ours.past_key_values
-    assert isinstance(cache, SlotCache)
+    assert isinstance(cache, RaggedCache)
     assert cache.get_seq_length() == plain.past_key_values.get_seq_length()
     assert len(set(cache.lengths)) == 1
     first = (prompts(batch)["attention_mask"] == 0).sum(dim=1)
@@ -96,7 +96,7 @@ def test_second_turn_continues_from_the_first(architecture: str, batch: int, giv
     (plain, _), (ours, read) = turns(False), turns(True)
     assert torch.equal(plain.sequences, ours.sequences)
     assert 4 <= read <= 4 + 4  # the question, the last token of the first turn, and what was guessed behind them
-    assert type(ours.past_key_values) is (SlotCache if given == "none" else DynamicCache)
+    assert type(ours.past_key_values) is (RaggedCache if given == "none" else DynamicCache)
 
 
 def test_a_given_dynamic_cache_is_updated_in_place() -> None:

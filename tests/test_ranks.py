@@ -16,7 +16,8 @@ from hf_specgen.adaptive import Controller
 from hf_specgen.evaluation.cost import CostCurve
 from tests.simulator import Simulation
 
-rank, store, out, together, cheap = int(sys.argv[1]), *sys.argv[2:4], sys.argv[4] == "together", sys.argv[5] == "cheap"
+rank, store, out = int(sys.argv[1]), *sys.argv[2:4]
+together, cheap = sys.argv[4] == "together", sys.argv[5] == "cheap"
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 dist.barrier()  # a rank that has done its work and left would be missed by one that is still connecting
 
@@ -25,7 +26,8 @@ class Model:
 
 # Widening, drafting and reading cost rank 0 little and rank 1 much: each by itself would draft differently.
 curve = CostCurve((1, 16), ((0.010, 0.012), (0.010, 0.060))[rank], 256, 1)
-simulation = Simulation(lambda step, row, i: 0.7 if step < 60 else 0.2, curve, noise=0.2, seed=5, cheap=cheap)
+acceptance = lambda step, row, i: 0.7 if step < 60 else 0.2  # noqa: E731
+simulation = Simulation(acceptance, curve, noise=0.2, seed=5, negligible_draft_cost=cheap)
 simulation.model = Model()
 if not cheap:
     simulation.draft_token, simulation.reading = (0.0003, 0.004)[rank], (0.0001, 0.003)[rank]

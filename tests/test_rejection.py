@@ -7,10 +7,10 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_specgen import DraftTree
-from hf_specgen.state import Sequences
+from hf_specgen.state import GenerationState
 from hf_specgen.tree import Parents, children
 from hf_specgen.verification import RejectionVerifier, rejection
-from hf_specgen.verification.processors import Scorer
+from hf_specgen.verification.processors import LogitsPipeline
 from tests import goodness, reference_rejection
 from tests.goodness import VOCAB, emitted, p_values, previous_tokens, processed, target_logits
 from tests.helpers import RowWisePrefixReader
@@ -186,9 +186,9 @@ def test_the_draft_has_random_numbers_of_its_own() -> None:
 
 def one_guess(q: torch.Tensor) -> list[int]:
     """What a verifier with 16 tokens emits for one guess, token 2."""
-    sequences = Sequences(torch.full((1, 1), goodness.FIRST), None, (), float("inf"), None)
+    sequences = GenerationState(torch.full((1, 1), goodness.FIRST), None, (), float("inf"), None)
     verifier = RejectionVerifier()
-    verifier.begin(Scorer(LogitsProcessorList(), sequences), sequences, True, False)
+    verifier.begin(LogitsPipeline(LogitsProcessorList(), sequences), sequences, True, False)
     tree = DraftTree(torch.tensor([[2]]), ((-1,),), q)
     return verifier.verify(tree, target_logits()[None, [goodness.FIRST, 2]], [True]).tokens[0]
 

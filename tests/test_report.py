@@ -100,7 +100,7 @@ def test_tables_are_written_between_their_markers(finished, tmp_path: Path) -> N
         write_tables(tmp_path / "results", readme)
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert text.count("### loop") == 1 == text.count("#### speed") and "| domain | contender |" in text
+    assert text.count("### loop") == 1 == text.count("#### speed") and "| domain | variant |" in text
 
 
 def test_readme_shows_the_recorded_results(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.state import Sequences
+from hf_specgen.state import GenerationState
 
 thorough = settings(max_examples=150, deadline=None, derandomize=True)
 PAD, STOP = 7, 9
@@ -15,8 +15,8 @@ PAD, STOP = 7, 9
 
 def sequences(
     prompts: list[list[int]], max_length: float = float("inf"), pad_id: int | None = PAD, **kwargs: torch.Tensor
-) -> Sequences:
-    return Sequences(torch.tensor(prompts), kwargs.get("attention_mask"), {STOP}, max_length, pad_id)
+) -> GenerationState:
+    return GenerationState(torch.tensor(prompts), kwargs.get("attention_mask"), {STOP}, max_length, pad_id)
 
 
 def test_prompts_lose_their_padding_but_not_real_pad_tokens() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from hf_specgen.statistics import RowStep, Statistics
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import Verdict
+from hf_specgen.verification import VerificationResult
 
 
 def steps(*pairs: tuple[int, int]) -> list[RowStep]:
@@ -63,7 +63,7 @@ def test_record_counts_nodes_depths_and_rows() -> None:
     """
     tree = DraftTree.from_nodes([([5, 6, 7], (-1, -1, 0)), ([5], (-1,)), ([], ())])
     stats = Statistics([[], [], []])
-    stats.record(tree, Verdict([[0, 2], [], None], [[5, 7, 9], [8], []], [2, 0, 0]))
+    stats.record(tree, VerificationResult([[0, 2], [], None], [[5, 7, 9], [8], []], [2, 0, 0]))
     assert stats.rows == [[RowStep(3, 2, 2, 3)], [RowStep(1, 1, 0, 1)], []]
     assert stats.drafted_per_position == [2, 1] and stats.accepted_per_position == [1, 1]
 
@@ -71,7 +71,7 @@ def test_record_counts_nodes_depths_and_rows() -> None:
 def test_accepted_comes_from_the_verdict_not_from_its_path() -> None:
     """Would catch: an end token that was guessed not counted: the text does not go on from it, so it is on no path."""
     stats = Statistics([[]])
-    stats.record(DraftTree.chains([[5, 6]]), Verdict([[0]], [[5, 6]], [2]))
+    stats.record(DraftTree.chains([[5, 6]]), VerificationResult([[0]], [[5, 6]], [2]))
     assert stats.rows == [[RowStep(2, 2, 2, 2)]]
 
 
@@ -103,9 +103,9 @@ def test_the_prompts_pass_is_a_step_only_where_something_was_guessed() -> None:
     """Would catch: a token that the prompt alone gives counted as a step, a guess of the opening as the target's."""
     stats = Statistics([[], []])
     opening = DraftTree.chains([[5, 6], []])
-    told = stats.record_opening(opening, Verdict([[0], []], [[5, 7], [8]], [1, 0]))
+    told = stats.record_prefill_draft(opening, VerificationResult([[0], []], [[5, 7], [8]], [1, 0]))
     assert told == [RowStep(2, 2, 1, 2), None]
-    stats.record(DraftTree.chains([[1], [1]]), Verdict([[0], []], [[1, 2], [3]], [1, 0]))
+    stats.record(DraftTree.chains([[1], [1]]), VerificationResult([[0], []], [[1, 2], [3]], [1, 0]))
     stats.finish([4, 2], [0, 1])
     assert stats.rows == [[RowStep(2, 2, 1, 2), RowStep(1, 1, 1, 2)], [RowStep(1, 1, 0, 1)]]
     assert stats.origins(0) == [True, False, True, False] and stats.origins(1) == [False, False]

@@ -63,10 +63,10 @@ def test_from_nodes_keeps_tokens_and_parents() -> None:
 def test_first_paths() -> None:
     """Would catch: a first path that is not followed to its end, nodes of another row, q that stays behind."""
     chain = DraftTree.chains([[1, 2], [3]])
-    assert chain.first_paths() is chain
+    assert chain.leftmost_chain() is chain
     q = torch.rand(2, 4, 9)
     tree = DraftTree(torch.tensor([[5, 6, 7, 8], [1, 2, 3, 0]]), ((-1, -1, 0, 2), (-1, 0, -1)), q)
-    first = tree.first_paths()
+    first = tree.leftmost_chain()
     assert first.tokens.tolist() == [[5, 7, 8], [1, 2, 1]] and first.parents == ((-1, 0, 1), (-1, 0))
     assert first.q is not None
     assert torch.equal(first.q[0], q[0, [0, 2, 3]]) and torch.equal(first.q[1, :2], q[1, :2])

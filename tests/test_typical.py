@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from hf_specgen import DraftTree
-from hf_specgen.state import Sequences
+from hf_specgen.state import GenerationState
 from hf_specgen.tree import Parents
-from hf_specgen.verification import CoupledVerifier, TypicalVerifier, Verdict, Verifier
-from hf_specgen.verification.processors import Scorer
+from hf_specgen.verification import CoupledVerifier, TypicalVerifier, VerificationResult, Verifier
+from hf_specgen.verification.processors import LogitsPipeline
 from tests import goodness
 from tests.goodness import VOCAB
 from tests.helpers import RowWisePrefixReader
@@ -52,14 +52,14 @@ def test_the_threshold_is_that_of_the_paper() -> None:
 
 def verify(
     verifier: Verifier, tree: DraftTree, logits: torch.Tensor, walk: bool = False, sampled: bool = False
-) -> Verdict:
-    sequences = Sequences(torch.ones(tree.batch, 1, dtype=torch.long), None, (), float("inf"), None)
+) -> VerificationResult:
+    sequences = GenerationState(torch.ones(tree.batch, 1, dtype=torch.long), None, (), float("inf"), None)
 
     class Nothing(RowWisePrefixReader):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return scores
 
-    scorer = Scorer(LogitsProcessorList([Nothing()] if walk else []), sequences)
+    scorer = LogitsPipeline(LogitsProcessorList([Nothing()] if walk else []), sequences)
     verifier.begin(scorer, sequences, sampled, False)
     return verifier.verify(tree, logits, [True] * tree.batch)
 

@@ -24,7 +24,7 @@ class Arm:
 
     controller: Controller
     state: State
-    cheap: bool
+    negligible_draft_cost: bool
     depths: list[int]
 
     @property
@@ -49,8 +49,8 @@ class Chooser(Policy):
 
     def begin(self, state: State) -> None:
         self.arms: list[Arm] = []
-        for name, k, cheap, sizes_itself, controller in self._settings:
-            own = replace(state, k=k, strategy=name, cheap=cheap, sizes_itself=sizes_itself)
+        for name, k, cheap, adaptive_tree, controller in self._settings:
+            own = replace(state, k=k, strategy=name, negligible_draft_cost=cheap, adaptive_tree=adaptive_tree)
             arm = Arm(Controller(controller.given_costs, margin=controller.margin), own, cheap, [])
             arm.controller.begin(own)
             self.arms.append(arm)
@@ -81,13 +81,13 @@ class Chooser(Policy):
             return zeros
         self._choose_network(rates)
         for arm in self.arms:
-            if arm.cheap and not arm.wanted:
+            if arm.negligible_draft_cost and not arm.wanted:
                 arm.depths = arm.controller.probe(arm.state)
         return [max(depths) for depths in zip(*(arm.depths for arm in self.arms), strict=True)]
 
     def asked(self) -> list[int]:
         """The strategies to ask, in order: the cheap ones, then a network if one pays."""
-        cheap = [index for index, arm in enumerate(self.arms) if arm.cheap and arm.wanted]
+        cheap = [index for index, arm in enumerate(self.arms) if arm.negligible_draft_cost and arm.wanted]
         return cheap if self._network is None else [*cheap, self._network]
 
     def accepts(self, index: int, depths: Sequence[int]) -> bool:
@@ -95,7 +95,7 @@ class Chooser(Policy):
         if not any(depths):
             self.in_vain.append(index)
             return False
-        goes_on = self.arms[index].cheap and self._network is not None
+        goes_on = self.arms[index].negligible_draft_cost and self._network is not None
         if goes_on and self.arms[index].controller.rate(self.arms[index].state, depths) < self._network_rate:
             return False
         self.chosen = index
@@ -123,7 +123,7 @@ class Chooser(Policy):
 
     def _choose_network(self, rates: dict[int, float]) -> None:
         """The best of the networks, or one whose turn it is to be tried again; only that one keeps its depths."""
-        networks = [index for index, arm in enumerate(self.arms) if not arm.cheap]
+        networks = [index for index, arm in enumerate(self.arms) if not arm.negligible_draft_cost]
         best = max((index for index in networks if index in rates), key=lambda index: rates[index], default=None)
         self._network, self._network_rate = best, 0.0 if best is None else rates[best]
         for index in networks:

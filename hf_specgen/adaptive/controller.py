@@ -64,12 +64,12 @@ class Controller(Policy):
 
     def begin(self, state: State) -> None:
         rows, self._k = len(state.room), min(state.k, LONGEST)
-        first = OFTEN_WITHOUT_DRAFT if state.cheap else 1.0
+        first = OFTEN_WITHOUT_DRAFT if state.negligible_draft_cost else 1.0
         self._gained = _chances(rows, self._k, PRIOR * first)
         self._drafted = _chances(rows, self._k, first)
         self._costs: StepCosts | MeasuredCosts = self.given_costs or MeasuredCosts(state)
         self._probes = Probes()
-        self._sizes_itself = state.sizes_itself
+        self._adaptive_tree = state.adaptive_tree
         self._breadth, self._size = 1.0, 4.0
         self._news: list[tuple[Sequence[int], Sequence[RowStep | None]]] = []
         self._counted, self._age, self._wait, self._steady = 0, 0, 1, EVERY_STEP
@@ -78,7 +78,7 @@ class Controller(Policy):
         self._tries, self._entry = False, 0.0
         self._by_nodes: Array | None = None
         self._seconds, self._asking = [1.0] * (self._k + 1), 0.0
-        self._always_full, self._something_accepted, self._hopeful = not state.cheap, False, True
+        self._always_full, self._something_accepted, self._hopeful = not state.negligible_draft_cost, False, True
         self._remember(state.strategy, state.temperature)
 
     def _remember(self, strategy: str, temperature: float) -> None:
@@ -114,7 +114,7 @@ class Controller(Policy):
             depth = min(SLOW_START - 1, self._first_depth())
         else:
             depth = self._probes.depth(self._seconds, self._catching_up())
-        if depth and self._sizes_itself:
+        if depth and self._adaptive_tree:
             depth = self._k
         self._tries = depth > 0
         return [depth] * len(state.room)
@@ -153,7 +153,7 @@ class Controller(Policy):
         self._wait = 1 if self._counted < self._steady else LATER if pays else SELDOM
 
     def _look_up_costs(self, state: State) -> None:
-        shape = self._size if self._sizes_itself else self._breadth
+        shape = self._size if self._adaptive_tree else self._breadth
         if self._costs.follow(state) or shape != self._shape:
             self._seconds = self._costs.by_depth(self._nodes()).tolist()
             self._asking, self._by_nodes = self._costs.asking, None
@@ -166,11 +166,11 @@ class Controller(Policy):
     def _nodes(self) -> Array:
         """`[k + 1]` how many nodes a draft of each depth has."""
         depths = np.arange(self._k + 1, dtype=float)
-        return np.where(depths > 0, self._size, 0.0) if self._sizes_itself else self._breadth * depths
+        return np.where(depths > 0, self._size, 0.0) if self._adaptive_tree else self._breadth * depths
 
     def _first_depth(self) -> int:
         """How deep to draft before anything is known of the text."""
-        if self._sizes_itself:
+        if self._adaptive_tree:
             return self._k
         if not self._costs.knows_wide_steps:
             return SLOW_START

@@ -87,7 +87,7 @@ class MeasuredCosts:
 
     def __init__(self, state: State):
         self.memory: Memory = memory_of(state.model)
-        self._strategy, self._cheap = state.strategy, state.cheap
+        self._strategy, self._cheap = state.strategy, state.negligible_draft_cost
         self._device, self._dtype = (str(getattr(state.model, name, "")) for name in ("device", "dtype"))
         self._together = agrees_with_others(state.model)
         self._steps: list[Step | None] = []

@@ -30,7 +30,7 @@ class State:
         model: the target, None where there is none (in simulations).
         strategy: names the strategy and its settings; costs are remembered under it.
         cheap: whether a draft costs next to nothing, as with n-grams.
-        sizes_itself: whether the strategy makes each draft as large as pays, so that only whether to draft is decided.
+        adaptive_tree: whether the strategy makes each draft as large as pays, so that only whether to draft is decided.
     """
 
     k: int
@@ -42,8 +42,8 @@ class State:
     max_new_tokens: float = float("inf")
     model: PreTrainedModel | None = None
     strategy: str = ""
-    cheap: bool = True
-    sizes_itself: bool = False
+    negligible_draft_cost: bool = True
+    adaptive_tree: bool = False
 
     @property
     def batch(self) -> int:

@@ -5,7 +5,7 @@ from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
-from hf_specgen.candidates.native import ForeignCandidates
+from hf_specgen.candidates.native import NativeCandidates
 from hf_specgen.candidates.ngram import NgramCandidates, NgramHistory
 
 __all__ = [
@@ -14,9 +14,9 @@ __all__ = [
     "DraftContext",
     "DraftModelCandidates",
     "Drafter",
-    "ForeignCandidates",
     "LayerSkipCandidates",
     "MedusaCandidates",
+    "NativeCandidates",
     "NgramCandidates",
     "NgramHistory",
 ]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
     from hf_specgen.target.base import Target
-    from hf_specgen.verification import Verdict
+    from hf_specgen.verification import VerificationResult
 
 
 class AutoCandidates(Candidates):
@@ -52,7 +52,13 @@ class AutoCandidates(Candidates):
         self.k = max(strategy.k for strategy in strategies)
         self.policy = Chooser(
             [
-                (repr(s), s.k, s.cheap, s.sizes_itself, s.policy if isinstance(s.policy, Controller) else Controller())
+                (
+                    repr(s),
+                    s.k,
+                    s.negligible_draft_cost,
+                    s.adaptive_tree,
+                    s.policy if isinstance(s.policy, Controller) else Controller(),
+                )
                 for s in self.strategies
             ]
         )
@@ -108,7 +114,7 @@ class _AutoDrafter(Drafter):
         context.budget = budget
         return taken or DraftTree.empty(len(budget))
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: VerificationResult) -> None:
         for drafter in self._drafters:
             drafter.observe(verdict)
 

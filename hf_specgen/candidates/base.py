@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from hf_specgen.statistics import Statistics
     from hf_specgen.target.base import Target
-    from hf_specgen.verification import Verdict, Verifier
+    from hf_specgen.verification import VerificationResult, Verifier
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Drafter(ABC):
         """
         return DraftTree.empty(len(context.budget))
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: VerificationResult) -> None:
         """Learn what the target made of the last draft."""
 
     def end(self) -> None:
@@ -90,9 +90,9 @@ class Candidates(CandidateGenerator, ABC):
     """Greatest depth of a draft."""
     policy: Policy = Fixed()
     """Decides before each step how much of k is used."""
-    cheap: bool = False
+    negligible_draft_cost: bool = False
     """Whether a draft costs next to nothing, and asking for one that is not used does no harm."""
-    sizes_itself: bool = False
+    adaptive_tree: bool = False
     """Whether each draft is made as large as pays, so that a policy decides only whether to draft."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
@@ -155,16 +155,16 @@ class Candidates(CandidateGenerator, ABC):
         if input_ids.shape[0] != 1:
             raise ValueError(f"get_candidates works on one row, got {input_ids.shape[0]}; use candidate_generator=")
         context, drafter = self._resume(input_ids[0].tolist())
-        guesses = drafter.draft(context).first_paths().tokens
+        guesses = drafter.draft(context).leftmost_chain().tokens
         return torch.cat([input_ids, guesses.to(input_ids)], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Transformers' interface: the text after verification, and how many guesses were right."""
-        from hf_specgen.verification import Verdict
+        from hf_specgen.verification import VerificationResult
 
         context, drafter = self._resume(input_ids[0].tolist())
         emitted = context.generated[0][-num_matches - 1 :]
-        drafter.observe(Verdict([list(range(len(emitted) - 1))], [emitted], [len(emitted) - 1]))
+        drafter.observe(VerificationResult([list(range(len(emitted) - 1))], [emitted], [len(emitted) - 1]))
 
     def _resume(self, text: list[int]) -> tuple[DraftContext, Drafter]:
         """The drafter of the previous `get_candidates` call if `text` goes on from there, or else a new one."""

@@ -21,7 +21,7 @@ from hf_specgen.candidates.vocabulary import check_vocabularies
 from hf_specgen.target.base import Target
 from hf_specgen.target.support import check_model
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import Verdict
+from hf_specgen.verification import VerificationResult
 
 
 class DraftModelCandidates(Candidates):
@@ -152,7 +152,7 @@ class _DraftModelDrafter(ChainDrafter):
         """A token from the padding of a larger target's table cannot be read; what stands for it is only a guess."""
         return [token if token < self._readable else 0 for token in tokens]
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: VerificationResult) -> None:
         """Forget the rejected tokens. What was accepted has been read already, but for the last token drafted."""
         if self.drafted == 0:
             return

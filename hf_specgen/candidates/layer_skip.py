@@ -15,7 +15,7 @@ from hf_specgen.adaptive.policy import Policy
 from hf_specgen.candidates.autoregressive import ChainDrafter, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftContext, Drafter
 from hf_specgen.heads.exit_head import load_exit_head
-from hf_specgen.target.early_exit import SplitTarget
+from hf_specgen.target.early_exit import EarlyExitTarget
 
 
 class LayerSkipCandidates(Candidates):
@@ -57,11 +57,11 @@ class LayerSkipCandidates(Candidates):
         input_ids: torch.Tensor,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-    ) -> SplitTarget:
-        return SplitTarget(model, input_ids, generation_config, model_kwargs, self.exit_layer)
+    ) -> EarlyExitTarget:
+        return EarlyExitTarget(model, input_ids, generation_config, model_kwargs, self.exit_layer)
 
     def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
-        if model is None or not isinstance(context.target, SplitTarget):
+        if model is None or not isinstance(context.target, EarlyExitTarget):
             raise ValueError("LayerSkipCandidates works with generate(candidate_generator=…) only")
         if isinstance(self.adapter, str) and self._head is None:
             with torch.random.fork_rng():  # a new module draws its first weights: not from the noise of the call
@@ -74,7 +74,7 @@ class LayerSkipCandidates(Candidates):
 
 
 class _LayerSkipDrafter(ChainDrafter):
-    def __init__(self, context: DraftContext, target: SplitTarget, k: int, vocab: int, head: nn.Module | None):
+    def __init__(self, context: DraftContext, target: EarlyExitTarget, k: int, vocab: int, head: nn.Module | None):
         super().__init__(context, k, 0.0, vocab)
         self._target, self._head = target, head
 
@@ -82,7 +82,7 @@ class _LayerSkipDrafter(ChainDrafter):
         """Run the first layers on each row's last token, or on the prompt if that has not been read."""
         texts = self.context.generated
         if not any(texts):
-            return self._scores(*self._target.open_early())
+            return self._scores(*self._target.prefill_early())
         return self.next_scores(torch.tensor([text[-1] for text in texts]))
 
     def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specgen.heads.medusa_runner import MedusaReader
-from hf_specgen.target.hidden_states import StateTarget
+from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.target.model_parts import output_matrix
 from hf_specgen.tree import DraftTree
 
@@ -58,7 +58,7 @@ class MedusaCandidates(Candidates):
         MedusaCandidates('org/medusa-heads', tree=[[0], [1], [0, 0]])
     """
 
-    sizes_itself = True
+    adaptive_tree = True
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class MedusaCandidates(Candidates):
         input_ids: torch.Tensor,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-    ) -> StateTarget:
+    ) -> HiddenStateTarget:
         self._on(model)
-        return StateTarget(model, input_ids, generation_config, model_kwargs)
+        return HiddenStateTarget(model, input_ids, generation_config, model_kwargs)
 
     def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
-        if model is None or not isinstance(context.target, StateTarget):
+        if model is None or not isinstance(context.target, HiddenStateTarget):
             raise ValueError("MedusaCandidates works with generate(candidate_generator=…) only")
         return MedusaDrafter(context, context.target, *self._on(model))
 
@@ -151,7 +151,7 @@ class MedusaDrafter(Drafter):
         plan: chooses the tree.
     """
 
-    def __init__(self, context: DraftContext, target: StateTarget, reader: MedusaReader, plan: TreePlan):
+    def __init__(self, context: DraftContext, target: HiddenStateTarget, reader: MedusaReader, plan: TreePlan):
         self.context, self._target, self._reader, self._plan = context, target, reader, plan
         self.ranks = min(RANKS, reader.heads.config.vocab_size)
         if isinstance(plan, FixedTree):

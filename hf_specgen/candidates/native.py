@@ -8,10 +8,10 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import Verdict
+from hf_specgen.verification import VerificationResult
 
 
-class ForeignCandidates(Candidates):
+class NativeCandidates(Candidates):
     """Wraps a `transformers` `CandidateGenerator`.
 
     Args:
@@ -54,7 +54,7 @@ class _ForeignDrafter(Drafter):
 
     open = draft
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: VerificationResult) -> None:
         if not self._drafted:
             return
         accepted = len(verdict.paths[0] or ())

@@ -89,7 +89,7 @@ class NgramCandidates(Candidates):
         NgramCandidates(k=10, min_ngram=1, max_ngram=8, branches=4, history=None)
     """
 
-    cheap = True
+    negligible_draft_cost = True
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from hf_specgen.candidates import (
     MedusaCandidates,
     NgramCandidates,
 )
-from hf_specgen.evaluation.measure import Contender, Total, take_turns
+from hf_specgen.evaluation.measure import Total, Variant, interleave
 from hf_specgen.evaluation.provenance import provenance
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
@@ -48,7 +48,7 @@ from hf_specgen.heads.exit_head import exit_layer_of
 
 @dataclass
 class DomainResult:
-    """The totals of every contender in one domain, and where texts differed."""
+    """The totals of every variant in one domain, and where texts differed."""
 
     domain: str
     totals: dict[str, Total]
@@ -56,25 +56,25 @@ class DomainResult:
 
 
 def run_demo(settings: WorkloadSettings, console: Console) -> tuple[list[DomainResult], Text]:
-    """Run all contenders over all domains.
+    """Run all variants over all domains.
 
     Returns:
         the results per domain, and one text in colour by the origin of its tokens.
     """
     model, tokenizer = load(settings)
     domains = domain_prompts(settings)
-    contenders = _contenders(settings)
+    variants = _variants(settings)
     results: list[DomainResult] = []
-    _warm_up(model, tokenizer, contenders, settings)
+    _warm_up(model, tokenizer, variants, settings)
     columns = (TextColumn("{task.description:>6}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=sum(len(prompts) for prompts in domains.values()))
         for domain, prompts in domains.items():
             progress.update(task, description=domain)
-            result = DomainResult(domain, {c.name: Total() for c in contenders})
+            result = DomainResult(domain, {c.name: Total() for c in variants})
             generation = {"max_new_tokens": settings.max_new_tokens, **DOMAINS.get(domain, GREEDY)}
             batches = encode(tokenizer, prompts, settings.batch_size)
-            for samples in take_turns(model, batches, contenders, generation, settings.seed):
+            for samples in interleave(model, batches, variants, generation, settings.seed):
                 for name, sample in samples.items():
                     result.totals[name].add(sample, samples[PLAIN])
                 for name in (name for name in OURS if name in samples):
@@ -85,7 +85,7 @@ def run_demo(settings: WorkloadSettings, console: Console) -> tuple[list[DomainR
     return results, coloured_example(tokenizer, results)
 
 
-def _contenders(settings: WorkloadSettings) -> list[Contender]:
+def _variants(settings: WorkloadSettings) -> list[Variant]:
     strategies: dict[str, Candidates] = {NGRAM: NgramCandidates(k=settings.k, branches=settings.branches)}
     draft, adapter, heads = settings.draft, settings.adapter, settings.heads
     if not settings.model:
@@ -98,20 +98,20 @@ def _contenders(settings: WorkloadSettings) -> list[Contender]:
     if heads:
         strategies[MEDUSA] = MedusaCandidates(heads)
     return [
-        Contender(PLAIN, dict),
-        Contender(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),
-        *(Contender(name, partial(dict, candidate_generator=strategy)) for name, strategy in strategies.items()),
+        Variant(PLAIN, dict),
+        Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),
+        *(Variant(name, partial(dict, candidate_generator=strategy)) for name, strategy in strategies.items()),
     ]
 
 
 def _warm_up(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    contenders: Sequence[Contender],
+    variants: Sequence[Variant],
     settings: WorkloadSettings,
 ) -> None:
     batches = encode(tokenizer, ["Warm up."] * settings.batch_size, settings.batch_size)
-    for _ in take_turns(model, batches, contenders, {"max_new_tokens": 16}):
+    for _ in interleave(model, batches, variants, {"max_new_tokens": 16}):
         pass
 
 
@@ -171,10 +171,10 @@ def to_json(settings: WorkloadSettings, results: Sequence[DomainResult]) -> dict
     fields = ("tokens", "seconds", "tokens_per_second", "tokens_per_step", "acceptance_rate", "identical")
     domains = {
         result.domain: {
-            "contenders": {
+            "variants": {
                 name: {field: getattr(total, field) for field in fields} for name, total in result.totals.items()
             },
-            "differences": [{"contender": name, **asdict(difference)} for name, difference in result.differences],
+            "differences": [{"variant": name, **asdict(difference)} for name, difference in result.differences],
         }
         for result in results
     }

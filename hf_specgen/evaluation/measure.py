@@ -16,7 +16,7 @@ from hf_specgen.statistics import Statistics
 
 
 @dataclass(frozen=True)
-class Contender:
+class Variant:
     """One way to generate.
 
     Args:
@@ -32,13 +32,13 @@ class Contender:
 
 @dataclass
 class Sample:
-    """One contender on one batch of prompts.
+    """One variant on one batch of prompts.
 
     Args:
         tokens: generated tokens, padding left out.
         seconds: wall time of the whole `generate` call; of all calls, for a chat of several turns.
         ids: `[batch, prompt + generated]`.
-        speculation: statistics, from contenders that are ours.
+        speculation: statistics, from variants that are ours.
         first_token: seconds until the first new token is there.
         peak: most memory in use while it ran; None if that was not measured.
     """
@@ -94,54 +94,54 @@ class Total:
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
-def take_turns(
+def interleave(
     model: PreTrainedModel,
     batches: Iterable[dict[str, torch.Tensor]],
-    contenders: Sequence[Contender],
+    variants: Sequence[Variant],
     settings: dict[str, Any],
     seed: int = 0,
 ) -> Iterator[dict[str, Sample]]:
-    """Let the contenders generate for each batch, one after the other, all from the same seed.
+    """Let the variants generate for each batch, one after the other, all from the same seed.
 
     Args:
         model: the target.
         batches: `input_ids` and `attention_mask`, left-padded.
-        contenders: those that cannot take a batch are left out for it.
+        variants: those that cannot take a batch are left out for it.
         settings: arguments of `generate` that all share.
         seed: the first batch's; the next batch has the next.
 
     Yields:
-        for each batch the sample of each contender, by name.
+        for each batch the sample of each variant, by name.
     """
     for number, inputs in enumerate(batches):
-        yield race(model, inputs, contenders, settings, seed + number, first=number)
+        yield measure_round(model, inputs, variants, settings, seed + number, first=number)
 
 
-def race(
+def measure_round(
     model: PreTrainedModel,
     inputs: dict[str, torch.Tensor],
-    contenders: Sequence[Contender],
+    variants: Sequence[Variant],
     settings: dict[str, Any],
     seed: int,
     *,
     first: int = 0,
     followups: Sequence[torch.Tensor] = (),
 ) -> dict[str, Sample]:
-    """One round: every contender that can generates for the same inputs.
+    """One round: every variant that can generates for the same inputs.
 
     Args:
-        model, contenders, settings: as for `take_turns`.
+        model, variants, settings: as for `interleave`.
         inputs: `input_ids` and `attention_mask` `[batch, prompt]`.
-        seed: for each contender alike.
-        first: who begins; counts on from round to round, so that no contender always runs after a certain other.
+        seed: for each variant alike.
+        first: who begins; counts on from round to round, so that no variant always runs after a certain other.
         followups: for a chat (one row) the tokens `[1, length]` of every further turn, from the end of the answer
             before it; each turn goes on from the cache of the one before.
 
     Returns:
-        the sample of each contender, by name, in the order of `contenders`.
+        the sample of each variant, by name, in the order of `variants`.
     """
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    able = [c for c in contenders if c.batched or len(inputs["input_ids"]) == 1]
+    able = [c for c in variants if c.batched or len(inputs["input_ids"]) == 1]
     turns = able[first % len(able) :] + able[: first % len(able)]
     samples = {c.name: _run(model, inputs, followups, {**settings, **c.arguments()}, seed) for c in turns}
     return {c.name: samples[c.name] for c in able}
@@ -202,7 +202,7 @@ class _FirstToken(BaseStreamer):
 
 
 def _count(model: PreTrainedModel, generated: torch.Tensor) -> int:
-    """Tokens up to and including the first end token of each row; the same way for every contender."""
+    """Tokens up to and including the first end token of each row; the same way for every variant."""
     ends: Any = cast(Any, model).generation_config.eos_token_id
     if ends is None:
         return generated.numel()

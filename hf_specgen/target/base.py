@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen.target import masks
-from hf_specgen.target.cache import SlotCache
+from hf_specgen.target.cache import RaggedCache
 from hf_specgen.target.support import last_position
 from hf_specgen.tree import DraftTree, chain_parents
 
@@ -60,7 +60,7 @@ class Target:
         self.last_position = last_position(self._config, self.first_positions)
 
     @property
-    def can_open(self) -> bool:
+    def supports_prefill_drafts(self) -> bool:
         """Whether a draft can be verified together with the prompt."""
         mask = self._kwargs.get("attention_mask")
         width = getattr(self._generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
@@ -179,7 +179,7 @@ class Target:
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
-        self.cache.compact(self._starts, [paths[row] for row in self._present])
+        self.cache.keep_accepted(self._starts, [paths[row] for row in self._present])
 
     def rewind(self, read: Sequence[int]) -> None:
         """Keep of each row the prompt and the first `read` generated tokens."""
@@ -249,11 +249,11 @@ class Target:
         return masks.full_mask(layout)
 
 
-def _own_cache(given: Any, user_owned: bool) -> SlotCache:
-    if isinstance(given, SlotCache):
+def _own_cache(given: Any, user_owned: bool) -> RaggedCache:
+    if isinstance(given, RaggedCache):
         return given
     if given is None or (type(given) is DynamicCache and not given.offloading):
-        return SlotCache.from_dynamic(given) if given is not None and user_owned else SlotCache()
+        return RaggedCache.from_dynamic(given) if given is not None and user_owned else RaggedCache()
     raise ValueError(
         f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
         f"not with {type(given).__name__}; leave past_key_values and cache_implementation unset"

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 SPARE_SLOTS = 256
 
 
-class SlotLayer(CacheLayerMixin):
+class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer: buffers `[batch, heads, capacity, head_dim]` and a length per row."""
 
     is_sliding = False
@@ -113,34 +113,34 @@ class SlotLayer(CacheLayerMixin):
             self.lengths = tuple(self.lengths[row] for row in indices.tolist())
 
 
-class SlotCache(Cache):
+class RaggedCache(Cache):
     """The cache that speculative decoding works on; also an ordinary `Cache` for any forward pass of the model.
 
     Example:
-        >>> cache = SlotCache()
+        >>> cache = RaggedCache()
         >>> keys, values = cache.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), layer_idx=0)
         >>> cache.lengths
         (3, 3)
     """
 
     def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=SlotLayer)
+        super().__init__(layer_class_to_replicate=RaggedLayer)
 
     @property
-    def _filled(self) -> list[SlotLayer]:
-        return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized]
+    def _filled(self) -> list[RaggedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RaggedLayer) and layer.is_initialized]
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of filled slots of each row."""
-        return next((layer.lengths for layer in self.layers if isinstance(layer, SlotLayer) and layer.lengths), ())
+        return next((layer.lengths for layer in self.layers if isinstance(layer, RaggedLayer) and layer.lengths), ())
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
         for layer in self._filled:
             layer.lengths = tuple(lengths)
 
-    def compact(self, starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
+    def keep_accepted(self, starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
         """Keep of the step that began at slots `starts` the pending token and the accepted path of each row.
 
         Draft node ``i`` of row b lies in slot ``starts[b] + 1 + i``. The accepted nodes are moved to directly follow
@@ -155,7 +155,7 @@ class SlotCache(Cache):
         self.set_lengths([start + count for start, count in zip(starts, kept, strict=True)])
 
     @classmethod
-    def from_dynamic(cls, cache: DynamicCache) -> SlotCache:
+    def from_dynamic(cls, cache: DynamicCache) -> RaggedCache:
         """Copy a `DynamicCache` that holds a common length for all rows; the original is left alone.
 
         A sliding-window layer holds its window only: its older slots stay empty, and are never looked at.
@@ -163,7 +163,7 @@ class SlotCache(Cache):
         result = cls()
         for index, given in enumerate(cache.layers):
             layer: Any = given
-            new = SlotLayer()
+            new = RaggedLayer()
             result.layers.append(new)
             if not layer.is_initialized or layer.keys is None or layer.get_seq_length() == 0:
                 continue

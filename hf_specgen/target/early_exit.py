@@ -32,7 +32,7 @@ NOT_DIVISIBLE = {
 }
 
 
-class SplitTarget(Target):
+class EarlyExitTarget(Target):
     """A `Target` whose first layers can run by themselves.
 
     Args:
@@ -58,7 +58,7 @@ class SplitTarget(Target):
         self._states: list[torch.Tensor] = []
         self._before_prompt: tuple[int, ...] = ()
 
-    def open_early(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def prefill_early(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the first layers on the prompt: the first draft goes on from there.
 
         Returns:

@@ -15,7 +15,7 @@ from hf_specgen.target.model_parts import output_matrix
 from hf_specgen.tree import DraftTree
 
 
-class StateTarget(Target):
+class HiddenStateTarget(Target):
     """A `Target` with `states`.
 
     Args:

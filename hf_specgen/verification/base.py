@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_specgen.state import Sequences
+from hf_specgen.state import GenerationState
 from hf_specgen.tree import DraftTree, accepted_path
-from hf_specgen.verification.processors import Scorer
+from hf_specgen.verification.processors import LogitsPipeline
 
 
 @dataclass
-class Verdict:
+class VerificationResult:
     """The outcome of one step.
 
     Args:
@@ -44,7 +44,7 @@ class Verifier(ABC):
     `begin` is called at the start of each `generate` call; a subclass only has to say how a token is chosen.
     """
 
-    def begin(self, scorer: Scorer, sequences: Sequences, do_sample: bool, keep_scores: bool) -> None:
+    def begin(self, scorer: LogitsPipeline, sequences: GenerationState, do_sample: bool, keep_scores: bool) -> None:
         """Bind to one call.
 
         Args:
@@ -113,7 +113,7 @@ class Verifier(ABC):
     def end(self, step: int) -> None:
         """The call ends with `step` generated columns."""
 
-    def verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Verdict:
+    def verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
         """Accept the guesses that the target makes itself, and append what each row emits to its text.
 
         Args:
@@ -129,12 +129,12 @@ class Verifier(ABC):
             return self._verify_at_once(tree, logits, active)
         return _ColumnWalk(self, tree, logits, active).run()
 
-    def _verify_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Verdict:
+    def _verify_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
         scores = self.scorer.all_nodes(logits)
         steps = self._steps(tree, active) if self.do_sample else []
         chosen = self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
         guessed, chosen_tokens = tree.tokens.tolist(), chosen.tolist()
-        verdict = Verdict([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
+        verdict = VerificationResult([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
         for row in range(tree.batch):
             if not active[row]:
                 continue
@@ -168,14 +168,14 @@ class _ColumnWalk:
         self._tree, self._guessed, self._logits = tree, tree.tokens.tolist(), logits
         self._node = [-1] * tree.batch
         self._walking = [row for row in range(tree.batch) if active[row]]
-        self._verdict = Verdict(
+        self._verdict = VerificationResult(
             [[] if is_active else None for is_active in active], [[] for _ in active], [0] * tree.batch
         )
         if verifier.keep_scores:
             self._verdict.scores = [[] for _ in active]
             self._verdict.logits = [[] for _ in active]
 
-    def run(self) -> Verdict:
+    def run(self) -> VerificationResult:
         """Walk until every row has made a pick that its draft did not foresee."""
         rows = torch.arange(self._tree.batch, device=self._logits.device)
         while self._walking:
@@ -186,7 +186,7 @@ class _ColumnWalk:
             scores = self._verifier.scorer.column(step, logits)
             chosen = self._choose(scores, step)
             on_draft = [self._take(row, chosen[row], scores, logits) for row in members]
-            if self._verifier.scorer.in_step and not all(on_draft):
+            if self._verifier.scorer.lockstep and not all(on_draft):
                 break
         for row, path in enumerate(self._verdict.paths):
             if path:
@@ -218,7 +218,7 @@ class _ColumnWalk:
         return True
 
 
-def _along(values: torch.Tensor, verdict: Verdict) -> list[list[torch.Tensor]]:
+def _along(values: torch.Tensor, verdict: VerificationResult) -> list[list[torch.Tensor]]:
     """`[batch, 1 + nodes, vocab]` read along each row's emitted tokens."""
     picked: list[list[torch.Tensor]] = []
     for row, path in enumerate(verdict.paths):

@@ -13,11 +13,11 @@ from functools import lru_cache
 
 import torch
 
-TAPE_BYTES = 256 * 2**20
-SHORTEST_TAPE = 16
+MAX_NOISE_BYTES = 256 * 2**20
+MIN_BUFFERED_STEPS = 16
 
 
-class NoiseTape:
+class NoiseBuffer:
     """Exponential noise for each decoding step, drawn ahead as needed and given back at the end.
 
     Args:
@@ -31,8 +31,8 @@ class NoiseTape:
 
     def __init__(self, batch: int, vocab: int, device: torch.device):
         check_multinomial(device)
-        self.capacity = max(SHORTEST_TAPE, TAPE_BYTES // (4 * batch * vocab))
-        """How many steps the fastest row may be ahead of the slowest, so that the tape stays within `TAPE_BYTES`."""
+        self.capacity = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
+        """How many steps the fastest row may be ahead of the slowest, within `MAX_NOISE_BYTES`."""
         self.vocab = vocab
         self._shape, self._device = (batch, vocab), device
         self._drawn = 0

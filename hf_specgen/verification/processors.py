@@ -22,7 +22,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from hf_specgen.state import Sequences
+from hf_specgen.state import GenerationState
 
 
 def _classes(names: str) -> frozenset[type]:
@@ -42,7 +42,7 @@ ROW_WISE = _classes(
 )
 
 
-class Scorer:
+class LogitsPipeline:
     """Applies the processors of one call.
 
     Args:
@@ -50,13 +50,13 @@ class Scorer:
         sequences: the text that prefix-reading processors are shown.
     """
 
-    def __init__(self, processors: LogitsProcessorList, sequences: Sequences):
+    def __init__(self, processors: LogitsProcessorList, sequences: GenerationState):
         self._processors: Any = processors
         self._sequences = sequences
         kinds = [type(processor) for processor in processors]
         self.score_only = all(kind in SCORE_ONLY for kind in kinds)
         """Whether `all_nodes` may be used."""
-        self.in_step = sequences.batch > 1 and not all(
+        self.lockstep = sequences.batch > 1 and not all(
             kind in SCORE_ONLY or kind in ROW_WISE or getattr(processor, "row_wise", False)
             for kind, processor in zip(kinds, processors, strict=True)
         )

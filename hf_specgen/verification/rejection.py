@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specgen.state import Sequences
+from hf_specgen.state import GenerationState
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import Verifier
-from hf_specgen.verification.processors import Scorer
-from hf_specgen.verification.sampling import DraftSampler, exponential, race
+from hf_specgen.verification.processors import LogitsPipeline
+from hf_specgen.verification.sampling import DraftSampler, exponential, exponential_race
 from hf_specgen.verification.siblings import child_table, tokens_of
 
 
@@ -31,7 +31,7 @@ class RejectionVerifier(Verifier):
     as the coupled mode.
     """
 
-    def begin(self, scorer: Scorer, sequences: Sequences, do_sample: bool, keep_scores: bool) -> None:
+    def begin(self, scorer: LogitsPipeline, sequences: GenerationState, do_sample: bool, keep_scores: bool) -> None:
         super().begin(scorer, sequences, do_sample, keep_scores)
         self._drafts = DraftSampler() if do_sample else None
 
@@ -55,7 +55,7 @@ class RejectionVerifier(Verifier):
         accepted, rest = judge(scores.softmax(dim=-1), q, table, tokens_of(tree, table), uniforms)
         # One noise for all slots of a row: only the last slot of its accepted path uses it, and which one that is
         # depends on the uniforms alone. (No slot's `rest` has any of its guesses, so the path cannot go on from there.)
-        return torch.where(accepted >= 0, accepted, race(rest, exponential((batch, 1, vocab), device)))
+        return torch.where(accepted >= 0, accepted, exponential_race(rest, exponential((batch, 1, vocab), device)))
 
 
 def judge(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 
-def race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """The winner of the exponential race: a token drawn with probability proportional to its weight.
 
     Args:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specgen.state import Sequences
+from hf_specgen.state import GenerationState
 from hf_specgen.tree import DraftTree, Parents
 from hf_specgen.verification.base import Verifier
-from hf_specgen.verification.processors import Scorer
-from hf_specgen.verification.sampling import DraftSampler, exponential, race
+from hf_specgen.verification.processors import LogitsPipeline
+from hf_specgen.verification.sampling import DraftSampler, exponential, exponential_race
 from hf_specgen.verification.siblings import child_table, tokens_of
 
 
@@ -42,7 +42,7 @@ class TypicalVerifier(Verifier):
                 raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
         self.epsilon, self.alpha = epsilon, alpha
 
-    def begin(self, scorer: Scorer, sequences: Sequences, do_sample: bool, keep_scores: bool) -> None:
+    def begin(self, scorer: LogitsPipeline, sequences: GenerationState, do_sample: bool, keep_scores: bool) -> None:
         super().begin(scorer, sequences, do_sample, keep_scores)
         self._drafts = DraftSampler() if do_sample else None
 
@@ -54,7 +54,7 @@ class TypicalVerifier(Verifier):
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         p = scores.softmax(dim=-1)
-        own = race(p, exponential(p.shape, p.device)) if self.do_sample else scores.argmax(dim=-1)
+        own = exponential_race(p, exponential(p.shape, p.device)) if self.do_sample else scores.argmax(dim=-1)
         table = child_table(tree, nodes, p.device)
         tokens = tokens_of(tree, table)
         plausible = p.gather(-1, tokens.clamp(min=0)) > self.threshold(p).unsqueeze(-1)

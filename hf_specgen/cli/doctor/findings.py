@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 
-class Verdict(str, Enum):
+class CheckResult(str, Enum):
     """How a finding is to be taken."""
 
     GOOD = "good"
@@ -18,7 +18,7 @@ class Verdict(str, Enum):
     BAD = "bad"
 
 
-SIGNS = {Verdict.GOOD: "[green]✓[/]", Verdict.WARNING: "[yellow]![/]", Verdict.BAD: "[red]✗[/]"}
+SIGNS = {CheckResult.GOOD: "[green]✓[/]", CheckResult.WARNING: "[yellow]![/]", CheckResult.BAD: "[red]✗[/]"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Finding:
     """
 
     subject: str
-    verdict: Verdict
+    verdict: CheckResult
     found: str
     meaning: str = ""
 
@@ -46,7 +46,7 @@ class Report:
         findings: in the order in which they were made.
         recommendation: a line of code; empty if speculation cannot be used.
         reason: why that line.
-        measured: tokens per second and speedup of each contender of the quick run, by name.
+        measured: tokens per second and speedup of each variant of the quick run, by name.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Report:
 
     @property
     def bad(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.verdict is Verdict.BAD]
+        return [finding for finding in self.findings if finding.verdict is CheckResult.BAD]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

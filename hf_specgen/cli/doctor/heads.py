@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers.utils.hub import cached_file
 
 from hf_specgen.cli.doctor.blueprint import Blueprint
-from hf_specgen.cli.doctor.findings import Finding, Verdict
+from hf_specgen.cli.doctor.findings import CheckResult, Finding
 
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
 RESIDUAL = re.compile(r"^(?:blocks\.|heads\.)?(\d+)\.(?:layers\.)?\d+\.(?:linear\.)?weight$")
@@ -27,22 +27,24 @@ def heads(name: str, target: Blueprint) -> list[Finding]:
     try:
         shapes = _shapes(name)
     except OSError as error:
-        return [Finding("heads", Verdict.BAD, f"{name!r} could not be read", str(error))]
+        return [Finding("heads", CheckResult.BAD, f"{name!r} could not be read", str(error))]
     numbers = {int(match[1]) for key in shapes if (match := RESIDUAL.match(key))}
     if not numbers:
         meaning = "expected tensors such as '0.0.linear.weight'"
-        return [Finding("heads", Verdict.BAD, f"no heads among {len(shapes)} tensors of {name!r}", meaning)]
+        return [Finding("heads", CheckResult.BAD, f"no heads among {len(shapes)} tensors of {name!r}", meaning)]
     widths = {shape[-1] for key, shape in shapes.items() if RESIDUAL.match(key)}
-    findings = [Finding("heads", Verdict.GOOD, f"{len(numbers)} heads")]
+    findings = [Finding("heads", CheckResult.GOOD, f"{len(numbers)} heads")]
     if widths != {target.config.hidden_size}:
         found = f"made for states of width {sorted(widths)}, the target's have {target.config.hidden_size}"
-        findings.append(Finding("heads' size", Verdict.BAD, found, "these heads belong to another model"))
+        findings.append(Finding("heads' size", CheckResult.BAD, found, "these heads belong to another model"))
     config = _config(name)
     base = next((str(config[key]) for key in BASE_KEYS if config.get(key)), "")
     base = base or str((config.get("base") or {}).get("name_or_path") or "")
     if base and base.rstrip("/").split("/")[-1] != target.name.rstrip("/").split("/")[-1]:
         meaning = "heads guess well only for the very model that they were trained on"
-        findings.append(Finding("heads' base", Verdict.WARNING, f"trained on {base!r}, not {target.name!r}", meaning))
+        findings.append(
+            Finding("heads' base", CheckResult.WARNING, f"trained on {base!r}, not {target.name!r}", meaning)
+        )
     return findings
 
 

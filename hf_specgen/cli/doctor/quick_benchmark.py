@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_specgen.candidates import AutoCandidates, Candidates, DraftModelCandidates, NgramCandidates
 from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
-from hf_specgen.evaluation.measure import Contender, Total, take_turns
+from hf_specgen.evaluation.measure import Total, Variant, interleave
 from hf_specgen.evaluation.workloads import encode
 
 PLAIN = "plain"
@@ -54,15 +54,15 @@ class Trial:
 
     def race(self, prompts: Sequence[str], max_new_tokens: int, generation: dict[str, Any]) -> dict[str, Total]:
         """Everything on the same prompts, after a call of each to warm up."""
-        contenders = [Contender(PLAIN, dict)] + [
-            Contender(name, partial(dict, candidate_generator=strategy)) for name, strategy in self.strategies.items()
+        variants = [Variant(PLAIN, dict)] + [
+            Variant(name, partial(dict, candidate_generator=strategy)) for name, strategy in self.strategies.items()
         ]
         texts = list(prompts) if self.batch == 1 else list(prompts) * (-(-self.batch // len(prompts)))
         batches = list(encode(self.tokenizer, texts, self.batch))
-        for _ in take_turns(self.model, batches[:1], contenders, {"max_new_tokens": 16, **generation}):
+        for _ in interleave(self.model, batches[:1], variants, {"max_new_tokens": 16, **generation}):
             pass
-        totals = {contender.name: Total() for contender in contenders}
-        for samples in take_turns(self.model, batches, contenders, {"max_new_tokens": max_new_tokens, **generation}):
+        totals = {variant.name: Total() for variant in variants}
+        for samples in interleave(self.model, batches, variants, {"max_new_tokens": max_new_tokens, **generation}):
             for name, sample in samples.items():
                 totals[name].add(sample, samples[PLAIN])
         return totals

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_specgen.cli.doctor.findings import Finding, Verdict
+from hf_specgen.cli.doctor.findings import CheckResult, Finding
 from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.evaluation.measure import Total
 
@@ -19,13 +19,17 @@ def width(curve: CostCurve) -> Finding:
     )
     found += f" (batch {curve.batch})"
     if ratio <= CHEAP_WIDTH:
-        return Finding("verification", Verdict.GOOD, found, "decoding waits for weights here: guesses are nearly free")
+        return Finding(
+            "verification", CheckResult.GOOD, found, "decoding is memory-bound here: draft tokens are nearly free"
+        )
     if ratio <= DEAR_WIDTH:
-        return Finding("verification", Verdict.WARNING, found, "guesses cost something: they have to be right often")
+        return Finding(
+            "verification", CheckResult.WARNING, found, "draft tokens cost time: a high acceptance rate is needed"
+        )
     meaning = (
         "the machine is busy with one token a row already: only text that repeats itself gains; try a smaller batch"
     )
-    return Finding("verification", Verdict.WARNING, found, meaning)
+    return Finding("verification", CheckResult.WARNING, found, meaning)
 
 
 def speed(name: str, total: Total, plain: Total) -> Finding:
@@ -33,26 +37,26 @@ def speed(name: str, total: Total, plain: Total) -> Finding:
     speedup = total.tokens_per_second / plain.tokens_per_second
     found = f"{speedup:.2f}x plain, {total.tokens_per_step:.2f} tokens a step, {total.acceptance_rate:.0%} accepted"
     if speedup >= CLEAR:
-        return Finding(name, Verdict.GOOD, found)
-    return Finding(name, Verdict.WARNING, found, _why(total))
+        return Finding(name, CheckResult.GOOD, found)
+    return Finding(name, CheckResult.WARNING, found, _why(total))
 
 
 def same_tokens(totals: dict[str, Total], exact: bool) -> Finding:
     """Whether the text was that of plain `generate`."""
     different = [name for name, total in totals.items() if not total.identical]
     if not different:
-        return Finding("same tokens", Verdict.GOOD, "every answer is that of plain generate")
+        return Finding("same tokens", CheckResult.GOOD, "every answer is that of plain generate")
     found = f"answers of {', '.join(different)} differ from plain generate"
     if exact:
         meaning = "in float32 that must not happen: please report it, with the model's name"
-        return Finding("same tokens", Verdict.BAD, found, meaning)
+        return Finding("same tokens", CheckResult.BAD, found, meaning)
     return Finding(
-        "same tokens", Verdict.WARNING, found, "near-ties fall differently in this dtype, as between batch sizes"
+        "same tokens", CheckResult.WARNING, found, "near-ties fall differently in this dtype, as between batch sizes"
     )
 
 
 def recommend(totals: dict[str, Total], plain: str, codes: dict[str, str]) -> tuple[str, str]:
-    """The line for the fastest contender, and why.
+    """The line for the fastest variant, and why.
 
     Args:
         totals: of the quick run.
