@@ -1,4 +1,4 @@
-"""How `generate` learns the keyword `candidate_generator=`, and the checks that give bad input a sentence."""
+"""The keyword `candidate_generator=` of `generate`, `speculate()`, and argument validation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specgen.adaptive.policy import Policy
+from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.native import NativeCandidates
 from hf_specgen.decoding import SpeculativeOutput, speculative_decode
-from hf_specgen.monitoring.monitor import SpeculationMonitor
+from hf_specgen.depth import Policy
+from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.target.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
 CALL_SETTINGS = ("verification", "policy", "monitor")
-VERIFIERS = {"coupled": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
+VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
+ALIASES = {"coupled": "exact"}
+"""Earlier names of verification modes, still accepted."""
 
 
 class Speculation:
@@ -35,7 +38,7 @@ class Speculation:
         verification: str | Verifier,
         streamer: BaseStreamer | None = None,
         policy: Policy | None = None,
-        monitor: SpeculationMonitor | None = None,
+        monitor: Monitor | None = None,
     ):
         self.candidates, self.verification, self.streamer = candidates, verification, streamer
         self.policy, self.monitor = policy, monitor
@@ -53,6 +56,10 @@ class Speculation:
         assert generation_config is not None
         check_model(model)
         _check_call(input_ids, generation_config, model_kwargs)
+        streamer = compat.local_of_generate("streamer")  # which `generate` has given the prompt already
+        if streamer is None and self.streamer is not None:
+            streamer = self.streamer
+            streamer.put(input_ids.cpu())
         return speculative_decode(
             model,
             input_ids,
@@ -61,7 +68,7 @@ class Speculation:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
-            streamer=self.streamer,
+            streamer=streamer,
             policy=self.policy,
             monitor=self.monitor,
             **model_kwargs,
@@ -71,21 +78,21 @@ class Speculation:
 def speculate(
     candidate_generator: CandidateGenerator,
     *,
-    verification: str | Verifier = "coupled",
+    verification: str | Verifier = "exact",
     streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
-    monitor: SpeculationMonitor | None = None,
+    monitor: Monitor | None = None,
 ) -> Speculation:
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
     Args:
-        candidate_generator: guesses the next tokens, e.g. `NgramCandidates()`.
-        verification: "coupled" (the picks of plain `generate`, also when sampling with a seed), "rejection" (the same
-            distribution, but not the same seed), "typical" (LOSSY: whatever the target finds plausible), or a
+        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`.
+        verification: "exact" (the tokens of plain `generate`, also when sampling with a seed), "rejection" (the same
+            distribution, but not the same seed), "typical" (LOSSY: accepts what the target finds plausible), or a
             `Verifier`.
-        policy: how deep this call drafts, step by step; the strategy's own policy if left out.
-        monitor: is told of every step.
-        streamer: give it here, not to `generate`: Transformers does not hand it to custom decoding methods.
+        policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
+        monitor: receives every step.
+        streamer: receives the prompt, then every confirmed column, as a streamer given to `generate` does.
 
     Returns:
         a callable for `custom_generate=`.
@@ -103,7 +110,7 @@ def speculate(
 
 
 def install() -> None:
-    """Teach `GenerationMixin.generate` our keywords: candidate_generator, verification, policy, monitor. Idempotent.
+    """Add our keywords to `GenerationMixin.generate`: candidate_generator, verification, policy, monitor. Idempotent.
 
     Without the keyword, `generate` does exactly what it did before. `import hf_specgen` calls this.
     """
@@ -128,7 +135,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take the keyword away again; `generate` is then the very function it was."""
+    """Remove the keyword; `generate` is then the original function, unless other code has wrapped it since."""
     original = getattr(GenerationMixin.generate, "_hf_specgen_original", GenerationMixin.generate)
     GenerationMixin.generate = original  # type: ignore[method-assign]
 
@@ -143,9 +150,6 @@ def _generate(
         raise ValueError("both candidate_generator= and assistant_model= were given; leave one out")
     if kwargs.pop("synced_gpus", False):
         raise ValueError("candidate_generator= does not work with synced_gpus=True (FSDP, ZeRO-3); leave it out")
-    streamer = kwargs.get("streamer")
-    if streamer is not None:
-        method = Speculation(method.candidates, method.verification, streamer, method.policy, method.monitor)
     tokenizer = kwargs.pop("tokenizer", None)
     if tokenizer is not None:
         kwargs.update(_stop_strings_as_criteria(model, kwargs.get("generation_config"), tokenizer, kwargs))
@@ -176,8 +180,8 @@ def _as_candidates(generator: Any) -> Candidates:
 def _as_verifier(verification: Any) -> Verifier:
     if isinstance(verification, Verifier):
         return verification
-    if isinstance(verification, str) and verification in VERIFIERS:
-        return VERIFIERS[verification]()
+    if isinstance(verification, str) and ALIASES.get(verification, verification) in VERIFIERS:
+        return VERIFIERS[ALIASES.get(verification, verification)]()
     modes = ", ".join(map(repr, VERIFIERS))
     raise ValueError(f"verification must be {modes} or a Verifier, got {verification!r}")
 

@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from hf_specgen.adaptive.policy import Policy
-from hf_specgen.candidates.autoregressive import ChainDrafter, vocabulary_size
-from hf_specgen.candidates.base import Candidates, Depth, DraftContext, Drafter
+from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession
 from hf_specgen.candidates.vocabulary import check_vocabularies
+from hf_specgen.depth import Policy
+from hf_specgen.state import Call
 from hf_specgen.target.base import Target
 from hf_specgen.target.support import check_model
 from hf_specgen.tree import DraftTree
@@ -34,7 +35,7 @@ class DraftModelCandidates(Candidates):
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
             checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
             `Int8WeightOnlyConfig()`.
-        policy: how much of k is used, step by step; see `hf_specgen.adaptive`.
+        policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
         ValueError: if a number is out of range, or loading options are given for a model that is loaded already; at
@@ -56,7 +57,7 @@ class DraftModelCandidates(Candidates):
         quantization_config: Any = None,
         policy: Policy | None = None,
     ):
-        self._set_depth(k, policy, greatest=8)
+        super().__init__(k, policy, max_k=8)
         if not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold}")
         loaded = not isinstance(model_or_id, str)
@@ -67,12 +68,15 @@ class DraftModelCandidates(Candidates):
         self._model = None if isinstance(model_or_id, str) else model_or_id
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
 
-    def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
-        draft = self._load(model)
+    def start(self, call: Call) -> DraftSession:
+        draft = self._load(call.model)
         check_model(draft)
-        if model is not None:
-            check_vocabularies(draft, model)
-        return _DraftModelDrafter(self, draft, context, model)
+        if call.model is not None:
+            check_vocabularies(draft, call.model)
+        return _DraftModelSession(self, draft, call)
+
+    def profile_key(self) -> tuple[str | int | float | bool, ...]:
+        return (type(self).__qualname__, self._name, self.k, self.confidence_threshold)
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
         if self._model is None:
@@ -87,35 +91,30 @@ class DraftModelCandidates(Candidates):
         return f"DraftModelCandidates({self._name!r}, {settings})"
 
 
-class _DraftModelDrafter(ChainDrafter):
+class _DraftModelSession(AutoregressiveSession):
     """`_read[b]` generated tokens of row b are in the draft's cache."""
 
-    def __init__(
-        self,
-        settings: DraftModelCandidates,
-        draft: PreTrainedModel,
-        context: DraftContext,
-        target: PreTrainedModel | None,
-    ):
-        super().__init__(context, settings.k, settings.confidence_threshold, vocabulary_size(target or draft))
+    def __init__(self, settings: DraftModelCandidates, draft: PreTrainedModel, call: Call):
+        super().__init__(call, settings.k, settings.confidence_threshold, vocabulary_size(call.model or draft))
+        state = self._state = call.state
         self._readable = int(cast(Any, draft.get_input_embeddings()).weight.shape[0])
         self._table = int(getattr(draft.config.get_text_config(), "max_position_embeddings", None) or 2**31)
-        longest = max(map(len, context.prompts))
+        longest = max(map(len, state.prompts))
         if longest > self._table:
             raise ValueError(
                 f"the prompt has {longest} tokens, but the draft reads at most {self._table}; use another draft"
             )
-        input_ids, mask = _left_padded([self._known(prompt) for prompt in context.prompts], draft.device)
+        input_ids, mask = _left_padded([self._known(prompt) for prompt in state.prompts], draft.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
         self._draft = Target(draft, input_ids, GenerationConfig(), arguments)
         self._has_read_prompt = False
-        self._read = [0] * len(context.prompts)
-        self._reads = [True] * len(context.prompts)
+        self._read = [0] * state.batch
+        self._reads = [True] * state.batch
 
     def room(self, row: int) -> int:
         """How much the draft's own positions leave for a draft."""
-        return max(0, self._table - len(self.context.prompts[row]) - len(self.context.generated[row]))
+        return max(0, self._table - len(self._state.prompts[row]) - len(self._state.generated[row]))
 
     def first_scores(self) -> torch.Tensor:
         """Read what was generated since the last draft, in the rows that draft now and that positions are left for.
@@ -125,12 +124,12 @@ class _DraftModelDrafter(ChainDrafter):
         if not self._has_read_prompt:
             logits = self._draft.prefill(DraftTree.empty(len(self._read)))
             self._has_read_prompt = True
-            if not any(self.context.generated):
+            if not any(self._state.generated):
                 return logits[:, -1]
         rows = range(len(self._read))
-        self._draft.drop_rows([row not in self.context.ended for row in rows])
-        self._reads = [self.context.budget[row] > 0 and self.room(row) > 0 for row in rows]
-        texts = zip(self.context.generated, self._read, self._reads, strict=True)
+        self._draft.drop_rows([not self._state.has_ended(row) for row in rows])
+        self._reads = [self.budget[row] > 0 and self.room(row) > 0 for row in rows]
+        texts = zip(self._state.generated, self._read, self._reads, strict=True)
         unread = [self._known(text[read:] if reads else text[-1:]) for text, read, reads in texts]
         tree = DraftTree.chains([tokens[1:] for tokens in unread])
         logits = self._draft.forward(tree, [tokens[0] for tokens in unread], self._reads)
@@ -152,15 +151,15 @@ class _DraftModelDrafter(ChainDrafter):
         """A token from the padding of a larger target's table cannot be read; what stands for it is only a guess."""
         return [token if token < self._readable else 0 for token in tokens]
 
-    def observe(self, verdict: VerificationResult) -> None:
+    def observe(self, result: VerificationResult) -> None:
         """Forget the rejected tokens. What was accepted has been read already, but for the last token drafted."""
         if self.drafted == 0:
             return
-        for row, path in enumerate(verdict.paths):
+        for row, path in enumerate(result.paths):
             if path is not None and self._reads[row]:
-                before = len(self.context.generated[row]) - len(verdict.tokens[row])
+                before = len(self._state.generated[row]) - len(result.tokens[row])
                 read = before + min(len(path), self.drafted - 1)
-                self._read[row] = min(read, self._table - len(self.context.prompts[row]) - 1)
+                self._read[row] = min(read, self._table - len(self._state.prompts[row]) - 1)
         self._draft.rewind(self._read)
 
 

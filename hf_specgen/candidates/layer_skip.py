@@ -5,17 +5,17 @@ Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Spec
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_specgen.adaptive.policy import Policy
-from hf_specgen.candidates.autoregressive import ChainDrafter, vocabulary_size
-from hf_specgen.candidates.base import Candidates, Depth, DraftContext, Drafter
+from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession
+from hf_specgen.depth import Policy
 from hf_specgen.heads.exit_head import load_exit_head
+from hf_specgen.state import Call
 from hf_specgen.target.early_exit import EarlyExitTarget
+from hf_specgen.target.requirements import TargetRequirements
 
 
 class LayerSkipCandidates(Candidates):
@@ -28,7 +28,7 @@ class LayerSkipCandidates(Candidates):
         exit_layer: how many layers draft.
         k: greatest length of a draft, in tokens; "auto" for as many as pay.
         adapter: folder or Hub id of a trained exit adapter, or a module that turns states into logits.
-        policy: how much of k is used, step by step; see `hf_specgen.adaptive`.
+        policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
         ValueError: if k is out of range; at the first call, if the target cannot be divided there or the adapter was
@@ -47,46 +47,44 @@ class LayerSkipCandidates(Candidates):
         *,
         policy: Policy | None = None,
     ):
-        self._set_depth(k, policy, greatest=8)
+        super().__init__(k, policy, max_k=8)
         self.exit_layer, self.adapter = exit_layer, adapter
         self._head = adapter if isinstance(adapter, nn.Module) else None
 
-    def make_target(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-    ) -> EarlyExitTarget:
-        return EarlyExitTarget(model, input_ids, generation_config, model_kwargs, self.exit_layer)
+    def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
+        return TargetRequirements(exit_layer=self.exit_layer)
 
-    def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
-        if model is None or not isinstance(context.target, EarlyExitTarget):
+    def start(self, call: Call) -> DraftSession:
+        if call.model is None or not isinstance(call.target, EarlyExitTarget):
             raise ValueError("LayerSkipCandidates works with generate(candidate_generator=…) only")
         if isinstance(self.adapter, str) and self._head is None:
             with torch.random.fork_rng():  # a new module draws its first weights: not from the noise of the call
-                self._head = load_exit_head(model, self.adapter)
-        return _LayerSkipDrafter(context, context.target, self.k, vocabulary_size(model), self._head)
+                self._head = load_exit_head(call.model, self.adapter)
+        return _LayerSkipSession(call, call.target, self.k, vocabulary_size(call.model), self._head)
+
+    def profile_key(self) -> tuple[str | int | float | bool, ...]:
+        adapter = self.adapter if isinstance(self.adapter, str) else type(self.adapter).__qualname__
+        return (type(self).__qualname__, self.exit_layer, adapter, self.k)
 
     def __repr__(self) -> str:
         settings = f"exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r}{self._show_policy()}"
         return f"LayerSkipCandidates({settings})"
 
 
-class _LayerSkipDrafter(ChainDrafter):
-    def __init__(self, context: DraftContext, target: EarlyExitTarget, k: int, vocab: int, head: nn.Module | None):
-        super().__init__(context, k, 0.0, vocab)
+class _LayerSkipSession(AutoregressiveSession):
+    def __init__(self, call: Call, target: EarlyExitTarget, k: int, vocab: int, head: nn.Module | None):
+        super().__init__(call, k, 0.0, vocab)
         self._target, self._head = target, head
 
     def first_scores(self) -> torch.Tensor:
         """Run the first layers on each row's last token, or on the prompt if that has not been read."""
-        texts = self.context.generated
+        texts = self.call.state.generated
         if not any(texts):
             return self._scores(*self._target.prefill_early())
         return self.next_scores(torch.tensor([text[-1] for text in texts]))
 
     def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the first layers on the last guesses."""
+        """Run the first layers on the last draft tokens."""
         return self._scores(*self._target.run_early(tokens, with_logits=self._head is None))
 
     def _scores(self, state: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:

@@ -14,22 +14,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_specgen.adaptive.policy import Policy
-from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
+from hf_specgen.candidates.base import Candidates, DraftSession
 from hf_specgen.candidates.rank_tree import RankTree
-from hf_specgen.candidates.tree_plan import UNMEASURED, ConfidentTree, FixedTree, StepCost, TreePlan
-from hf_specgen.evaluation.cost import CostCurve
+from hf_specgen.candidates.tree_plan import MAX_NODES, UNMEASURED, ConfidentTree, FixedTree, StepCost, TreePlan
+from hf_specgen.depth import CostCurve, Policy
 from hf_specgen.heads.acceptance import RANKS, Acceptance
 from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specgen.heads.medusa_runner import MedusaReader
+from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.target.model_parts import output_matrix
+from hf_specgen.target.requirements import OUTPUT_STATE, TargetRequirements
 from hf_specgen.tree import DraftTree
 
 Paths = Sequence[Sequence[int]]
@@ -47,7 +49,7 @@ class MedusaCandidates(Candidates):
             number is how many guesses to verify at each step. A list of paths such as `[[0], [0, 0], [1]]` is a fixed
             tree: each path names the rank of a guess of head 0, then of head 1, and so on.
         lora: the `PeftModel` of deltas on the output matrix, for heads that are given loaded and were trained so.
-        policy: how deep the tree may be, step by step; see `hf_specgen.adaptive`. With a `Controller`, as "auto" has
+        policy: how deep the tree may be, step by step; see `hf_specgen.depth`. With a `Controller`, as "auto" has
             one, trees are sized by what steps cost here and now, and none is made where none pays.
 
     Raises:
@@ -74,7 +76,7 @@ class MedusaCandidates(Candidates):
         self._heads = None if named else cast(MedusaHeads, heads)
         self._name = str(heads if self._heads is None else self._heads.name_or_path)
         most = MOST_HEADS if self._heads is None else self._heads.config.num_heads
-        self._set_depth("auto" if tree == "auto" else most, policy, greatest=most)
+        super().__init__("auto" if tree == "auto" else most, policy, max_k=most)
         self._lora = lora
         self._attached: tuple[Any, MedusaReader, TreePlan] | None = None
 
@@ -83,20 +85,17 @@ class MedusaCandidates(Candidates):
         """`MedusaCandidates(heads, tree)`, in the words of Transformers; the heads are loaded at the first call."""
         return cls(heads, tree)
 
-    def make_target(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-    ) -> HiddenStateTarget:
+    def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         self._on(model)
-        return HiddenStateTarget(model, input_ids, generation_config, model_kwargs)
+        return TargetRequirements(taps=(OUTPUT_STATE,))
 
-    def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
-        if model is None or not isinstance(context.target, HiddenStateTarget):
+    def start(self, call: Call) -> DraftSession:
+        if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError("MedusaCandidates works with generate(candidate_generator=…) only")
-        return MedusaDrafter(context, context.target, *self._on(model))
+        return MedusaSession(call, call.target, *self._on(call.model))
+
+    def profile_key(self) -> tuple[str | int | float | bool, ...]:
+        return (type(self).__qualname__, self._name, repr(self.tree), self.k)
 
     def _on(self, model: PreTrainedModel) -> tuple[MedusaReader, TreePlan]:
         """The heads on their target, in its dtype on its device, and their trees; kept until the target changes."""
@@ -141,33 +140,33 @@ def _check_tree(tree: Any) -> None:
         RankTree.from_paths(tree)
 
 
-class MedusaDrafter(Drafter):
+class MedusaSession(DraftSession):
     """The state of one call.
 
     Args:
-        context: of the call.
+        call: the call.
         target: keeps the states that the heads read.
         reader: the heads on their target.
         plan: chooses the tree.
     """
 
-    def __init__(self, context: DraftContext, target: HiddenStateTarget, reader: MedusaReader, plan: TreePlan):
-        self.context, self._target, self._reader, self._plan = context, target, reader, plan
+    def __init__(self, call: Call, target: HiddenStateTarget, reader: MedusaReader, plan: TreePlan):
+        super().__init__(call)
+        self._target, self._reader, self._plan = target, reader, plan
         self.ranks = min(RANKS, reader.heads.config.vocab_size)
         if isinstance(plan, FixedTree):
             self.ranks = max(self.ranks, plan.tree((), 1).width)
 
     @torch.no_grad()
-    def draft(self, context: DraftContext) -> DraftTree:
-        if max(context.budget) == 0:
-            return DraftTree.empty(len(context.budget))
-        scores, tokens, confidences = self.guess(context)
-        rows = sum(budget > 0 for budget in context.budget)
-        seconds = None if context.policy is None else context.policy.seconds_by_nodes()
-        cost = None if seconds is None else StepCost.rounded(seconds)
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        if max(budget) == 0:
+            return DraftTree.empty(len(budget))
+        scores, tokens, confidences = self.head_tokens()
+        rows = sum(depth > 0 for depth in budget)
+        cost = self._step_cost(rows)
         trees = [
-            self._plan.tree(confidence, rows, cost).cut(budget)
-            for confidence, budget in zip(confidences, context.budget, strict=True)
+            self._plan.tree(confidence, rows, cost).cut(depth)
+            for confidence, depth in zip(confidences, budget, strict=True)
         ]
         wants_q = self._wants_q
         if wants_q:
@@ -183,25 +182,36 @@ class MedusaDrafter(Drafter):
             q = scores.softmax(dim=-1).gather(1, index)  # [batch, nodes, vocab]
         return DraftTree(tokens.flatten(1).gather(1, places), tuple(tree.parents for tree in trees), q)
 
-    def guess(self, context: DraftContext) -> tuple[torch.Tensor, torch.Tensor, list[list[float]]]:
-        """What the heads say.
+    def head_tokens(self) -> tuple[torch.Tensor, torch.Tensor, list[list[float]]]:
+        """Run the heads.
 
         Returns:
             `[batch, heads, vocab]` scores after the score-only processors; `[batch, heads, ranks]` tokens, the best
-            first; `[batch][heads]` how sure each head is of its first.
+            first; `[batch][heads]` the confidence of each head in its first token.
         """
-        pending = torch.tensor([text[-1] for text in context.generated])
+        generated = self.call.state.generated
+        pending = torch.tensor([text[-1] for text in generated])
         logits = self._reader.logits(self._target.states, pending).float()  # [batch, heads, vocab]
-        verifier = context.verifier
-        assert verifier is not None
-        scores = verifier.scorer.warp(logits.flatten(0, 1)).view(logits.shape)
-        steps = [range(len(text), len(text) + logits.shape[1]) for text in context.generated]
-        weights = verifier.draft_weights(scores, steps)
+        verification, processors = self.call.verification, self.call.processors
+        assert verification is not None and processors is not None
+        scores = processors.warp(logits.flatten(0, 1)).view(logits.shape)
+        steps = [range(len(text), len(text) + logits.shape[1]) for text in generated]
+        weights = verification.draft_weights(scores, steps)
         best, tokens = weights.topk(self.ranks, dim=-1)
-        # In rejection sampling the shape of the tree must not depend on what was drawn.
+        # In rejection sampling the shape of the tree must not depend on the sampled tokens.
         confidence = scores.softmax(dim=-1).amax(dim=-1) if self._wants_q else best[..., 0] / weights.sum(dim=-1)
         return scores, tokens, confidence.tolist()
 
+    def _step_cost(self, rows: int) -> StepCost | None:
+        """The latency of a step by its number of draft nodes, if the policy has a latency model."""
+        latency = None if self.call.depth is None else self.call.depth.latency
+        if latency is None:
+            return None
+        state = self.call.state
+        context = max(len(p) + len(g) for p, g in zip(state.prompts, state.generated, strict=True))
+        tokens = rows * (1.0 + np.arange(MAX_NODES + 1))
+        return StepCost.rounded(latency.at(rows, context).target.by_tokens(tokens))
+
     @property
     def _wants_q(self) -> bool:
-        return self.context.verifier is not None and self.context.verifier.wants_q
+        return self.call.verification is not None and self.call.verification.wants_q

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_specgen.candidates.rank_tree import RankTree
-from hf_specgen.evaluation.cost import CostCurve
+from hf_specgen.depth import CostCurve
 from hf_specgen.heads.acceptance import Acceptance, best_tree, confidence_bin
 
 MAX_NODES = 64

@@ -7,18 +7,21 @@ guess could not have been accepted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import DraftContext, Drafter
-from hf_specgen.candidates.medusa import MedusaCandidates, MedusaDrafter
-from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
+from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.medusa import MedusaCandidates, MedusaSession
+from hf_specgen.depth import CostCurve
+from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, RANKS, Acceptance, confidence_bin
 from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.state import Call
+from hf_specgen.tree import DraftTree
 
 QUERIES = (1, 2, 4, 8, 16, 32, 64)
 PRIOR_WEIGHT = 10.0
@@ -68,33 +71,34 @@ class Counts:
 
 
 class _Recording(MedusaCandidates):
-    """Counts what comes of its guesses."""
+    """Counts which of its draft tokens were generated."""
 
     def __init__(self, heads: MedusaHeads, counts: Counts, lora: Any):
         super().__init__(heads, tree=PROBE_NODES, lora=lora)
         self._counts = counts
 
-    def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
-        return _RecordingDrafter(cast(MedusaDrafter, super().bind(context, model)), self._counts)
+    def start(self, call: Call) -> DraftSession:
+        return _RecordingSession(call, cast(MedusaSession, super().start(call)), self._counts)
 
 
-class _RecordingDrafter(Drafter):
-    def __init__(self, drafter: MedusaDrafter, counts: Counts):
-        self._drafter, self._counts = drafter, counts
+class _RecordingSession(DraftSession):
+    def __init__(self, call: Call, session: MedusaSession, counts: Counts):
+        super().__init__(call)
+        self._session, self._counts = session, counts
         self._steps: list[tuple[int, int, list[list[int]], list[float]]] = []
 
-    def draft(self, context: DraftContext) -> Any:
-        if max(context.budget):
-            _, tokens, confidences = self._drafter.guess(context)
-            for row, budget in enumerate(context.budget):
-                if budget:
-                    known = len(context.generated[row])
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        if max(budget):
+            _, tokens, confidences = self._session.head_tokens()
+            for row, depth in enumerate(budget):
+                if depth:
+                    known = len(self.call.state.generated[row])
                     self._steps.append((row, known, tokens[row].tolist(), confidences[row]))
-        return self._drafter.draft(context)
+        return self._session.draft(budget)
 
     def end(self) -> None:
         for row, known, tokens, confidences in self._steps:
-            self._counts.add(tokens, confidences, self._drafter.context.generated[row][known:])
+            self._counts.add(tokens, confidences, self.call.state.generated[row][known:])
 
 
 def measure_acceptance(

@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
-from transformers.utils.hub import cached_file
 
+from hf_specgen import compat
 from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specgen.target.model_parts import output_matrix
@@ -169,4 +169,4 @@ def _file(source: str, name: str) -> str | None:
     if Path(source).is_dir():
         path = Path(source) / name
         return str(path) if path.exists() else None
-    return cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return compat.cached_file_or_none(source, name)

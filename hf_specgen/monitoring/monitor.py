@@ -1,26 +1,49 @@
-"""Watching speculation while it runs: a window over the last steps, a histogram, counters for a dashboard."""
+"""Monitors of running calls: a window over the last steps, a histogram, counters for a dashboard."""
 
 from __future__ import annotations
 
 import logging
+import threading
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_specgen.depth import StepRecord
+from hf_specgen.state import Call
+
 if TYPE_CHECKING:
-    from hf_specgen.adaptive.policy import State, Step
     from hf_specgen.monitoring.prometheus import Counters
 
 logger = logging.getLogger("hf_specgen")
 
 
-class SpeculationMonitor:
-    """Is told of every step of the calls that it is passed to: `generate(…, candidate_generator=…, monitor=monitor)`.
+class MonitorSession(ABC):
+    """Receives the steps of one `generate` call."""
 
-    Logs one line per call at level INFO to the logger "hf_specgen". Subclass it and extend `step` for more.
+    @abstractmethod
+    def observe(self, step: StepRecord) -> None:
+        """A step was made."""
+
+    def end(self) -> None:
+        """The call is over, possibly by an exception."""
+
+
+class Monitor(ABC):
+    """Receives the steps of the calls that it is passed to: `generate(…, candidate_generator=…, monitor=monitor)`."""
+
+    @abstractmethod
+    def start(self, call: Call) -> MonitorSession:
+        """Begin a call."""
+
+
+class SpeculationMonitor(Monitor):
+    """Windowed figures, a histogram and a timeline over all calls that it is passed to; may be shared by threads.
+
+    Logs one line per call at level INFO to the logger "hf_specgen". Subclass it and extend `record` for more.
 
     Args:
-        window: how many row steps the windowed figures look back on.
+        window: number of row steps that the windowed figures cover.
         timeline: how many steps are kept for the plot.
         prometheus: count in `prometheus_client` under the names that serving stacks chart: `spec_decode_num_drafts`,
             `spec_decode_num_draft_tokens`, `spec_decode_num_accepted_tokens` and the latter per position. None counts
@@ -49,40 +72,49 @@ class SpeculationMonitor:
         """How many drafts had 0, 1, 2, … tokens accepted, over all calls."""
         self.calls = 0
         self._counters = _counters(prometheus)
+        self._lock = threading.Lock()
 
-    def begin(self, state: State) -> None:
-        """A call starts."""
-        self.calls += 1
+    def start(self, call: Call) -> MonitorSession:
+        with self._lock:
+            self.calls += 1
+        return _SpeculationMonitorSession(self, call)
 
-    def step(self, state: State, step: Step) -> None:
-        """A step was taken."""
-        taken = [(asked, row) for asked, row in zip(step.asked, step.rows, strict=True) if row is not None]
-        for asked, row in taken:
-            self.window.append((asked, row.drafted, row.accepted, row.emitted))
-            if row.drafted:
-                self.histogram[row.accepted] += 1
-                if self._counters is not None:
+    def record(self, call: Call, step: StepRecord) -> None:
+        """Take in a step of any call; subclass and extend it to do more with each step."""
+        taken = [(asked, row) for asked, row in zip(step.requested, step.rows, strict=True) if row is not None]
+        with self._lock:
+            for requested, row in taken:
+                self.window.append((requested, row.drafted, row.accepted, row.emitted))
+                if row.drafted:
+                    self.histogram[row.accepted] += 1
+            sums = [
+                sum(depth for depth, _ in taken),
+                sum(r.drafted for _, r in taken),
+                sum(r.accepted for _, r in taken),
+            ]
+            means = [value / len(taken) for value in sums]
+            self.timeline.append((means[0], means[1], means[2], sum(step.seconds.values())))
+        if self._counters is not None:
+            for _, row in taken:
+                if row.drafted:
                     self._counters.add(row.drafted, row.accepted)
-        sums = [sum(asked for asked, _ in taken), sum(r.drafted for _, r in taken), sum(r.accepted for _, r in taken)]
-        means = [value / len(taken) for value in sums]
-        self.timeline.append((means[0], means[1], means[2], step.total_seconds))
 
-    def end(self, state: State) -> None:
-        """A call is over: log what it brought."""
+    def finish(self, call: Call) -> None:
+        """Log the figures of a call that is over."""
         if not logger.isEnabledFor(logging.INFO):
             return
-        s, steps = state.statistics, max(1, max(map(len, state.statistics.rows)))
+        s, steps = call.statistics, max(1, max(map(len, call.statistics.rows)))
         logger.info(
             "%s: %d tokens, %d steps, %.2f tokens per step, drafted %d, accepted %d (%.0f%%), %.2f s, policy %.0f us",
-            state.strategy,
+            call.candidates,
             s.emitted,
             s.steps,
             s.tokens_per_step,
             s.drafted,
             s.accepted,
             100 * s.acceptance_rate,
-            s.seconds["total"],
-            1e6 * s.seconds["policy"] / steps,
+            s.seconds.get("total", 0.0),
+            1e6 * s.seconds.get("policy", 0.0) / steps,
         )
 
     @property
@@ -107,7 +139,7 @@ class SpeculationMonitor:
             return f"last {len(self.window)} row steps: nothing was drafted"
         return (
             f"last {len(self.window)} row steps: {self.tokens_per_step:.2f} tokens per step, "
-            f"{self.acceptance_rate:.0%} of guesses accepted, mean depth {self.mean_depth:.1f}"
+            f"{self.acceptance_rate:.0%} of draft tokens accepted, mean depth {self.mean_depth:.1f}"
         )
 
     def plot(self, path: str | Path) -> None:
@@ -119,6 +151,17 @@ class SpeculationMonitor:
         from hf_specgen.monitoring.plots import plot_monitor
 
         plot_monitor(self, path)
+
+
+class _SpeculationMonitorSession(MonitorSession):
+    def __init__(self, monitor: SpeculationMonitor, call: Call):
+        self._monitor, self._call = monitor, call
+
+    def observe(self, step: StepRecord) -> None:
+        self._monitor.record(self._call, step)
+
+    def end(self) -> None:
+        self._monitor.finish(self._call)
 
 
 def _counters(wanted: bool | None) -> Counters | None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from hf_specgen import compat
 from hf_specgen.target import masks
 from hf_specgen.target.cache import RaggedCache
 from hf_specgen.target.support import last_position
@@ -42,11 +43,11 @@ class Target:
         self._kwargs = model_kwargs
         self._config = model.config.get_text_config()
         self.device = model.device
-        self._eager = self._config._attn_implementation == "eager"
+        self._eager = compat.attention_implementation(self._config) == "eager"
         self._kinds = masks.layer_kinds(self._config)
         self._extra = _extra_arguments(model_kwargs)
         given = model_kwargs.get("past_key_values")
-        self._given_cache = given if getattr(given, "_is_user_defined", False) else None
+        self._given_cache = given if compat.is_user_defined(given) else None
         self._visible = _padding(model_kwargs.get("attention_mask"))
         self.cache = _own_cache(given, self._given_cache is not None)
         self._given_lengths = self.cache.lengths
@@ -63,32 +64,33 @@ class Target:
     def supports_prefill_drafts(self) -> bool:
         """Whether a draft can be verified together with the prompt."""
         mask = self._kwargs.get("attention_mask")
-        width = getattr(self._generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        width = compat.mask_length(self._generation_config) if mask is None else mask.shape[1]
         nothing_unread = width == self._input_ids.shape[1] <= max(self.cache.lengths, default=0)
         return self._generation_config.prefill_chunk_size is None and not nothing_unread
 
-    def prefill(self, opening: DraftTree) -> torch.Tensor:
+    def prefill(self, draft: DraftTree) -> torch.Tensor:
         """Read the prompt, and a draft that was made before it was read.
 
         Args:
-            opening: chains of guesses for the first tokens, or nothing.
+            draft: chains of draft tokens for the first positions, or an empty tree.
 
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the last prompt token, then after each node.
         """
         before = self.cache.lengths or (0,) * len(self._input_ids)
-        logits = self._read_prompt(opening)[:, -1 - opening.nodes :]
-        self._prompt_was_read(before[0], opening.nodes)
+        logits = self._read_prompt(draft)[:, -1 - draft.nodes :]
+        self._prompt_was_read(before[0], draft.nodes)
         return logits
 
-    def _read_prompt(self, opening: DraftTree) -> torch.Tensor:
+    def _read_prompt(self, draft: DraftTree) -> torch.Tensor:
         """The logits of a pass over the prompt and the columns of guesses behind it."""
-        kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(opening.nodes)}
-        input_ids = torch.cat([self._input_ids, opening.tokens.to(self._input_ids)], dim=1)
+        kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(draft.nodes)}
+        input_ids = torch.cat([self._input_ids, draft.tokens.to(self._input_ids)], dim=1)
         config: Any = copy.copy(self._generation_config)
-        if kwargs.get("attention_mask") is None and opening.nodes:
-            config._mask_length += opening.nodes  # by which `_prefill` sees whether the text begins in the cache
-        outputs = cast(Any, self.model)._prefill(input_ids, config, kwargs)
+        if kwargs.get("attention_mask") is None and draft.nodes:
+            # By this length `generate` decides whether the prompt begins in the cache.
+            compat.set_mask_length(config, compat.mask_length(config) + draft.nodes)
+        outputs = compat.prefill(self.model, input_ids, config, kwargs)
         return cast(torch.Tensor, outputs.logits)
 
     def _longer(self, columns: int) -> dict[str, Any]:

@@ -74,17 +74,17 @@ class EarlyExitTarget(Target):
         self._states.append(seen)
         return seen[:, -1:], logits[:, -1]
 
-    def prefill(self, opening: DraftTree) -> torch.Tensor:
+    def prefill(self, draft: DraftTree) -> torch.Tensor:
         """Read the prompt and the guesses behind it, starting from the states that drafting has left, if it has."""
         if not self._states:
             with self._noting_form():
-                return super().prefill(opening)
-        states = self._take_states(opening)  # [batch, prompt + nodes, hidden]
+                return super().prefill(draft)
+        states = self._take_states(draft)  # [batch, prompt + nodes, hidden]
         self.cache.set_lengths(self._before_prompt)
-        kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(opening.nodes)}
+        kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(draft.nodes)}
         kwargs["position_ids"] = kwargs["position_ids"][..., -states.shape[1] :]
         with self._passing(self._first):
-            return self.model(inputs_embeds=states, return_dict=True, **kwargs).logits[:, -1 - opening.nodes :]
+            return self.model(inputs_embeds=states, return_dict=True, **kwargs).logits[:, -1 - draft.nodes :]
 
     def run_early(self, tokens: torch.Tensor, with_logits: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the first layers on one more token of each row.

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_specgen import compat
+
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -33,13 +35,13 @@ def check_model(model: PreTrainedModel) -> None:
         )
     layer_types = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(layer_types.difference(LAYER_TYPES))
-    if model._is_stateful or unknown:
+    if compat.is_stateful(model) or unknown:
         kinds = f" (layer types {', '.join(unknown)})" if unknown else ""
         raise ValueError(
             f"{name} keeps a state that cannot be rolled back when a guess is rejected{kinds}; "
             "call generate() without candidate_generator="
         )
-    implementation = config._attn_implementation
+    implementation = compat.attention_implementation(config)
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
             f"attention implementation {implementation!r} takes no tree-shaped mask; "

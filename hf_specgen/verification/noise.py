@@ -1,9 +1,9 @@
-"""The noise tape: sampling that gives the same text as plain `generate` under the same seed.
+"""Pre-drawn noise: sampling that gives the same text as plain `generate` under the same seed.
 
 `torch.multinomial(p, 1)` draws one tensor of exponential noise ``e`` per decoding step, shaped like ``p``, and returns
-``argmax(p / e)`` (the exponential race, also known as the Gumbel-max trick). So the randomness of step ``t`` does not
-depend on the probabilities. The tape draws the very tensors that plain sampling would draw, in the same order, and
-keeps them by step: whoever verifies a guess for step ``t`` of row ``b`` picks ``argmax(p / tape[t][b])``.
+``argmax(p / e)`` (the Gumbel-max trick in its exponential form). So the randomness of step ``t`` does not depend on the
+probabilities. The buffer draws the same tensors that plain sampling would draw, in the same order, and keeps them by
+step: verifying the token of step ``t`` of row ``b`` means to compute ``argmax(p / noise[t][b])``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NoiseBuffer:
         self._states: dict[int, torch.Tensor] = {}
 
     def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The noise of each row at its own steps.
+        """The noise of each row at its own steps; drawn as needed.
 
         Args:
             steps: for each row the same number of steps; step 0 is the first generated token.
@@ -56,7 +56,7 @@ class NoiseBuffer:
         return torch.stack(slices).view(len(steps), -1, self._shape[1])
 
     def release(self, step: int) -> None:
-        """Forget the noise before `step`: no row will ask for it any more."""
+        """Drop the noise before `step`: no row will ask for it any more."""
         for past in [known for known in self._noise if known < step]:
             del self._noise[past], self._states[past]
 
@@ -68,7 +68,7 @@ class NoiseBuffer:
 
 @lru_cache(maxsize=8)
 def check_multinomial(device: torch.device) -> None:
-    """Raise unless `torch.multinomial` on `device` is the exponential race; leaves the generator untouched."""
+    """Raise unless `torch.multinomial` on `device` is an exponential race; leaves the generator untouched."""
     before = _rng_state(device)
     try:
         probabilities = torch.full((3, 64), 1 / 64, device=device)
@@ -76,8 +76,8 @@ def check_multinomial(device: torch.device) -> None:
         after = _rng_state(device)
         _set_rng_state(device, before)
         noise = torch.empty_like(probabilities).exponential_()
-        raced = torch.argmax(probabilities / noise, dim=-1, keepdim=True)
-        if not torch.equal(sampled, raced) or not torch.equal(after, _rng_state(device)):
+        argmax = torch.argmax(probabilities / noise, dim=-1, keepdim=True)
+        if not torch.equal(sampled, argmax) or not torch.equal(after, _rng_state(device)):
             raise RuntimeError(
                 f"torch.multinomial on {device.type} does not draw as it does on CPU and CUDA, so sampling cannot "
                 "repeat the text of plain generate(); use do_sample=False, or keep the inputs on the CPU"

@@ -1,4 +1,4 @@
-"""The guesses that continue each slot, as a tensor: what the modes that judge guesses begin with."""
+"""The draft tokens that continue each node, as a tensor: the input of the modes that accept or reject them singly."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates import AutoCandidates, Candidates, DraftModelCandidates, NgramCandidates
+from hf_specgen.candidates import Candidates, CombinedCandidates, DraftModelCandidates, NgramCandidates
 from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
 from hf_specgen.evaluation.measure import Total, Variant, interleave
 from hf_specgen.evaluation.workloads import encode
@@ -42,7 +42,7 @@ class Trial:
         if draft:
             network = DraftModelCandidates(draft, dtype=dtype)
             self.strategies["draft model"] = network
-            self.strategies["n-grams, draft model"] = AutoCandidates([NgramCandidates(), network])
+            self.strategies["n-grams, draft model"] = CombinedCandidates([NgramCandidates(), network])
         self.batch = batch
 
     def costs(self) -> CostCurve:
