@@ -13,7 +13,7 @@ from answers import answer_batch, batches_by_domain
 from corpus import Batch, chat_prompt, collate, encode_row, read_rows
 from distillation import DistillationSettings, target_states
 from hf_specgen import MedusaCandidates
-from hf_specgen.adaptive import Fixed
+from hf_specgen import FixedDepth
 from hf_specgen.evaluation.calibration import measure_acceptance, measure_cost, save_tuning
 from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.heads.medusa import MedusaHeads
@@ -92,7 +92,7 @@ class Evaluation:
         self._target.eval()
         heads = cast(MedusaHeads, cast(Any, copy.deepcopy(self._heads)).to(self._target.dtype).eval())
         reader = MedusaReader(heads, self._target, self._lora)
-        candidates = MedusaCandidates(heads, lora=self._lora, policy=Fixed())  # guesses in every step
+        candidates = MedusaCandidates(heads, lora=self._lora, policy=FixedDepth())  # guesses in every step
         count = heads.config.num_heads
         result = {}
         for seed, (domain, rows) in enumerate(self._rows.items()):
