@@ -15,6 +15,8 @@ from hf_specgen.target.cache import RaggedCache
 from hf_specgen.target.support import last_position
 from hf_specgen.tree import DraftTree, chain_parents
 
+MAX_DRAFT_SLOTS = 64
+"""Slots for draft tokens beyond the maximum length of the text."""
 OWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
 
 
@@ -49,8 +51,10 @@ class Target:
         given = model_kwargs.get("past_key_values")
         self._given_cache = given if compat.is_user_defined(given) else None
         self._visible = _padding(model_kwargs.get("attention_mask"))
-        self.cache = _own_cache(given, self._given_cache is not None)
+        self.cache = _own_cache(given, self._given_cache is not None, self._config, _max_slots(generation_config))
         self._given_lengths = self.cache.lengths
+        if self.cache is self._given_cache:
+            self.cache.protect()
         self._offsets: tuple[int, ...] = ()
         self._prompt_slots: tuple[int, ...] = ()
         self._starts: tuple[int, ...] = ()
@@ -224,7 +228,7 @@ class Target:
     def _mask(self, tree: DraftTree, depth: torch.Tensor, lengths: tuple[int, ...]) -> Any:
         """The `attention_mask` of a step: a tensor, or one for each kind of layer, or None where none is needed."""
         device, queries = depth.device, 1 + tree.nodes
-        # A row with fewer nodes is padded by a chain that nobody looks at.
+        # A row with fewer nodes is padded by a chain whose results are ignored.
         alike = len(set(lengths)) == 1 and all(parents == chain_parents(len(parents)) for parents in tree.parents)
         if alike and self._visible is None and self._kinds == {"full_attention"}:
             if queries == 1 and not self._eager:
@@ -245,21 +249,28 @@ class Target:
 
     def _one_mask(self, kind: str, layout: masks.StepLayout) -> torch.Tensor:
         if kind == "sliding_attention":
-            return masks.sliding_mask(layout, self._config.sliding_window)
+            return masks.sliding_mask(layout, self._config.sliding_window)[..., self.cache.first_visible :]
         if kind == "chunked_attention":
             return masks.chunked_mask(layout, self._config.attention_chunk_size)
         return masks.full_mask(layout)
 
 
-def _own_cache(given: Any, user_owned: bool) -> RaggedCache:
+def _own_cache(given: Any, user_owned: bool, config: Any, max_slots: int | None) -> RaggedCache:
     if isinstance(given, RaggedCache):
         return given
     if given is None or (type(given) is DynamicCache and not given.offloading):
-        return RaggedCache.from_dynamic(given) if given is not None and user_owned else RaggedCache()
+        if given is not None and user_owned:
+            return RaggedCache.from_dynamic(given, max_slots)
+        return RaggedCache(masks.layer_windows(config), max_slots)
     raise ValueError(
         f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
         f"not with {type(given).__name__}; leave past_key_values and cache_implementation unset"
     )
+
+
+def _max_slots(config: GenerationConfig) -> int | None:
+    """The number of cache slots that a call can fill: its maximum length and a draft behind it."""
+    return None if config.max_length is None else int(config.max_length) + MAX_DRAFT_SLOTS
 
 
 def _padding(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
