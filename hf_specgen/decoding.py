@@ -27,6 +27,7 @@ from hf_specgen.outputs import OutputCollector
 from hf_specgen.state import Call, GenerationState
 from hf_specgen.statistics import RowStep, Statistics
 from hf_specgen.target.requirements import make_target
+from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
@@ -130,6 +131,7 @@ class _Loop:
         self._started = perf_counter()
         self.call, self.state, self.outputs = call, call.state, outputs
         requirements = call.candidates.target_requirements(call.model)
+        check_computation(call.model, requirements)
         self.target = make_target(requirements, call.model, input_ids, call.config, model_kwargs)
         stack.push(lambda kind, *_: self.target.abandon() if kind else None)
         check_length(call.model, self.target.first_positions, call.max_new_tokens)

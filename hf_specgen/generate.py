@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
@@ -24,6 +24,8 @@ from hf_specgen.target.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
 CALL_SETTINGS = ("verification", "policy", "monitor")
+_wrappers: list[Any] = []
+"""Every wrapper of `generate` that `install` made."""
 VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 ALIASES = {"coupled": "exact"}
 """Earlier names of verification modes, still accepted."""
@@ -114,12 +116,39 @@ def install() -> None:
 
     Without the keyword, `generate` does exactly what it did before. `import hf_specgen` calls this.
     """
-    original = GenerationMixin.generate
-    if hasattr(original, "_hf_specgen_original"):
-        return
+    current: Any = GenerationMixin.generate
+    wrapper = _our_wrapper(current)
+    if wrapper is None:
+        wrapper = GenerationMixin.generate = _wrap(current)  # type: ignore[method-assign]
+    wrapper._hf_specgen_enabled = True
 
+
+def uninstall() -> None:
+    """Remove the keyword. `generate` is then the original function; a wrapper of other code around it stays."""
+    current: Any = GenerationMixin.generate
+    wrapper = _our_wrapper(current)
+    if wrapper is None:
+        return
+    wrapper._hf_specgen_enabled = False
+    if wrapper is current:
+        GenerationMixin.generate = wrapper.__wrapped__  # type: ignore[method-assign]
+
+
+def _our_wrapper(function: Any) -> Any:
+    """Our wrapper of `generate`, also under wrappers of other code; None if there is none."""
+    while function is not None and function not in _wrappers:
+        function = getattr(function, "__wrapped__", None)
+    return function
+
+
+def _wrap(original: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, candidate_generator: Any = None, **kwargs: Any) -> Any:
+        if not cast(Any, generate)._hf_specgen_enabled:
+            if candidate_generator is not None:
+                kwargs["candidate_generator"] = candidate_generator
+            return original(self, *args, **kwargs)
+        _check_config(self.generation_config, kwargs.get("generation_config"))
         method = kwargs.get("custom_generate")
         if candidate_generator is None and not isinstance(method, Speculation):
             return original(self, *args, **kwargs)
@@ -130,14 +159,18 @@ def install() -> None:
             method = speculate(candidate_generator, **settings)
         return _generate(original, self, args, kwargs, method)
 
-    generate._hf_specgen_original = original  # type: ignore[attr-defined]
-    GenerationMixin.generate = generate  # type: ignore[method-assign]
+    _wrappers.append(generate)
+    return generate
 
 
-def uninstall() -> None:
-    """Remove the keyword; `generate` is then the original function, unless other code has wrapped it since."""
-    original = getattr(GenerationMixin.generate, "_hf_specgen_original", GenerationMixin.generate)
-    GenerationMixin.generate = original  # type: ignore[method-assign]
+def _check_config(*configs: Any) -> None:
+    """Raise for a strategy in a generation config, where it would be ignored and could not be saved."""
+    for config in configs:
+        if getattr(config, "candidate_generator", None) is not None:
+            raise ValueError(
+                "candidate_generator belongs to generate(candidate_generator=…), not into a GenerationConfig; "
+                "hf_specgen.attach(model, candidate_generator) makes every generate call of a model use it"
+            )
 
 
 def _generate(

@@ -14,12 +14,15 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from hf_specgen import compat
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession
 from hf_specgen.candidates.vocabulary import check_vocabularies
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
+from hf_specgen.target.requirements import TargetRequirements
+from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_model
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -71,6 +74,7 @@ class DraftModelCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         draft = self._load(call.model)
         check_model(draft)
+        check_computation(draft, TargetRequirements())
         if call.model is not None:
             check_vocabularies(draft, call.model)
         return _DraftModelSession(self, draft, call)
@@ -84,7 +88,7 @@ class DraftModelCandidates(Candidates):
             if target is not None:
                 options.setdefault("device_map", target.device)
             self._model = AutoModelForCausalLM.from_pretrained(self._name, **options)
-        return self._model.eval()
+        return self._model
 
     def __repr__(self) -> str:
         settings = f"k={self.k}, confidence_threshold={self.confidence_threshold}{self._show_policy()}"
@@ -106,8 +110,11 @@ class _DraftModelSession(AutoregressiveSession):
             )
         input_ids, mask = _left_padded([self._known(prompt) for prompt in state.prompts], draft.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
-        self._draft = Target(draft, input_ids, GenerationConfig(), arguments)
+        arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+        if compat.supports_logits_to_keep(draft):
+            arguments["logits_to_keep"] = 1
+        chunk = call.config.prefill_chunk_size
+        self._draft = Target(draft, input_ids, GenerationConfig(prefill_chunk_size=chunk), arguments)
         self._has_read_prompt = False
         self._read = [0] * state.batch
         self._reads = [True] * state.batch

@@ -1,4 +1,4 @@
-"""The target's own first layers guess: no second model, one cache, nothing computed twice.
+"""Layer skip: the target's own first layers draft. No second model, one cache, nothing is computed twice.
 
 Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding" (2024), section 4.3.
 """
@@ -9,24 +9,25 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specgen.candidates.attached import AttachedModules
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession
 from hf_specgen.depth import Policy
-from hf_specgen.heads.exit_head import load_exit_head
+from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.state import Call
 from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.requirements import TargetRequirements
 
 
 class LayerSkipCandidates(Candidates):
-    """Guesses with the first `exit_layer` layers of the target.
+    """Drafts with the first `exit_layer` layers of the target.
 
-    Without an adapter the target's own final norm and head read the state after those layers. That pays only for
-    models that were trained to be read early; for any other model train an adapter (`recipes/train_layer_skip.py`).
+    Without an adapter the target's own final norm and head read the state after those layers. That is only faster for
+    models that were trained for early exit; for any other model train an adapter (`recipes/train_layer_skip.py`).
 
     Args:
         exit_layer: how many layers draft.
-        k: greatest length of a draft, in tokens; "auto" for as many as pay.
+        k: greatest length of a draft, in tokens; "auto" adapts it to acceptance and latency.
         adapter: folder or Hub id of a trained exit adapter, or a module that turns states into logits.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
@@ -49,7 +50,7 @@ class LayerSkipCandidates(Candidates):
     ):
         super().__init__(k, policy, max_k=8)
         self.exit_layer, self.adapter = exit_layer, adapter
-        self._head = adapter if isinstance(adapter, nn.Module) else None
+        self._attached: AttachedModules[nn.Module] = AttachedModules()
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         return TargetRequirements(exit_layer=self.exit_layer)
@@ -57,10 +58,23 @@ class LayerSkipCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         if call.model is None or not isinstance(call.target, EarlyExitTarget):
             raise ValueError("LayerSkipCandidates works with generate(candidate_generator=…) only")
-        if isinstance(self.adapter, str) and self._head is None:
-            with torch.random.fork_rng():  # a new module draws its first weights: not from the noise of the call
-                self._head = load_exit_head(call.model, self.adapter)
-        return _LayerSkipSession(call, call.target, self.k, vocabulary_size(call.model), self._head)
+        return _LayerSkipSession(call, call.target, self.k, vocabulary_size(call.model), self._head_on(call.model))
+
+    def _head_on(self, model: PreTrainedModel) -> nn.Module | None:
+        """The adapter on this model, in its present dtype on its present device."""
+        if not isinstance(self.adapter, str):
+            return self.adapter
+        adapter = self.adapter
+
+        def load() -> nn.Module:
+            if (trained := exit_layer_of(adapter)) != self.exit_layer:
+                raise ValueError(
+                    f"the exit adapter {adapter!r} was trained for exit_layer={trained}, not {self.exit_layer}; "
+                    f"give exit_layer={trained} or an adapter for layer {self.exit_layer}"
+                )
+            return load_exit_head(model, adapter)
+
+        return self._attached.on(model, load)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         adapter = self.adapter if isinstance(self.adapter, str) else type(self.adapter).__qualname__

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from hf_specgen.candidates.attached import AttachedModules
 from hf_specgen.candidates.base import Candidates, DraftSession
 from hf_specgen.candidates.rank_tree import RankTree
 from hf_specgen.candidates.tree_plan import MAX_NODES, UNMEASURED, ConfidentTree, FixedTree, StepCost, TreePlan
@@ -78,7 +79,7 @@ class MedusaCandidates(Candidates):
         most = MOST_HEADS if self._heads is None else self._heads.config.num_heads
         super().__init__("auto" if tree == "auto" else most, policy, max_k=most)
         self._lora = lora
-        self._attached: tuple[Any, MedusaReader, TreePlan] | None = None
+        self._attached: AttachedModules[tuple[MedusaReader, TreePlan]] = AttachedModules()
 
     @classmethod
     def from_pretrained(cls, heads: str, tree: str | int | Paths = "auto") -> MedusaCandidates:
@@ -98,14 +99,13 @@ class MedusaCandidates(Candidates):
         return (type(self).__qualname__, self._name, repr(self.tree), self.k)
 
     def _on(self, model: PreTrainedModel) -> tuple[MedusaReader, TreePlan]:
-        """The heads on their target, in its dtype on its device, and their trees; kept until the target changes."""
-        weight = output_matrix(model).weight
-        key = (id(model), weight.dtype, weight.device)
-        if self._attached is None or self._attached[0] != key:
-            with torch.random.fork_rng():  # new modules draw their first weights: not from the noise of the call
-                reader = self._attach(model, weight)
-            self._attached = key, reader, self._plan(reader.heads.config)
-        return self._attached[1:]
+        """The heads on their target, in its dtype on its device, and their trees."""
+
+        def load() -> tuple[MedusaReader, TreePlan]:
+            reader = self._attach(model, output_matrix(model).weight)
+            return reader, self._plan(reader.heads.config)
+
+        return self._attached.on(model, load)
 
     def _attach(self, model: PreTrainedModel, weight: torch.Tensor) -> MedusaReader:
         heads: Any = load_medusa(self._name, model) if self._heads is None else copy.deepcopy(self._heads)

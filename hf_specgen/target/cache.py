@@ -96,7 +96,9 @@ class RaggedLayer(CacheLayerMixin):
         """Drop slots of a sliding window that no later query can see, for rows of at least `committed` kept slots."""
         if self.window is None or self.keys is None or self.values is None:
             return
-        reachable = committed - MAX_ROLLBACK if self.protected is None else min(self.protected, committed - MAX_ROLLBACK)
+        reachable = (
+            committed - MAX_ROLLBACK if self.protected is None else min(self.protected, committed - MAX_ROLLBACK)
+        )
         invisible = reachable - self.window - self.first
         if invisible > max(MIN_SPARE_SLOTS, self.window // 2):  # seldom, so that copying the window is negligible
             filled = max(self.lengths) - self.first - invisible

@@ -12,6 +12,7 @@ Source: Elhoushi et al., "LayerSkip" (2024), section 4.3 (self-speculative decod
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,12 +25,10 @@ from hf_specgen.target.base import Target
 from hf_specgen.target.model_parts import decoder, decoder_layers
 from hf_specgen.tree import DraftTree
 
-NOT_DIVISIBLE = {
-    "gpt2": "it adds positions to whatever it is given as embeddings",
-    "opt": "it adds positions to whatever it is given as embeddings",
-    "llama4_text": "its layers need more than the state before them",
-    "gemma4_text": "its layers need more than the state before them",
-}
+IN_USE = (
+    "another thread is running a part of this model's layers (LayerSkipCandidates); run calls with layer skip on one "
+    "model one after the other, or use a candidate generator that may run in several threads"
+)
 
 
 class EarlyExitTarget(Target):
@@ -157,10 +156,13 @@ class EarlyExitTarget(Target):
 
     @contextmanager
     def _passing(self, indices: range) -> Iterator[None]:
-        """These layers hand on what they are given. The list keeps its length, so that indices stay right."""
+        """Replace these layers by modules that return their input. The list keeps its length and its indices."""
         originals = [self._layers[index] for index in indices]
+        if any(isinstance(layer, _PassThrough) for layer in originals):
+            raise RuntimeError(IN_USE)
         try:
             for index in indices:
+                self._pass_through[index].owner = threading.get_ident()
                 self._layers[index] = self._pass_through[index]
             yield
         finally:
@@ -169,15 +171,18 @@ class EarlyExitTarget(Target):
 
 
 class _PassThrough(nn.Module):
-    """Stands where a layer was and returns its input in the layer's own form; other attributes are the layer's."""
+    """Takes the place of a layer and returns its input in the layer's own form; other attributes are the layer's."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
         object.__setattr__(self, "layer", layer)
         self.returns_tuple = False
         self.seen: torch.Tensor | None = None
+        self.owner = 0
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self.owner:
+            raise RuntimeError(IN_USE)
         self.seen = hidden_states
         return (hidden_states,) if self.returns_tuple else hidden_states
 
@@ -189,17 +194,11 @@ class _PassThrough(nn.Module):
 
 
 def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
-    """The decoder layers of a model that can be divided at `exit_layer`.
+    """The decoder layers of a model with a layer `exit_layer`. Whether it can be divided there, `check_computation` says.
 
     Raises:
         ValueError: one sentence on why it cannot.
     """
-    kind = model.config.get_text_config().model_type
-    if kind in NOT_DIVISIBLE:
-        raise ValueError(
-            f"{type(model).__name__} cannot draft with its own first layers: {NOT_DIVISIBLE[kind]}; "
-            "use another candidate generator"
-        )
     layers = decoder_layers(model)
     if not 1 <= exit_layer < len(layers):
         raise ValueError(f"exit_layer must be from 1 to {len(layers) - 1} for {type(model).__name__}, got {exit_layer}")
