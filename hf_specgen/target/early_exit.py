@@ -194,7 +194,7 @@ class _PassThrough(nn.Module):
 
 
 def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
-    """The decoder layers of a model with a layer `exit_layer`. Whether it can be divided there, `check_computation` says.
+    """The decoder layers of a model that has a layer `exit_layer`; `check_computation` tells if it can be divided.
 
     Raises:
         ValueError: one sentence on why it cannot.

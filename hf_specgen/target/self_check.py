@@ -78,6 +78,8 @@ def _problem(model: PreTrainedModel, requirements: TargetRequirements) -> str | 
         raise
     except Exception as error:
         return f"a trial run failed ({type(error).__name__}: {error})"
+    if errors[-1] == float("inf"):
+        return "running its layers in two parts gives other scores than running them at once"
     worst, median = max(errors), sorted(errors)[len(errors) // 2]
     limit = MAX_ERROR.get(model.dtype)
     if not (median <= MAX_MEDIAN_ERROR if limit is None else worst <= limit):
@@ -98,12 +100,33 @@ def _compare(
 ) -> torch.Tensor:
     """A decoding method for `generate`: decodes both ways and collects the differences."""
     model_kwargs.pop("past_key_values", None)
+    if requirements.exit_layer is not None and not _division_agrees(
+        requirements, model, input_ids, generation_config, model_kwargs
+    ):
+        errors.append(float("inf"))
+        return input_ids
     plain, tokens = _decode_plainly(model, input_ids, generation_config, model_kwargs)
     ours = _verify_tree(make_target(requirements, model, input_ids, generation_config, dict(model_kwargs)), tokens)
     for reference, logits in zip(plain, ours, strict=True):
         for row in range(len(tokens)):
             errors.append(_error(reference[row], logits[row]))
     return input_ids
+
+
+def _division_agrees(
+    requirements: TargetRequirements,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    kwargs: Any,
+) -> bool:
+    """Whether a prefill that stops at the exit layer and goes on from there equals one in a single pass."""
+    whole = make_target(TargetRequirements(), model, input_ids, config, dict(kwargs)).prefill(DraftTree.empty(2))
+    divided = make_target(requirements, model, input_ids, config, dict(kwargs))
+    assert isinstance(divided, EarlyExitTarget)
+    divided.prefill_early()
+    logits = divided.prefill(DraftTree.empty(2))
+    return torch.equal(whole, logits)  # the same operations on the same shapes: equal to the last bit
 
 
 def _decode_plainly(
