@@ -17,6 +17,7 @@ from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.state import Call
 from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.requirements import TargetRequirements
+from hf_specgen.tree import DraftTree
 
 
 class LayerSkipCandidates(Candidates):
@@ -87,7 +88,7 @@ class LayerSkipCandidates(Candidates):
 
 class _LayerSkipSession(AutoregressiveSession):
     def __init__(self, call: Call, target: EarlyExitTarget, k: int, vocab: int, head: nn.Module | None):
-        super().__init__(call, k, 0.0, vocab)
+        super().__init__(call, k, None, 0.0, vocab)
         self._target, self._head = target, head
 
     def first_scores(self) -> torch.Tensor:
@@ -95,10 +96,12 @@ class _LayerSkipSession(AutoregressiveSession):
         texts = self.call.state.generated
         if not any(texts):
             return self._scores(*self._target.prefill_early())
-        return self.next_scores(torch.tensor([text[-1] for text in texts]))
+        return self._run(torch.tensor([text[-1] for text in texts]))
 
-    def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the first layers on the last draft tokens."""
+    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+        return self._run(tree.tokens[:, -1])[:, None]
+
+    def _run(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._scores(*self._target.run_early(tokens, with_logits=self._head is None))
 
     def _scores(self, state: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:

@@ -145,6 +145,24 @@ class Target:
         self._starts = self.cache.lengths
         return self._for_all_rows(self._run(self.model, tree, {"input_ids": input_ids}, active).logits, tree.batch)
 
+    def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
+        """Score further nodes of a tree whose root and first nodes have been read: for drafters that expand a tree.
+
+        The root is the last token in the cache before the first `grow` of a tree. `commit` then keeps a path.
+
+        Args:
+            tree: all nodes so far.
+            new: how many of them, at the end, are to be read; the same number in every row.
+            active: the rows of which something may be kept; all if left out.
+
+        Returns:
+            `[batch, new, vocab]` logits after each of them.
+        """
+        inputs = {"input_ids": tree.tokens[:, tree.nodes - new :].to(self.device)}
+        cached = 1 + tree.nodes - new
+        self._starts = tuple(length - cached for length in self.cache.lengths)
+        return self._for_all_rows(self._run(self.model, tree, inputs, active, cached).logits, tree.batch)
+
     def _for_all_rows(self, values: torch.Tensor, batch: int) -> torch.Tensor:
         """`[present, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
         if len(values) == batch:
@@ -153,12 +171,20 @@ class Target:
         spread[self._present] = values
         return spread
 
-    def _run(self, module: Any, tree: DraftTree, inputs: dict[str, torch.Tensor], active: Sequence[bool] | None) -> Any:
+    def _run(
+        self,
+        module: Any,
+        tree: DraftTree,
+        inputs: dict[str, torch.Tensor],
+        active: Sequence[bool] | None,
+        cached: int = 0,
+    ) -> Any:
         """One pass of the model, or of a part of it, over the pending token and the nodes of a tree.
 
         Args:
             module: what is run.
             tree, inputs, active: of all rows; only those that are present take part.
+            cached: how many of the pending token and the first nodes are in the cache already; inputs are the others.
 
         Returns:
             the module's output for the rows that are present.
@@ -167,16 +193,19 @@ class Target:
             tree = tree.select(self._present)
             inputs = {name: tensor[self._present] for name, tensor in inputs.items()}
         depth = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self.device)
-        lengths = self.cache.lengths
+        lengths = tuple(length - cached for length in self.cache.lengths)
         bases = [length + offset for length, offset in zip(lengths, self._offsets, strict=True)]
         if active is not None:
             # A row that has come to its end may stand behind a table of positions, where a model would raise.
             kept = [active[row] for row in self._present]
             bases = [base if keeps else min(base, self.last_position) for base, keeps in zip(bases, kept, strict=True)]
+        positions = torch.tensor(bases, device=self.device)[:, None] + depth[:, cached:]
+        if cached:  # nodes that fill up a row may stand behind a table of positions; their results are ignored
+            positions = positions.clamp(max=max(self.last_position, *bases))
         return module(
             **inputs,
-            attention_mask=self._mask(tree, depth, lengths),
-            position_ids=torch.tensor(bases, device=self.device)[:, None] + depth,
+            attention_mask=self._mask(tree, depth, lengths, cached),
+            position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
@@ -225,13 +254,13 @@ class Target:
         """Whether the user can see the cache after the call even if only tokens are returned."""
         return self._given_cache is not None
 
-    def _mask(self, tree: DraftTree, depth: torch.Tensor, lengths: tuple[int, ...]) -> Any:
+    def _mask(self, tree: DraftTree, depth: torch.Tensor, lengths: tuple[int, ...], cached: int = 0) -> Any:
         """The `attention_mask` of a step: a tensor, or one for each kind of layer, or None where none is needed."""
         device, queries = depth.device, 1 + tree.nodes
         # A row with fewer nodes is padded by a chain whose results are ignored.
         alike = len(set(lengths)) == 1 and all(parents == chain_parents(len(parents)) for parents in tree.parents)
         if alike and self._visible is None and self._kinds == {"full_attention"}:
-            if queries == 1 and not self._eager:
+            if queries == 1 and not self._eager and not cached:
                 return None
             made = {"full_attention": masks.chain_mask(lengths[0], queries, device).expand(tree.batch, -1, -1, -1)}
         else:
@@ -243,6 +272,8 @@ class Target:
                 width=max(lengths) + queries,
             )
             made = {kind: self._one_mask(kind, layout) for kind in self._kinds}
+        if cached:
+            made = {kind: mask[:, :, cached:] for kind, mask in made.items()}
         if self._eager:
             made = {kind: masks.additive(mask, self.model.dtype) for kind, mask in made.items()}
         return made if hasattr(self._config, "layer_types") else next(iter(made.values()))

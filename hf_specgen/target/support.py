@@ -78,7 +78,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tokens: float) -> None:
-    """Raise if rotary frequencies change within the text: draft tokens beyond that position would change earlier scores.
+    """Raise if rotary frequencies change within the text: draft tokens behind that position change earlier scores.
 
     Args:
         model: the target.

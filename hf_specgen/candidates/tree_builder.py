@@ -1,0 +1,134 @@
+"""Builds draft trees best-first: the nodes with the highest joint probability of being accepted, for every row at once.
+
+A drafter gives for some nodes their most likely next tokens with confidences. A confidence becomes an acceptance
+probability by calibration; the joint probability of a node is the product along its path. The expected number of tokens
+of a step is one plus the sum of the joint probabilities of its nodes, so the best tree of a given size consists of the
+nodes with the highest ones. They form a tree, since no node is more likely than its parent.
+
+Drafters that run one forward pass per level (draft models, EAGLE heads) ask `frontier` which nodes to expand next.
+
+Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (2024), section 4; Chen et
+al., "Sequoia" (2024), section 3, for the best tree of a given size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_specgen.tree import Parents
+
+Floats = NDArray[np.floating[Any]]
+Ints = NDArray[np.integer[Any]]
+MAX_JOINT = 0.999
+"""Upper limit of an acceptance probability: keeps every node strictly less likely than its parent."""
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What a drafter proposes below some nodes, most preferred first.
+
+    Args:
+        tokens: `[rows, nodes, children]`.
+        acceptance: `[rows, nodes, children]` probability that the target chooses the token, given that it reached the
+            node.
+        expandable: `[rows, nodes, children]` whether a child may be expanded further.
+    """
+
+    tokens: Ints
+    acceptance: Floats
+    expandable: NDArray[np.bool_] | None = None
+
+
+class TreeBuilder:
+    """The draft trees of one step.
+
+    Args:
+        depths: `[rows]` maximum depth of each row's tree; 0 for a row without a draft.
+
+    Example:
+        >>> builder = TreeBuilder([2])
+        >>> builder.add_root(Proposals(np.array([[[5, 6]]]), np.array([[[0.6, 0.3]]])))
+        >>> builder.frontier(1).tolist()  # the most likely node is expanded first
+        [[0]]
+        >>> builder.add(builder.frontier(1), Proposals(np.array([[[7, 8]]]), np.array([[[0.9, 0.1]]])))
+        >>> builder.best(3)  # of 4 nodes: 5, then 7 below it (0.54), then 6 (0.3)
+        ([([5, 7, 6], (-1, 0, -1))], [[0, 2, 1]])
+    """
+
+    def __init__(self, depths: Sequence[int]):
+        self.limits = np.asarray(depths)
+        rows = len(depths)
+        self.tokens: Ints = np.zeros((rows, 0), dtype=np.int64)
+        self.joint: Floats = np.zeros((rows, 0))
+        self.parents: Ints = np.zeros((rows, 0), dtype=np.int64)
+        self.depth: Ints = np.zeros((rows, 0), dtype=np.int64)
+        self._expandable: NDArray[np.bool_] = np.zeros((rows, 0), dtype=bool)
+
+    def add_root(self, proposals: Proposals) -> None:
+        """Add the children of each row's last token; `nodes` of the proposals is 1."""
+        root = np.full((len(self.limits), 1), -1)
+        self._add(root, np.ones(root.shape, dtype=bool), proposals)
+
+    def add(self, nodes: Ints, proposals: Proposals) -> None:
+        """Add the children of these nodes `[rows, nodes]`, as `frontier` returned them."""
+        valid = np.take_along_axis(self._expandable, nodes, axis=1)
+        np.put_along_axis(self._expandable, nodes, False, axis=1)
+        self._add(nodes, valid, proposals)
+
+    def _add(self, nodes: Ints, valid: NDArray[np.bool_], proposals: Proposals) -> None:
+        rows, count, children = proposals.tokens.shape
+        is_root = nodes < 0
+        row = np.arange(rows)[:, None]
+        above = np.where(is_root, 1.0, self.joint[row, nodes] if self.joint.shape[1] else 1.0)
+        depth = np.where(is_root, 0, self.depth[row, nodes] if self.depth.shape[1] else 0) + 1
+        joint = above[..., None] * np.minimum(proposals.acceptance, MAX_JOINT)
+        joint = np.where((valid & (depth <= self.limits[:, None]))[..., None], joint, 0.0)
+        expandable = (joint > 0) & (depth < self.limits[:, None])[..., None]
+        if proposals.expandable is not None:
+            expandable &= proposals.expandable
+        shape = (rows, count * children)
+        self.tokens = np.concatenate([self.tokens, proposals.tokens.reshape(shape)], axis=1)
+        self.joint = np.concatenate([self.joint, joint.reshape(shape)], axis=1)
+        self.parents = np.concatenate([self.parents, np.repeat(nodes, children, axis=1)], axis=1)
+        self.depth = np.concatenate([self.depth, np.repeat(depth, children, axis=1)], axis=1)
+        self._expandable = np.concatenate([self._expandable, expandable.reshape(shape)], axis=1)
+
+    def frontier(self, width: int) -> Ints:
+        """`[rows, at most width]` the most likely nodes that can be expanded and have not been.
+
+        A row with fewer of them is filled up with nodes that cannot be expanded (their children have probability 0).
+        """
+        scores = np.where(self._expandable, self.joint, -1.0)
+        width = min(width, int(self._expandable.sum(axis=1).max(initial=0)))
+        return np.argsort(-scores, axis=1, kind="stable")[:, :width]
+
+    def frontier_joint(self, width: int) -> Floats:
+        """`[rows, width]` joint probabilities of `frontier(width)`, 0 where a row has fewer."""
+        scores = np.where(self._expandable, self.joint, 0.0)
+        return -np.sort(-scores, axis=1)[:, :width]
+
+    def sorted_joint(self, count: int) -> Floats:
+        """`[rows, at most count]` the highest joint probabilities in descending order."""
+        return -np.sort(-self.joint, axis=1)[:, :count]
+
+    def best(self, count: int) -> tuple[list[tuple[list[int], Parents]], list[list[int]]]:
+        """The best tree of at most `count` nodes for each row.
+
+        Returns:
+            tokens and parents of each row, in the order of `DraftTree` (parents first), and for each node its index
+            among all nodes that were added.
+        """
+        order = np.argsort(-self.joint, axis=1, kind="stable")[:, :count]
+        trees, indices = [], []
+        for row, nodes in enumerate(order.tolist()):
+            kept = [node for node in nodes if self.joint[row, node] > 0]
+            place = {node: index for index, node in enumerate(kept)} | {-1: -1}
+            parents = tuple(place[parent] for parent in self.parents[row, kept].tolist())
+            trees.append((self.tokens[row, kept].tolist(), parents))
+            indices.append(kept)
+        return trees, indices
