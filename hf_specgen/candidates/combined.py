@@ -55,7 +55,7 @@ class CombinedCandidates(Candidates):
         return _CombinedSession(call, [(s.k, s.start(call)) for s in self.strategies])
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return (type(self).__qualname__, *(part for s in self.strategies for part in s.profile_key()))
+        return ("combined", *(part for s in self.strategies for part in s.profile_key()))
 
     def __repr__(self) -> str:
         return f"CombinedCandidates({list(self.strategies)}{self._show_policy()})"

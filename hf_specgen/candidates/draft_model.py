@@ -90,7 +90,7 @@ class DraftModelCandidates(Candidates):
         return _DraftModelSession(self, draft, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return (type(self).__qualname__, self._name, self.k, str(self.tree), self.confidence_threshold)
+        return ("draft_model", self._name, self.k, str(self.tree), self.confidence_threshold)
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
         if self._model is None:

@@ -79,7 +79,7 @@ class LayerSkipCandidates(Candidates):
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         adapter = self.adapter if isinstance(self.adapter, str) else type(self.adapter).__qualname__
-        return (type(self).__qualname__, self.exit_layer, adapter, self.k)
+        return ("layer_skip", self.exit_layer, adapter, self.k)
 
     def __repr__(self) -> str:
         settings = f"exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r}{self._show_policy()}"

@@ -96,7 +96,7 @@ class MedusaCandidates(Candidates):
         return MedusaSession(call, call.target, *self._on(call.model))
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return (type(self).__qualname__, self._name, repr(self.tree), self.k)
+        return ("medusa", self._name, repr(self.tree), self.k)
 
     def _on(self, model: PreTrainedModel) -> tuple[MedusaReader, TreePlan]:
         """The heads on their target, in its dtype on its device, and their trees."""

@@ -116,7 +116,7 @@ class NgramCandidates(Candidates):
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         key = (self.k, self.min_ngram, self.max_ngram, self.branches, self.history is not None)
-        return (type(self).__qualname__, *key)
+        return ("ngram", *key)
 
     def __repr__(self) -> str:
         names = ("k", "min_ngram", "max_ngram", "branches", "history")

@@ -125,6 +125,9 @@ class FixedDepth(Policy):
         return _FixedSession(call.candidates.k if self.k is None else self.k)
 
 
+Fixed = FixedDepth
+
+
 class _FixedSession(PolicySession):
     def __init__(self, k: int):
         self._k = k
