@@ -163,12 +163,12 @@ class _DraftModelSession(AutoregressiveSession):
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
         return self._model.grow(tree, new, self._reads)
 
-    def keep(self, paths: Sequence[Sequence[int] | None]) -> None:
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """What was accepted has been read already, unless it was not expanded."""
-        self._model.commit([path or [] for path in paths])
+        self._model.commit(paths)
         for row, path in enumerate(paths):
             if self._reads[row]:
-                self._read[row] += len(path or ())
+                self._read[row] += len(path)
 
     def _known(self, tokens: list[int]) -> list[int]:
         """Replace tokens from the padding of a larger target's embedding table, which the draft model cannot read."""

@@ -13,6 +13,7 @@ al., "Sequoia" (2024), section 3, for the best tree of a given size.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,11 @@ class TreeBuilder:
     Args:
         depths: `[rows]` maximum depth of each row's tree; 0 for a row without a draft.
 
+    Attributes:
+        tokens, joint, parents, depth, rank: `[rows, nodes]` of every node that was added: its token, its joint
+            probability of being accepted, its parent (-1 for the row's last token), its depth from 1 on, and its place
+            among its parent's children.
+
     Example:
         >>> builder = TreeBuilder([2])
         >>> builder.add_root(Proposals(np.array([[[5, 6]]]), np.array([[[0.6, 0.3]]])))
@@ -67,7 +73,39 @@ class TreeBuilder:
         self.joint: Floats = np.zeros((rows, 0))
         self.parents: Ints = np.zeros((rows, 0), dtype=np.int64)
         self.depth: Ints = np.zeros((rows, 0), dtype=np.int64)
+        self.rank: Ints = np.zeros((rows, 0), dtype=np.int64)
         self._expandable: NDArray[np.bool_] = np.zeros((rows, 0), dtype=bool)
+
+    @classmethod
+    def from_marginals(cls, depths: Sequence[int], tokens: Ints, acceptance: Floats, count: int) -> TreeBuilder:
+        """The best trees where tokens at a depth do not depend on the path: heads that draft all depths at once.
+
+        Args:
+            depths: `[rows]` maximum depths.
+            tokens: `[rows, depth, ranks]` of each depth, most preferred first.
+            acceptance: `[rows, depth, ranks]` probability of each, given that the path before it was accepted.
+            count: nodes of a row at most.
+
+        Example:
+            >>> tokens = np.array([[[5, 6], [7, 8]]])
+            >>> builder = TreeBuilder.from_marginals([2], tokens, np.array([[[0.6, 0.3], [0.5, 0.1]]]), count=4)
+            >>> builder.tokens.tolist(), builder.parents.tolist()  # 5 (0.6), 5-7 (0.3), 6 (0.3), 6-7 (0.15)
+            ([[5, 7, 6, 7]], [[-1, 0, -1, 2]])
+        """
+        builder = cls(depths)
+        limited = np.minimum(acceptance, MAX_JOINT).tolist()
+        rows = [_most_likely_paths(limited[row][:depth], count) for row, depth in enumerate(depths)]
+        width = max(map(len, rows))
+        shape = (len(rows), width)
+        builder.tokens, builder.joint = np.zeros(shape, dtype=np.int64), np.zeros(shape)
+        builder.parents, builder.depth = np.full(shape, -1), np.zeros(shape, dtype=np.int64)
+        builder.rank = np.zeros(shape, dtype=np.int64)
+        for row, nodes in enumerate(rows):
+            for index, (joint, parent, depth, rank) in enumerate(nodes):
+                builder.joint[row, index], builder.parents[row, index] = joint, parent
+                builder.depth[row, index], builder.rank[row, index] = depth, rank
+                builder.tokens[row, index] = tokens[row, depth - 1, rank]
+        return builder
 
     def add_root(self, proposals: Proposals) -> None:
         """Add the children of each row's last token; `nodes` of the proposals is 1."""
@@ -96,6 +134,8 @@ class TreeBuilder:
         self.joint = np.concatenate([self.joint, joint.reshape(shape)], axis=1)
         self.parents = np.concatenate([self.parents, np.repeat(nodes, children, axis=1)], axis=1)
         self.depth = np.concatenate([self.depth, np.repeat(depth, children, axis=1)], axis=1)
+        rank = np.broadcast_to(np.arange(children), proposals.tokens.shape).reshape(shape)
+        self.rank = np.concatenate([self.rank, rank], axis=1)
         self._expandable = np.concatenate([self._expandable, expandable.reshape(shape)], axis=1)
 
     def frontier(self, width: int) -> Ints:
@@ -132,3 +172,24 @@ class TreeBuilder:
             trees.append((self.tokens[row, kept].tolist(), parents))
             indices.append(kept)
         return trees, indices
+
+
+def _most_likely_paths(acceptance: Sequence[Sequence[float]], count: int) -> list[tuple[float, int, int, int]]:
+    """(joint probability, parent, depth, rank) of the most likely nodes, in descending order.
+
+    The next best node is a first child of a known node or the next sibling of one, so a heap of those is enough.
+    """
+    nodes: list[tuple[float, int, int, int]] = []
+    heap = [(-acceptance[0][0], -1, 1, 0)] if acceptance else []
+    while heap and len(nodes) < count:
+        negative, parent, depth, rank = heapq.heappop(heap)
+        if negative >= 0:
+            break
+        index = len(nodes)
+        nodes.append((-negative, parent, depth, rank))
+        if rank + 1 < len(acceptance[depth - 1]):
+            above = nodes[parent][0] if parent >= 0 else 1.0
+            heapq.heappush(heap, (-above * acceptance[depth - 1][rank + 1], parent, depth, rank + 1))
+        if depth < len(acceptance):
+            heapq.heappush(heap, (negative * acceptance[depth][0], index, depth + 1, 0))
+    return nodes

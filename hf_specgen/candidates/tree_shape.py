@@ -27,12 +27,11 @@ class TreeShape(Protocol):
     children: int
     """How many children are proposed for a node."""
 
-    def beam(self, builder: TreeBuilder, passes: int) -> int:
+    def beam(self, builder: TreeBuilder) -> int:
         """How many nodes of each row to expand in the next pass of the drafter; 0 to stop.
 
         Args:
             builder: the tree so far.
-            passes: how many passes were made for it.
         """
 
     def nodes(self, builder: TreeBuilder) -> int:
@@ -45,7 +44,7 @@ class Chain:
 
     children: int = 1
 
-    def beam(self, builder: TreeBuilder, passes: int) -> int:
+    def beam(self, builder: TreeBuilder) -> int:
         return 1
 
     def nodes(self, builder: TreeBuilder) -> int:
@@ -59,7 +58,7 @@ class FixedSize:
     size: int
     children: int = MAX_CHILDREN
 
-    def beam(self, builder: TreeBuilder, passes: int) -> int:
+    def beam(self, builder: TreeBuilder) -> int:
         beam = max(1, isqrt(self.size))
         weakest = builder.sorted_joint(self.size)
         # A child of a node that is not among the best `size` nodes cannot be among them either.
@@ -90,11 +89,11 @@ class FastestSize:
         self._target = np.maximum.accumulate(self.latency.target.by_tokens(self.rows * (1.0 + nodes)))
         widths = self.rows * np.arange(1.0, MAX_BEAM + 1)
         self._pass = np.maximum.accumulate(self.latency.drafter.by_tokens(widths))
-        self._spent = self.latency.drafter.overhead + float(self.latency.drafter.by_tokens(float(self.rows)))
+        self._spent = self.latency.drafter.draft([self.rows])
         self._seen = 0
         self._child = EXPECTED_CHILD
 
-    def beam(self, builder: TreeBuilder, passes: int) -> int:
+    def beam(self, builder: TreeBuilder) -> int:
         self._measure_children(builder)
         tokens, rate, best = self._best(builder)
         frontier = builder.frontier_joint(MAX_BEAM).sum(axis=0)  # expected rows that reach the j-th node to expand

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from hf_specgen.candidates.tree_plan import MAX_NODES
+from hf_specgen.candidates.tree_shape import MAX_NODES
 from hf_specgen.evaluation.calibration import Counts, measure_acceptance, measure_cost, save_tuning
 from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.evaluation.workloads import DOMAINS, EMBEDDED_PROMPTS, GREEDY, WorkloadSettings, encode, load

@@ -47,14 +47,19 @@ class Calibration:
         self.seen: Floats = np.zeros((RANKS, len(EDGES) + 1))
         self.accepted: Floats = np.zeros((RANKS, len(EDGES) + 1))
 
-    def acceptance(self, confidence: Floats) -> Floats:
+    def acceptance(self, confidence: Floats, prior: Floats | None = None) -> Floats:
         """`[…, children]` confidences, most preferred first, to acceptance probabilities.
 
         They do not increase along the children, and their sum is at most 1: only one child can be accepted.
+
+        Args:
+            confidence: of each child.
+            prior: `[…, children]` probabilities before anything was counted; the confidences if left out.
         """
+        prior = confidence if prior is None else prior
         rank = np.minimum(np.arange(confidence.shape[-1]), RANKS - 1)
         place = rank, np.searchsorted(EDGES, confidence)
-        estimate = (self.accepted[place] + PRIOR_WEIGHT * confidence) / (self.seen[place] + PRIOR_WEIGHT)
+        estimate = (self.accepted[place] + PRIOR_WEIGHT * prior) / (self.seen[place] + PRIOR_WEIGHT)
         estimate = np.minimum.accumulate(estimate, axis=-1)
         before = np.cumsum(estimate, axis=-1) - estimate
         return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))

@@ -153,7 +153,9 @@ class AdaptiveSession(PolicySession):
     def expected_speedup(self, depths: Sequence[int]) -> float | None:
         """Over plain decoding, if drafts of these depths were found."""
         given = self._acceptance.accepted() / np.maximum(self._acceptance.proposed(), 1e-6)
-        tokens = [1 + np.minimum(1.0, given[row, :depth]).sum() for row, depth in enumerate(depths) if self._active[row]]
+        tokens = [
+            1 + np.minimum(1.0, given[row, :depth]).sum() for row, depth in enumerate(depths) if self._active[row]
+        ]
         return len(tokens) / sum(1 / one for one in tokens) / float(self._cost[min(max(depths), self._k)])
 
     def _look_up_latency(self, rows: int) -> None:

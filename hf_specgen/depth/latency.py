@@ -184,7 +184,9 @@ class LatencyModel:
             slices = []
             for one in data["slices"]:
                 drafters = {
-                    kind: DraftLatency(**{**draft, "tokens": tuple(draft["tokens"]), "seconds": tuple(draft["seconds"])})
+                    kind: DraftLatency(
+                        **{**draft, "tokens": tuple(draft["tokens"]), "seconds": tuple(draft["seconds"])}
+                    )
                     for kind, draft in one["drafters"].items()
                 }
                 slices.append(Slice(CostCurve.from_dict(one["target"]), drafters))
