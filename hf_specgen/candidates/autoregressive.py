@@ -37,9 +37,12 @@ class AutoregressiveSession(CalibratedSession):
         vocab: size of the target's vocabulary; the drafter's may be padded to another size.
 
     Attributes:
+        expanded_nodes_first: whether the nodes of a tree begin with those that were expanded.
         budget: of the current draft.
         passes: tokens, over all rows, of each pass of the drafter in the current draft.
     """
+
+    expanded_nodes_first = False
 
     def __init__(self, call: Call, k: int, tree: str | int | None, confidence_threshold: float, vocab: int):
         super().__init__(call)
@@ -106,7 +109,10 @@ class AutoregressiveSession(CalibratedSession):
             proposals, confidence = self._propose(scores, depth, shape.children, qs)
             builder.add(nodes, proposals)
             confidences.append(confidence)
-        trees, self._nodes = builder.best(shape.nodes(builder))
+        first = expanded if self.expanded_nodes_first else None
+        trees, self._nodes = builder.best(
+            max(shape.nodes(builder), expanded.shape[1] if first is not None else 0), first
+        )
         self._expanded = expanded.tolist()
         draft = DraftTree.from_nodes(trees)
         if qs and draft.nodes:

@@ -26,6 +26,20 @@ if TYPE_CHECKING:
     from hf_specgen.verification import VerificationResult
 
 Depth = int | Literal["auto"]
+"""Maximum depth of a draft; "auto" adapts it to acceptance and latency."""
+Tree = int | Literal["auto"] | None
+"""Number of draft tokens to verify; "auto" for the fastest tree of each step; None for chains."""
+
+
+def check_tree(tree: Tree, k: Depth) -> Tree:
+    """The tree setting of a strategy that expands trees; left out, it is "auto" if k is.
+
+    Raises:
+        ValueError: if it is neither "auto" nor a positive number.
+    """
+    if tree is not None and tree != "auto" and (not isinstance(tree, int) or isinstance(tree, bool) or tree < 1):
+        raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
+    return "auto" if tree is None and k == "auto" else tree
 
 
 class DraftSession(ABC):

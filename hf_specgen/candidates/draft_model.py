@@ -9,14 +9,14 @@ Source: Leviathan et al., "Fast Inference from Transformers via Speculative Deco
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.candidates.vocabulary import check_vocabularies
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
@@ -59,7 +59,7 @@ class DraftModelCandidates(Candidates):
         model_or_id: PreTrainedModel | str,
         k: Depth = "auto",
         *,
-        tree: Literal["auto"] | int | None = None,
+        tree: Tree = None,
         confidence_threshold: float = 0.0,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
@@ -67,9 +67,7 @@ class DraftModelCandidates(Candidates):
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=MAX_DEPTH)
-        if tree is not None and tree != "auto" and (not isinstance(tree, int) or isinstance(tree, bool) or tree < 1):
-            raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
-        self.tree = "auto" if tree is None and k == "auto" else tree
+        self.tree = check_tree(tree, k)
         self.adaptive_tree = self.tree == "auto"
         if not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold}")

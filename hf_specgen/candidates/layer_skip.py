@@ -5,13 +5,15 @@ Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Spec
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.attached import AttachedModules
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.depth import Policy
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.state import Call
@@ -30,6 +32,7 @@ class LayerSkipCandidates(Candidates):
         exit_layer: how many layers draft.
         k: greatest length of a draft, in tokens; "auto" adapts it to acceptance and latency.
         adapter: folder or Hub id of a trained exit adapter, or a module that turns states into logits.
+        tree: how many draft tokens are verified, as in `DraftModelCandidates`.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -47,9 +50,12 @@ class LayerSkipCandidates(Candidates):
         k: Depth = "auto",
         adapter: str | nn.Module | None = None,
         *,
+        tree: Tree = None,
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=8)
+        self.tree = check_tree(tree, k)
+        self.adaptive_tree = self.tree == "auto"
         self.exit_layer, self.adapter = exit_layer, adapter
         self._attached: AttachedModules[nn.Module] = AttachedModules()
 
@@ -59,7 +65,8 @@ class LayerSkipCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         if call.model is None or not isinstance(call.target, EarlyExitTarget):
             raise ValueError("LayerSkipCandidates works with generate(candidate_generator=…) only")
-        return _LayerSkipSession(call, call.target, self.k, vocabulary_size(call.model), self._head_on(call.model))
+        vocab = vocabulary_size(call.model)
+        return _LayerSkipSession(call, call.target, self.k, self.tree, vocab, self._head_on(call.model))
 
     def _head_on(self, model: PreTrainedModel) -> nn.Module | None:
         """The adapter on this model, in its present dtype on its present device."""
@@ -79,33 +86,36 @@ class LayerSkipCandidates(Candidates):
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         adapter = self.adapter if isinstance(self.adapter, str) else type(self.adapter).__qualname__
-        return ("layer_skip", self.exit_layer, adapter, self.k)
+        return ("layer_skip", self.exit_layer, adapter, self.k, str(self.tree))
 
     def __repr__(self) -> str:
-        settings = f"exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r}{self._show_policy()}"
+        tree = "" if self.tree is None else f", tree={self.tree!r}"
+        settings = f"exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r}{tree}{self._show_policy()}"
         return f"LayerSkipCandidates({settings})"
 
 
 class _LayerSkipSession(AutoregressiveSession):
-    def __init__(self, call: Call, target: EarlyExitTarget, k: int, vocab: int, head: nn.Module | None):
-        super().__init__(call, k, None, 0.0, vocab)
+    expanded_nodes_first = True  # as `EarlyExitTarget.forward` expects
+
+    def __init__(
+        self, call: Call, target: EarlyExitTarget, k: int, tree: str | int | None, vocab: int, head: nn.Module | None
+    ):
+        super().__init__(call, k, tree, 0.0, vocab)
         self._target, self._head = target, head
 
     def first_scores(self) -> torch.Tensor:
         """Run the first layers on each row's last token, or on the prompt if that has not been read."""
         texts = self.call.state.generated
         if not any(texts):
-            return self._scores(*self._target.prefill_early())
-        return self._run(torch.tensor([text[-1] for text in texts]))
+            return self._scores(*self._target.prefill_early())[:, -1]
+        pending = torch.tensor([text[-1] for text in texts])
+        return self._scores(*self._target.run_early(pending, with_logits=self._head is None))[:, -1]
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        return self._run(tree.tokens[:, -1])[:, None]
-
-    def _run(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._scores(*self._target.run_early(tokens, with_logits=self._head is None))
+        return self._scores(*self._target.grow_early(tree, new, with_logits=self._head is None))
 
     def _scores(self, state: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
         if self._head is not None:
-            return self._head(state)[:, -1]
+            return cast(torch.Tensor, self._head(state))
         assert logits is not None
         return logits

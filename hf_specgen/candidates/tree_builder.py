@@ -156,8 +156,12 @@ class TreeBuilder:
         """`[rows, at most count]` the highest joint probabilities in descending order."""
         return -np.sort(-self.joint, axis=1)[:, :count]
 
-    def best(self, count: int) -> tuple[list[tuple[list[int], Parents]], list[list[int]]]:
+    def best(self, count: int, first: Ints | None = None) -> tuple[list[tuple[list[int], Parents]], list[list[int]]]:
         """The best tree of at most `count` nodes for each row.
+
+        Args:
+            count: maximum number of nodes of a row.
+            first: `[rows, nodes]` nodes that come first, in this order, whatever their probability; they count too.
 
         Returns:
             tokens and parents of each row, in the order of `DraftTree` (parents first), and for each node its index
@@ -166,9 +170,13 @@ class TreeBuilder:
         order = np.argsort(-self.joint, axis=1, kind="stable")[:, :count]
         trees, indices = [], []
         for row, nodes in enumerate(order.tolist()):
-            kept = [node for node in nodes if self.joint[row, node] > 0]
-            place = {node: index for index, node in enumerate(kept)} | {-1: -1}
-            parents = tuple(place[parent] for parent in self.parents[row, kept].tolist())
+            kept = [] if first is None else first[row].tolist()
+            known = set(kept)
+            kept += [node for node in nodes if self.joint[row, node] > 0 and node not in known][: count - len(kept)]
+            place: dict[int, int] = {-1: -1}
+            for index, node in enumerate(kept):
+                place.setdefault(node, index)
+            parents = tuple(place.get(parent, -1) for parent in self.parents[row, kept].tolist())
             trees.append((self.tokens[row, kept].tolist(), parents))
             indices.append(kept)
         return trees, indices

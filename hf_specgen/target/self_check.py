@@ -152,20 +152,14 @@ def _decode_plainly(
 def _verify_tree(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits `[batch, vocab]` of the same steps, from two verification steps."""
     logits = [target.prefill(DraftTree.empty(2))[:, -1]]
-    decoys = [(row[1] + 1) % 2 for row in tokens]
+    rows = [([(row[1] + 1) % 2, *row[1:3]], (-1, -1, 1)) for row in tokens]
+    tree = DraftTree.from_nodes(rows)
     if isinstance(target, EarlyExitTarget):
-        tree = DraftTree.chains([row[1:3] for row in tokens])
-        for column in (0, 1):
-            target.run_early(torch.tensor([row[column] for row in tokens]))
-        nodes, paths = (0, 1, 2), [[0, 1], [0]]
-    else:
-        tree = DraftTree.from_nodes(
-            [([decoy, *row[1:3]], (-1, -1, 1)) for decoy, row in zip(decoys, tokens, strict=True)]
-        )
-        nodes, paths = (0, 2, 3), [[1, 2], [1]]
+        target.run_early(torch.tensor([row[0] for row in tokens]))
+        target.grow_early(DraftTree.from_nodes([(nodes[:2], parents[:2]) for nodes, parents in rows]), 2)
     step = target.forward(tree, [row[0] for row in tokens])
-    logits += [step[:, node] for node in nodes]
-    target.commit(paths)
+    logits += [step[:, node] for node in (0, 2, 3)]
+    target.commit([[1, 2], [1]])
     # Row 0 goes on behind t2, row 1 behind t1: its next logits, after t2, repeat those of the last node.
     step = target.forward(DraftTree.chains([[], [tokens[1][3]]]), [tokens[0][3], tokens[1][2]])
     logits.append(torch.stack([step[0, 0], step[1, 1]]))
