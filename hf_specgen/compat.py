@@ -92,3 +92,12 @@ def input_device(model: PreTrainedModel) -> torch.device:
     """
     device = model.get_input_embeddings().weight.device
     return torch.device("cpu") if device.type == "meta" else cast(torch.device, device)
+
+
+def uses_activation_checkpointing(model: PreTrainedModel) -> bool:
+    """Whether training recomputes activations, which switches the cache off.
+
+    Symbol: `PreTrainedModel.is_activation_checkpointing`, before 5.23 `is_gradient_checkpointing`.
+    """
+    name = "is_activation_checkpointing"
+    return bool(getattr(model, name if hasattr(type(model), name) else "is_gradient_checkpointing"))

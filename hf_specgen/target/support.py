@@ -63,7 +63,7 @@ def _training_problem(model: PreTrainedModel) -> str | None:
     """Why a model in training mode cannot repeat the tokens of plain `generate`; None if it can."""
     if not model.training:
         return None
-    if model.is_gradient_checkpointing:
+    if compat.uses_activation_checkpointing(model):
         return "uses gradient checkpointing in training mode, which switches the key/value cache off"
     active = any(isinstance(module, nn.Dropout) and module.p > 0 and module.training for module in model.modules())
     settings = model.config.get_text_config().to_dict().items()
