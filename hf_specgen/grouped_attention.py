@@ -135,7 +135,8 @@ def _sdpa_attention(
 ) -> tuple[torch.Tensor, None]:
     """`grouped_sdpa` inside of `grouped_attention` where it applies, else Transformers' own function.
 
-    A compiled model never reads the thread's state: a graph compiled inside of the context is used outside of it too.
+    A compiled model always takes the latter: a graph that reads the thread's state would be compiled a second time for
+    calls outside of the context.
     """
     folded_masks = None if torch.compiler.is_compiling() else _thread.folded_masks
     if folded_masks is None or args or not _is_foldable(module, query, key, attention_mask, kwargs):
