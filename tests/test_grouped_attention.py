@@ -328,3 +328,12 @@ def test_grouped_attention_keeps_sampled_tokens(folded_calls: list[int]) -> None
     sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
     plain, output = plain_and_speculative(tiny_model("llama"), prompts(3), {"accuracy": 0.6}, **sampling)
     assert folded_calls and torch.equal(plain, output.sequences)
+
+
+@pytest.mark.usefixtures("grouped_steps")
+@pytest.mark.parametrize("batch", [1, 2])
+def test_grouped_attention_keeps_the_tokens_of_a_long_text(batch: int, folded_calls: list[int]) -> None:
+    """Would catch: an error that begins where the kernel divides the keys into blocks (of 512 on a CPU)."""
+    model = tiny_model("llama", max_position_embeddings=2048)
+    plain, output = plain_and_speculative(model, prompts(batch, length=1100), {"accuracy": 0.6}, max_new_tokens=24)
+    assert folded_calls and torch.equal(plain, output.sequences)
