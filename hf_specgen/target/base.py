@@ -11,9 +11,11 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target import masks
+from hf_specgen.target.attention import grouped_attention
 from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.step_masks import StepMasks
 from hf_specgen.target.support import last_position
-from hf_specgen.tree import DraftTree, chain_parents
+from hf_specgen.tree import DraftTree
 
 MAX_DRAFT_SLOTS = 64
 """Slots for draft tokens beyond the maximum length of the text."""
@@ -45,12 +47,10 @@ class Target:
         self._kwargs = model_kwargs
         self._config = model.config.get_text_config()
         self.device = model.device
-        self._eager = compat.attention_implementation(self._config) == "eager"
-        self._kinds = masks.layer_kinds(self._config)
         self._extra = _extra_arguments(model_kwargs)
         given = model_kwargs.get("past_key_values")
         self._given_cache = given if compat.is_user_defined(given) else None
-        self._visible = _padding(model_kwargs.get("attention_mask"))
+        self._masks = StepMasks(model, _padding(model_kwargs.get("attention_mask")))
         self.cache = _own_cache(given, self._given_cache is not None, self._config, _max_slots(generation_config))
         self._given_lengths = self.cache.lengths
         if self.cache is self._given_cache:
@@ -132,7 +132,7 @@ class Target:
         """Score a draft.
 
         Args:
-            tree: the guesses.
+            tree: the draft.
             pending: the last token of each row, which the target has not read yet.
             active: the rows of which something may be kept; all if left out.
 
@@ -202,15 +202,16 @@ class Target:
         positions = torch.tensor(bases, device=self.device)[:, None] + depth[:, cached:]
         if cached:  # nodes that fill up a row may stand behind a table of positions; their results are ignored
             positions = positions.clamp(max=max(self.last_position, *bases))
-        return module(
-            **inputs,
-            attention_mask=self._mask(tree, depth, lengths, cached),
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **self._extra,
-        )
+        with grouped_attention():
+            return module(
+                **inputs,
+                attention_mask=self._masks.of_step(tree, depth, lengths, cached, self.cache.first_visible),
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **self._extra,
+            )
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
@@ -222,7 +223,7 @@ class Target:
         self.cache.set_lengths([first + n for first, n in zip(self._prompt_slots, kept, strict=True)])
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
-        """Compute no longer what is no longer needed: take rows out of the batch, once enough of them have ended.
+        """Remove rows that have ended from the batch, once enough of them have.
 
         That is a quarter of them, or half of the last four: in float32 on two cores three rows take longer than four.
         Their part of the cache is lost.
@@ -234,7 +235,7 @@ class Target:
         self._present = [self._present[place] for place in places]
         self._offsets = tuple(self._offsets[place] for place in places)
         self._prompt_slots = tuple(self._prompt_slots[place] for place in places)
-        self._visible = None if self._visible is None else self._visible[places]
+        self._masks.select_rows(places)
         self.cache.batch_select_indices(torch.tensor(places))
 
     def finish(self) -> Any:
@@ -253,37 +254,6 @@ class Target:
     def returns_cache(self) -> bool:
         """Whether the user can see the cache after the call even if only tokens are returned."""
         return self._given_cache is not None
-
-    def _mask(self, tree: DraftTree, depth: torch.Tensor, lengths: tuple[int, ...], cached: int = 0) -> Any:
-        """The `attention_mask` of a step: a tensor, or one for each kind of layer, or None where none is needed."""
-        device, queries = depth.device, 1 + tree.nodes
-        # A row with fewer nodes is padded by a chain whose results are ignored.
-        alike = len(set(lengths)) == 1 and all(parents == chain_parents(len(parents)) for parents in tree.parents)
-        if alike and self._visible is None and self._kinds == {"full_attention"}:
-            if queries == 1 and not self._eager and not cached:
-                return None
-            made = {"full_attention": masks.chain_mask(lengths[0], queries, device).expand(tree.batch, -1, -1, -1)}
-        else:
-            layout = masks.StepLayout(
-                lengths=torch.tensor(lengths, device=device),
-                depths=depth,
-                ancestors=masks.ancestors(tree, device),
-                visible=self._visible,
-                width=max(lengths) + queries,
-            )
-            made = {kind: self._one_mask(kind, layout) for kind in self._kinds}
-        if cached:
-            made = {kind: mask[:, :, cached:] for kind, mask in made.items()}
-        if self._eager:
-            made = {kind: masks.additive(mask, self.model.dtype) for kind, mask in made.items()}
-        return made if hasattr(self._config, "layer_types") else next(iter(made.values()))
-
-    def _one_mask(self, kind: str, layout: masks.StepLayout) -> torch.Tensor:
-        if kind == "sliding_attention":
-            return masks.sliding_mask(layout, self._config.sliding_window)[..., self.cache.first_visible :]
-        if kind == "chunked_attention":
-            return masks.chunked_mask(layout, self._config.attention_chunk_size)
-        return masks.full_mask(layout)
 
 
 def _own_cache(given: Any, user_owned: bool, config: Any, max_slots: int | None) -> RaggedCache:

@@ -53,15 +53,6 @@ def full_mask(layout: StepLayout) -> torch.Tensor:
     return (cached[:, None, :] | (among_nodes & is_node[:, None, :]))[:, None]
 
 
-def chain_mask(length: int, queries: int, device: torch.device) -> torch.Tensor:
-    """`full_mask` for equally long rows with chains and no padding, made with one operation.
-
-    Returns:
-        `[1, 1, queries, length + queries]` bool.
-    """
-    return torch.ones(queries, length + queries, dtype=torch.bool, device=device).tril_(length)[None, None]
-
-
 def sliding_mask(layout: StepLayout, window: int) -> torch.Tensor:
     """`full_mask`, limited to the last `window` positions (the query's own included)."""
     key, query = _logical_indices(layout)

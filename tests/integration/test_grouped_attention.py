@@ -12,8 +12,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_specgen import grouped_attention as module_under_test
-from hf_specgen.grouped_attention import fold_mask, grouped_attention, grouped_sdpa
+from hf_specgen.target import attention as module_under_test
+from hf_specgen.target.attention import fold_mask, grouped_attention, grouped_sdpa
 from hf_specgen.target import Target
 from tests import reference, reference_attention
 from tests.helpers import ARCHITECTURES, SPEC, plain_and_speculative, prompts, tiny_model

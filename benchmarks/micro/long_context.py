@@ -8,7 +8,7 @@ Two tables, both over a plain step: the whole model (four layers of the shape of
 heads, 8 key/value heads, random weights and caches), and the attention of a single layer alone, which does not depend
 on how fast the machine multiplies matrices. All variants of a context take turns in every repeat.
 
-    python -m benchmarks.micro_long_context --repeats 30
+    python -m benchmarks.micro.long_context --repeats 30
 
 The last line of the output is JSON.
 """
@@ -29,8 +29,8 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig
 
 from hf_specgen.cache import SlotCache
-from hf_specgen.chain_masks import ChainMasks
-from hf_specgen.grouped_attention import grouped_attention
+from hf_specgen.target.chain_masks import ChainMasks
+from hf_specgen.target.attention import grouped_attention
 from hf_specgen.provenance import provenance
 
 CPU = torch.device("cpu")
