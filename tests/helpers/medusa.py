@@ -1,4 +1,4 @@
-"""Heads for tiny models: random ones, and ones that were fitted to what the model writes."""
+"""Medusa heads for tiny models: random ones, and ones that were fitted to the model's own output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_specgen.target.model_parts import output_matrix
 
 
 def random_heads(model: Any, num_heads: int = 3, **shape: Any) -> MedusaHeads:
-    """Fresh heads with disturbed weights."""
+    """New heads with perturbed weights."""
     generator = torch.Generator().manual_seed(2)
     heads = MedusaHeads.from_target(model, num_heads=num_heads, **shape)
     with torch.no_grad():
@@ -20,8 +20,8 @@ def random_heads(model: Any, num_heads: int = 3, **shape: Any) -> MedusaHeads:
     return heads.eval()
 
 
-def states_of(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`[batch, length, hidden]` what the output matrix reads at each position."""
+def hidden_states(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`[batch, length, hidden]` what the output matrix reads at each position of a text."""
     read: list[torch.Tensor] = []
     handle = output_matrix(model).register_forward_pre_hook(lambda module, arguments: read.append(arguments[0]))
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -32,10 +32,13 @@ def states_of(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 
 
 def fitted_heads(model: Any, inputs: dict[str, torch.Tensor], num_heads: int = 3) -> MedusaHeads:
-    """Output matrices by ridge regression from the states of a greedy text to the tokens h + 2 places on."""
+    """Heads that often predict the greedy output for these inputs.
+
+    Output matrices by ridge regression from the hidden states of the greedy text to the tokens h + 2 places later.
+    """
     text = model.generate(**inputs, max_new_tokens=40, eos_token_id=None)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(text[:, inputs["input_ids"].shape[1] :])], dim=1)
-    states = states_of(model, text, mask)
+    states = hidden_states(model, text, mask)
     start = inputs["input_ids"].shape[1] - 1
     heads = MedusaHeads.from_target(model, num_heads=num_heads, own_outputs=True)
     vocab = heads.config.vocab_size

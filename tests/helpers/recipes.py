@@ -14,8 +14,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-ROOT = Path(__file__).resolve().parents[1]
-REFERENCE_LM = ROOT / "benchmarks" / "assets" / "reference-lm"
+from tests.helpers.paths import REFERENCE_LM, ROOT
 
 FAST = ["--steps", "2", "--batch-size", "4", "--micro-batch-size", "2", "--max-length", "64", "--precision", '"no"']
 

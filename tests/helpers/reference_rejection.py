@@ -1,4 +1,4 @@
-"""Rejection sampling for one slot, in plain Python: written to be believed by reading. No tensors."""
+"""Rejection sampling at one slot, in plain Python without tensors: written to be verified by reading."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ Distribution = list[float]
 
 
 def normalised(weights: Sequence[float]) -> Distribution:
+    """The weights divided by their sum."""
     total = sum(weights)
     return [weight / total for weight in weights]
 
 
-def judge(
-    p: Sequence[float], guesses: Sequence[tuple[int, Sequence[float] | None]], uniforms: Sequence[float]
+def accept_or_reject(
+    p: Sequence[float], drafts: Sequence[tuple[int, Sequence[float] | None]], uniforms: Sequence[float]
 ) -> tuple[int, Distribution]:
     """Accept one of the siblings, or none.
 
     Args:
         p: of the target.
-        guesses: of each sibling its token and the q that it was drawn from, before its elder siblings were taken out
-            of it; None if nothing was left to chance.
-        uniforms: one number in [0, 1) for each guess.
+        drafts: of each sibling its token and the q that it was sampled from, before its earlier siblings were removed;
+            None for a deterministic proposal.
+        uniforms: one number in [0, 1) for each sibling.
 
     Returns:
-        the accepted token or -1, and the distribution of the token to draw if none was accepted.
+        the accepted token or -1, and the distribution of the token to sample if none was accepted.
     """
     p = list(p)
     seen: list[int] = []
-    for (token, q), uniform in zip(guesses, uniforms, strict=True):
+    for (token, q), uniform in zip(drafts, uniforms, strict=True):
         if q is None:
             q = [float(other == token) for other in range(len(p))]
         else:

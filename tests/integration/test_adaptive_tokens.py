@@ -24,7 +24,7 @@ from hf_specgen import (
 from hf_specgen.adaptive import Fixed, OffAbove, OffForShort, StepCosts
 from hf_specgen.evaluation.cost import CostCurve
 from tests.helpers import Oracle, prompts, tiny_model
-from tests.medusa_helpers import random_heads
+from tests.helpers.medusa import random_heads
 from tests.test_drafting_networks import END, SAMPLING, both, unsure_draft
 
 FREE = CostCurve((1, 32), (0.010, 0.0101), 256, 1)

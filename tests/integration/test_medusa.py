@@ -18,7 +18,7 @@ from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, Acceptance, best_tree, confidence_bin
 from hf_specgen.tree import children
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
-from tests.medusa_helpers import fitted_heads, random_heads, states_of
+from tests.helpers.medusa import fitted_heads, random_heads, states_of
 
 SAMPLING = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20}}
 TREES: dict[str, Any] = {

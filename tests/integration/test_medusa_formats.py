@@ -22,7 +22,7 @@ from hf_specgen.heads.hub import write_custom_generate
 from hf_specgen.heads.lora import load_lora, new_lora, output_of, stacked_deltas
 from hf_specgen.heads.medusa_runner import MedusaReader
 from tests.helpers import VOCAB, prompts, tiny_model
-from tests.medusa_helpers import random_heads
+from tests.helpers.medusa import random_heads
 
 
 def same(a: MedusaHeads, b: MedusaHeads) -> bool:

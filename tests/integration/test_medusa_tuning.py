@@ -17,9 +17,9 @@ from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_t
 from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.heads import load_medusa
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, confidence_bin
-from tests.conftest import REFERENCE_LM
+from tests.helpers.paths import REFERENCE_LM
 from tests.helpers import prompts, tiny_model
-from tests.medusa_helpers import fitted_heads, random_heads
+from tests.helpers.medusa import fitted_heads, random_heads
 
 
 def test_counts_stop_at_the_first_head_that_had_no_right_guess() -> None:

@@ -1,109 +1,60 @@
-"""Promises 1 and 2: the tokens of plain `generate`, greedy and sampled, whatever is guessed."""
+"""The tokens of plain `generate`, greedy and sampled, whatever is proposed; all architectures are in `tests/slow`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-import torch
 from transformers import LogitsProcessorList
 
-from tests.helpers import (
-    ARCHITECTURES,
-    PrefixReader,
-    RowWisePrefixReader,
-    StatefulReader,
-    plain_and_speculative,
-    prompts,
-    tiny_model,
-)
-
-SAMPLING = {"greedy": {}, "sampled": {"do_sample": True, "top_k": 0}}
-PROCESSORS = {
-    "none": {},
-    "warpers": {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
-    "repetition": {"repetition_penalty": 1.3},
-    "no_repeat": {"no_repeat_ngram_size": 2},
-    "minimum": {"min_new_tokens": 9, "eos_token_id": list(range(40, 60)), "pad_token_id": 0},
-    "bad_words": {"bad_words_ids": [[5], [6, 7], [8, 9, 10]]},
-    "custom": {"make_processors": lambda: LogitsProcessorList([PrefixReader()])},
-}
-ORACLES = {
-    "always": {"accuracy": 1.0},
-    "sometimes": {"accuracy": 0.6},
-    "never": {"accuracy": 0.0},
-    "tree": {"accuracy": 0.7, "branching": True},
-}
+from tests.helpers import RowWisePrefixReader, StatefulReader, assert_same_tokens, prompts, tiny_model
+from tests.helpers.cases import FULL_SAMPLING, ORACLES, PROCESSORS, SAMPLING_AND_PROCESSORS, assert_oracle_was_used
 
 
-def _arguments(sampling: str, processors: str) -> dict:
-    arguments = {"max_new_tokens": 14, **SAMPLING[sampling], **PROCESSORS[processors]}
-    if sampling == "greedy" and processors == "warpers":
-        arguments["do_sample"] = True
-    return arguments
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_every_architecture_and_processor(architecture: str, batch: int) -> None:
-    """Would catch: a wrong mask, position, cache slot, prefix or noise, in any architecture."""
-    model, inputs = tiny_model(architecture), prompts(batch)
-    kinds = list(ORACLES)
-    for index, (sampling, processors) in enumerate((s, p) for s in SAMPLING for p in PROCESSORS):
-        for name in (kinds[index % 4], kinds[(index + 2) % 4]):
-            plain, output = plain_and_speculative(model, inputs, ORACLES[name], **_arguments(sampling, processors))
-            assert torch.equal(plain, output.sequences), (sampling, processors, name)
-            if processors != "minimum":  # an end token may come before the first guess
-                _assert_meaningful(name, output.speculation)
-
-
-def _assert_meaningful(oracle: str, speculation) -> None:
-    """The test proves something only if guesses were accepted, rejected, or both, as intended."""
-    assert speculation.drafted > 0
-    if oracle == "always":
-        assert speculation.accepted == speculation.drafted
-    elif oracle == "never":
-        assert speculation.accepted == 0
-    else:
-        assert 0 < speculation.accepted < speculation.drafted
-
-
 @pytest.mark.parametrize("oracle", ORACLES)
-@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize(("sampling", "processors"), SAMPLING_AND_PROCESSORS)
+def test_generate_with_processors_same_tokens(batch: int, oracle: str, sampling: str, processors: str) -> None:
+    """Would catch: a processor that receives another prefix than in plain `generate`, noise of another step or row."""
+    arguments = {"max_new_tokens": 14, **FULL_SAMPLING[sampling], **PROCESSORS[processors]}
+    statistics = assert_same_tokens(tiny_model("llama"), prompts(batch), ORACLES[oracle], **arguments)
+    if processors != "minimum":  # there EOS may come before the first accepted or rejected token
+        assert_oracle_was_used(oracle, statistics)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("oracle", ORACLES)
+@pytest.mark.parametrize("sampling", FULL_SAMPLING)
 @pytest.mark.parametrize("batch", [1, 4])
-def test_twenty_seeds(oracle: str, sampling: str, batch: int) -> None:
-    """Would catch: noise taken from a wrong step or row, which single seeds can hide."""
-    model, inputs = tiny_model("llama"), prompts(batch)
-    for seed in range(20):
-        inputs["input_ids"][:, -1] = seed + 1
-        plain, output = plain_and_speculative(model, inputs, ORACLES[oracle], max_new_tokens=24, **SAMPLING[sampling])
-        assert torch.equal(plain, output.sequences)
+def test_generate_several_prompts_same_tokens(seed: int, oracle: str, sampling: str, batch: int) -> None:
+    """Would catch: noise of a wrong step or row, which a single prompt can hide."""
+    inputs = prompts(batch)
+    inputs["input_ids"][:, -1] = seed + 1
+    assert_same_tokens(tiny_model("llama"), inputs, ORACLES[oracle], max_new_tokens=24, **FULL_SAMPLING[sampling])
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("sampling", FULL_SAMPLING)
 @pytest.mark.parametrize("oracle", ORACLES)
-def test_processors_with_a_state(batch: int, sampling: str, oracle: str) -> None:
-    """Would catch: a stateful processor called for a rejected guess, twice for a column, or out of order."""
-    plain, output = plain_and_speculative(
+def test_generate_with_stateful_processor_same_tokens(batch: int, sampling: str, oracle: str) -> None:
+    """Would catch: a stateful processor called for a rejected token, twice for a column, or out of order."""
+    assert_same_tokens(
         tiny_model("llama"),
         prompts(batch),
         ORACLES[oracle],
         max_new_tokens=20,
         make_processors=lambda: LogitsProcessorList([StatefulReader()]),
-        **SAMPLING[sampling],
+        **FULL_SAMPLING[sampling],
     )
-    assert torch.equal(plain, output.sequences)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_guidance_keeps_its_own_cache(batch: int) -> None:
-    """Classifier-free guidance runs the model from inside the processor, one token a call."""
+def test_generate_with_guidance_scale_same_tokens(batch: int) -> None:
+    """Classifier-free guidance runs the model inside the processor, with a cache of its own, one token a call."""
     inputs = prompts(batch)
     if batch > 1:
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    plain, output = plain_and_speculative(
-        tiny_model("llama"), inputs, ORACLES["sometimes"], max_new_tokens=14, guidance_scale=1.5
-    )
-    assert torch.equal(plain, output.sequences)
+        inputs["attention_mask"].fill_(1)
+    assert_same_tokens(tiny_model("llama"), inputs, ORACLES["sometimes"], max_new_tokens=14, guidance_scale=1.5)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -121,41 +72,47 @@ def test_guidance_keeps_its_own_cache(batch: int) -> None:
         {"do_sample": True, "min_p": 0.05, "typical_p": 0.9, "top_k": 0},
         {"do_sample": True, "epsilon_cutoff": 0.005, "eta_cutoff": 0.005, "top_h": 0.6, "top_k": 0},
     ],
+    ids=lambda arguments: next(iter(arguments.keys() - {"do_sample", "make_processors"}), "row_wise"),
 )
-def test_the_other_processors_that_generate_builds(batch: int, arguments: dict) -> None:
-    plain, output = plain_and_speculative(
-        tiny_model("llama"), prompts(batch), ORACLES["sometimes"], max_new_tokens=14, **arguments
+def test_generate_with_less_common_processors_same_tokens(batch: int, arguments: dict[str, Any]) -> None:
+    """Would catch: one of the processors that `generate` builds put into the wrong class of processors."""
+    assert_same_tokens(tiny_model("llama"), prompts(batch), ORACLES["sometimes"], max_new_tokens=14, **arguments)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_generate_with_strict_grammar_same_tokens(batch: int) -> None:
+    """Would catch: a grammar that is asked about a text that plain `generate` never passes to it; a trie raises then."""
+
+    def allowed(row: int, ids: Any) -> list[int]:
+        new = ids[12:].tolist()
+        return [(ids[0].item() + 7 * len(new) + row) % 90 + 1, 95] if 0 not in new else []
+
+    inputs = prompts(batch)
+    assert_same_tokens(
+        tiny_model("llama"), inputs, ORACLES["sometimes"], max_new_tokens=14, prefix_allowed_tokens_fn=allowed
     )
-    assert torch.equal(plain, output.sequences)
 
 
-def test_rows_do_not_wait_for_each_other() -> None:
-    """A batch is never cut to its shortest match: with row-wise processors each row takes its own number of steps."""
-    for arguments in ({}, {"repetition_penalty": 1.2}):
-        _, output = plain_and_speculative(
-            tiny_model("llama"), prompts(3), ORACLES["sometimes"], max_new_tokens=40, **arguments
-        )
-        assert len({len(steps) for steps in output.speculation.rows}) > 1
-
-
-def test_num_return_sequences() -> None:
-    plain, output = plain_and_speculative(
-        tiny_model("llama"),
-        prompts(2),
-        ORACLES["sometimes"],
-        max_new_tokens=16,
-        do_sample=True,
-        num_return_sequences=3,
+@pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 1.2}], ids=["score-only", "row-wise"])
+def test_generate_batch_of_rows_takes_different_numbers_of_steps(arguments: dict[str, Any]) -> None:
+    """Would catch: a batch cut to its shortest accepted draft."""
+    statistics = assert_same_tokens(
+        tiny_model("llama"), prompts(3), ORACLES["sometimes"], max_new_tokens=40, **arguments
     )
-    assert output.sequences.shape[0] == 6
-    assert torch.equal(plain, output.sequences)
+    assert len({len(steps) for steps in statistics.rows}) > 1
+
+
+def test_generate_with_num_return_sequences_same_tokens() -> None:
+    """Would catch: noise or answers assigned to the row of another returned sequence."""
+    arguments = {"max_new_tokens": 16, "do_sample": True, "num_return_sequences": 3}
+    # The answers have 6 rows, one per returned sequence.
+    statistics = assert_same_tokens(tiny_model("llama"), prompts(2), ORACLES["sometimes"], **arguments)
+    assert len(statistics.rows) == 6
 
 
 @pytest.mark.parametrize("architecture", ["llama4_text", "gemma4_text", "mistral"])
-def test_windows_and_chunks_smaller_than_the_text(architecture: str) -> None:
-    """Would catch: a window counted in slots instead of positions (siblings of a tree share a position)."""
-    overrides = {"attention_chunk_size": 8} if architecture == "llama4_text" else {"sliding_window": 8}
-    model = tiny_model(architecture, **overrides)
-    for batch in (1, 3):
-        plain, output = plain_and_speculative(model, prompts(batch), ORACLES["tree"], max_new_tokens=24)
-        assert torch.equal(plain, output.sequences)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_generate_window_smaller_than_text_same_tokens(architecture: str, batch: int) -> None:
+    """Would catch: a window counted in cache slots instead of positions (siblings of a tree share a position)."""
+    size = {"attention_chunk_size": 8} if architecture == "llama4_text" else {"sliding_window": 8}
+    assert_same_tokens(tiny_model(architecture, **size), prompts(batch), ORACLES["tree"], max_new_tokens=24)

@@ -17,7 +17,7 @@ from benchmarks.strategies import Family, build
 from benchmarks.synthetic import synthetic
 from benchmarks.units import tuning_units
 from hf_specgen.evaluation.cost import CostCurve
-from tests.bench_run import SMALL
+from tests.helpers.bench_run import SMALL
 
 
 def quiet() -> Console:

@@ -24,8 +24,8 @@ from benchmarks.results import result
 from benchmarks.runner import run
 from hf_specgen.cli import bench as benchmark
 from hf_specgen.cli.app import app
-from tests.bench_run import SMALL
-from tests.conftest import ROOT
+from tests.helpers.bench_run import SMALL
+from tests.helpers.paths import ROOT
 
 
 def quiet() -> Console:

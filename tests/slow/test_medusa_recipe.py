@@ -17,11 +17,11 @@ from hf_specgen import MedusaCandidates
 from hf_specgen.heads import MedusaHeads, load_medusa
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.target.model_parts import decoder, output_logits
-from tests.conftest import ROOT
+from tests.helpers.paths import ROOT
 from tests.helpers import VOCAB, tiny_model
-from tests.medusa_helpers import random_heads
-from tests.recipe_helpers import arguments, run_in_processes, stop_at
-from tests.reference import naive_medusa_loss
+from tests.helpers.medusa import random_heads
+from tests.helpers.recipes import arguments, run_in_processes, stop_at
+from tests.helpers.reference import naive_medusa_loss
 
 RECIPE = str(ROOT / "recipes" / "train_medusa.py")
 HEADS = ["--num-heads", "2", "--warmup-steps", "1"]

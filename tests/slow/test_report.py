@@ -19,8 +19,8 @@ from benchmarks.domains import FIELDS
 from benchmarks.report import _speed_cell
 from benchmarks.tables import BEGIN, END, cell, markdown
 from benchmarks.tables import main as write_tables
-from tests.bench_run import SMALL
-from tests.conftest import ROOT
+from tests.helpers.bench_run import SMALL
+from tests.helpers.paths import ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -1,4 +1,4 @@
-"""The slot cache against a list of lists, and against Transformers' own cache."""
+"""The ragged cache against a list of lists, and against Transformers' own cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from hf_specgen.target import cache as module
 from hf_specgen.target.cache import RaggedCache, RaggedLayer
-from tests import reference
+from tests.helpers import reference
 
 thorough = settings(max_examples=100, deadline=None, derandomize=True)
 LAYERS, HEADS, HEAD_DIM = 2, 2, 3
@@ -20,7 +20,7 @@ Text = list[list[int]]  # for each row the number that stands in each slot
 
 
 def states(numbers: Text, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values that carry the numbers, different in every layer, head and dimension: a mix-up is seen."""
+    """Keys and values that contain the numbers, different in every layer, head and dimension."""
     base = torch.tensor(numbers, dtype=torch.float32).view(len(numbers), 1, -1, 1)
     place = torch.arange(HEADS * HEAD_DIM).view(1, HEADS, 1, HEAD_DIM) / 8 + layer / 64  # exact in float32
     return base + place, -base - place
@@ -53,7 +53,7 @@ def filled(text: Text) -> RaggedCache:
 
 @thorough
 @given(st.data())
-def test_against_lists(data: st.DataObject) -> None:
+def test_ragged_cache_agrees_with_lists(data: st.DataObject) -> None:
     """Would catch: a write at a wrong slot, a node moved from or to a wrong slot, stale lengths, lost old contents.
 
     The buffer begins with 2 slots here, so that it grows many times.
@@ -87,13 +87,13 @@ def paths_down(nodes: int) -> st.SearchStrategy[list[int] | None]:
     return st.none() | paths
 
 
-def test_compact_moves_the_accepted_nodes() -> None:
+def test_keep_accepted_moves_the_accepted_nodes() -> None:
     """Would catch: nodes counted from the pending token, a row moved by another row's path. Slots before and after:
 
     row 0: a P 0 1 2   path 1 2   ->  a P 1 2
     row 1: P 0 1 2     path 2     ->  P 2
-    row 2: a b P 0 1 2 path -     ->  a b P
-    row 3: a P 0 1 2   rests      ->  a
+    row 2: a b P 0 1 2 path []    ->  a b P
+    row 3: a P 0 1 2   None       ->  a
     """
     cache = filled([[1], [], [1, 2], [1]])
     write(cache, [[10, 20, 21, 22]] * 4)
@@ -101,8 +101,8 @@ def test_compact_moves_the_accepted_nodes() -> None:
     assert_holds(cache, [[1, 10, 21, 22], [10, 22], [1, 2, 10], [1]])
 
 
-def test_chains_are_not_moved() -> None:
-    """Would catch: a copy of slots in every step of the commonest strategy, where all lie in place already."""
+def test_keep_accepted_of_chains_moves_nothing() -> None:
+    """Would catch: a copy in every step of strategies that draft chains, whose nodes are in their final slots already."""
     cache = filled([[1], [1, 2]])
     write(cache, [[10, 20, 21]] * 2)
     with patch.object(RaggedLayer, "move") as move:
@@ -111,8 +111,8 @@ def test_chains_are_not_moved() -> None:
     assert_holds(cache, [[1, 10, 20, 21], [1, 2, 10, 20]])
 
 
-def test_growth_by_doubling_without_copies_between() -> None:
-    """Would catch: a buffer that is copied at every step, as `DynamicCache` does, or that grows by a constant."""
+def test_ragged_layer_one_token_steps_copy_only_to_double() -> None:
+    """Would catch: a buffer that is copied in every step, as `DynamicCache` does, or that grows by a constant."""
     layer, moved_at, address = RaggedLayer(), [], -1
     for number in range(1100):
         keys, _ = layer.update(*states([[number]]))
@@ -125,29 +125,29 @@ def test_growth_by_doubling_without_copies_between() -> None:
     assert torch.equal(layer.values[:, :, :1100], states([list(range(1100))])[1])
 
 
-def test_one_large_step_makes_enough_room() -> None:
+def test_ragged_layer_large_step_reserves_enough_slots() -> None:
     layer = RaggedLayer()
     layer.update(*states([[1]]))
     layer.update(*states([list(range(700))]))
     assert layer.lengths == (701,) and layer.keys.shape[2] == 701 + module.SPARE_SLOTS
 
 
-def test_unwritten_slots_are_finite() -> None:
-    """Would catch: garbage behind a short row: it is masked, but 0 * nan is nan."""
+def test_ragged_layer_unwritten_slots_are_finite() -> None:
+    """Would catch: uninitialised slots behind a short row: they are masked, but 0 * nan is nan."""
     with patch.object(torch.Tensor, "new_empty", lambda self, *size: self.new_full(size, float("nan"))):
         cache = filled([[1]])
         cache.layers[0].reserve(300)
     assert bool(cache.layers[0].keys.isfinite().all()) and bool(cache.layers[0].values.isfinite().all())
 
 
-def test_keys_and_values_may_differ_in_shape() -> None:
+def test_ragged_layer_keys_and_values_of_different_shapes() -> None:
     """Would catch: values given the keys' head size (multi-head latent attention has two)."""
     layer = RaggedLayer()
     keys, values = layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 6))
     assert keys.shape == (1, 2, 3, 4) and values.shape == (1, 1, 3, 6)
 
 
-def test_what_models_ask_of_a_cache() -> None:
+def test_ragged_cache_lengths_and_mask_sizes_after_update_and_reset() -> None:
     cache = RaggedCache()
     assert (cache.lengths, cache.get_seq_length()) == ((), 0)
     write(cache, [[1, 2, 3], [4, 5, 6]])
@@ -157,7 +157,7 @@ def test_what_models_ask_of_a_cache() -> None:
     assert_holds(cache, [[], []])
 
 
-def test_crop() -> None:
+def test_crop_drops_the_last_slots_of_every_row() -> None:
     cache = filled([[1, 2, 3], [4]])
     cache.crop(-2)
     assert_holds(cache, [[1], []])
@@ -173,7 +173,7 @@ def test_crop() -> None:
         (lambda cache: cache.batch_repeat_interleave(2), [[1, 2, 3], [1, 2, 3], [4], [4]]),
     ],
 )
-def test_rows_take_their_lengths_along(change, expected: Text) -> None:
+def test_selected_rows_keep_their_lengths(change, expected: Text) -> None:
     """Would catch: rows re-ordered without their lengths, or repeated as a block (0 1 0 1) instead of one by one."""
     cache = filled([[1, 2, 3], [4]])
     change(cache)
@@ -183,7 +183,7 @@ def test_rows_take_their_lengths_along(change, expected: Text) -> None:
 
 
 def dynamic_cache(window: int) -> DynamicCache:
-    """A plain and a sliding layer, as the models with mixed attention have them."""
+    """A full and a sliding layer, as models with mixed attention have them."""
     cache = DynamicCache()
     cache.layers = [DynamicLayer(), DynamicSlidingWindowLayer(window)]
     return cache
@@ -191,10 +191,10 @@ def dynamic_cache(window: int) -> DynamicCache:
 
 @thorough
 @given(st.integers(2, 6), st.integers(0, 9), st.integers(1, 9), st.integers(0, 4))
-def test_there_and_back_again(window: int, before: int, new: int, rejected: int) -> None:
-    """Would catch: a window cut one slot too long or short, or put at the wrong place; a wrong count of the past.
+def test_from_and_to_dynamic_round_trip_equals_direct_update(window: int, before: int, new: int, rejected: int) -> None:
+    """Would catch: a window one slot too long or short, or in the wrong place; a wrong cumulative length.
 
-    What Transformers' cache gets back is what it would hold had it read the accepted text itself.
+    Afterwards Transformers' cache holds what it would hold if it had read the accepted text itself.
     """
     old, more = [list(range(before)), list(range(50, 50 + before))], [list(range(100, 100 + new))] * 2
     given_cache, expected = dynamic_cache(window), dynamic_cache(window)
@@ -213,7 +213,7 @@ def test_there_and_back_again(window: int, before: int, new: int, rejected: int)
         assert mine.get_mask_sizes(1) == theirs.get_mask_sizes(1)
 
 
-def test_from_dynamic_leaves_the_original_alone() -> None:
+def test_from_dynamic_does_not_change_the_original() -> None:
     """Would catch: a shared buffer, which a failed call would leave half written."""
     dynamic = dynamic_cache(4)
     write(dynamic, [[1, 2, 3, 4, 5, 6]])
@@ -226,8 +226,8 @@ def test_from_dynamic_leaves_the_original_alone() -> None:
     assert dynamic.layers[1].get_seq_length() == 6
 
 
-def test_to_dynamic_hands_out_copies_and_makes_layers() -> None:
-    """Would catch: a cache given back that keeps the whole buffer alive; one that was given empty, without layers."""
+def test_to_dynamic_makes_layers_and_copies_their_states() -> None:
+    """Would catch: a returned cache that keeps the whole buffer alive; a failure for one that was given without layers."""
     cache, dynamic = filled([[1, 2]]), DynamicCache()
     cache.to_dynamic(dynamic)
     for index, layer in enumerate(dynamic.layers):

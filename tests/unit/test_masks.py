@@ -1,4 +1,4 @@
-"""Masks drawn as 0/1 matrices for cases that fit on a page, and against the loops for all others."""
+"""Masks as 0/1 matrices for small cases, and against the slow reference for random ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.target.masks import StepLayout, additive, chain_mask, chunked_mask, full_mask, sliding_mask
-from tests import reference
+from tests.helpers import reference
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)
 
@@ -31,16 +31,16 @@ def layout(
     )
 
 
-def drawn(mask: torch.Tensor) -> list[list[str]]:
+def as_rows(mask: torch.Tensor) -> list[list[str]]:
     """A line of 0 and 1 for each query, a list of lines for each row."""
     assert mask.dtype == torch.bool and mask.shape[1] == 1
     return [["".join(str(int(seen)) for seen in line) for line in row] for row in mask[:, 0].tolist()]
 
 
-def test_two_rows_of_different_lengths() -> None:
-    """Would catch: this step's tokens looked for at the same slot in every row. Drawn in the module's docstring."""
+def test_full_mask_of_rows_of_different_lengths() -> None:
+    """Would catch: this step's tokens expected in the same slots of every row. The example of the module's docstring."""
     step = layout([3, 1], [(-1,), (-1,)])
-    assert drawn(full_mask(step)) == [
+    assert as_rows(full_mask(step)) == [
         # c c c P d
         ["11110", "11111"],
         # c P d . .
@@ -48,10 +48,10 @@ def test_two_rows_of_different_lengths() -> None:
     ]
 
 
-def test_a_tree() -> None:
-    """Would catch: a node that sees its sibling, its cousin, or a child. Node 0 and 1 are siblings, 2 continues 0."""
+def test_full_mask_of_a_tree_shows_ancestors_only() -> None:
+    """Would catch: a node that attends to its sibling or its child. Nodes 0 and 1 are siblings, 2 is a child of 0."""
     step = layout([2], [(-1, -1, 0)], spare=1)
-    assert drawn(full_mask(step)) == [
+    assert as_rows(full_mask(step)) == [
         # c c P 0 1 2 .
         [
             "1110000",
@@ -62,10 +62,10 @@ def test_a_tree() -> None:
     ]
 
 
-def test_left_padding_is_never_seen() -> None:
+def test_full_mask_hides_left_padding() -> None:
     """Would catch: padding taken for text; the mask of the prompt is shorter than the cache after a few steps."""
     step = layout([4, 3], [(-1,), (-1,)], visible=[[0, 0, 1], [1, 1, 1]])
-    assert drawn(full_mask(step)) == [
+    assert as_rows(full_mask(step)) == [
         # . . c c P d
         ["001110", "001111"],
         # c c c P d .
@@ -73,14 +73,14 @@ def test_left_padding_is_never_seen() -> None:
     ]
 
 
-def test_window_counts_positions_not_slots() -> None:
-    """Would catch: siblings pushing older tokens out of the window.
+def test_sliding_mask_counts_positions_instead_of_slots() -> None:
+    """Would catch: siblings that move older tokens out of the window.
 
-    Nodes 0, 1, 2 all continue the row, 3 continues 2: it stands at position 6 although it lies in slot 8. With a
-    window of 3 it sees positions 4 (the pending token), 5 (node 2) and 6 (itself).
+    Nodes 0, 1, 2 all continue the row, 3 continues 2: it has position 6 although it is in slot 8. With a window of 3
+    it attends to positions 4 (the pending token), 5 (node 2) and 6 (itself).
     """
     step = layout([4], [(-1, -1, -1, 2)])
-    assert drawn(sliding_mask(step, window=3)) == [
+    assert as_rows(sliding_mask(step, window=3)) == [
         # positions 0 1 2 3 4 5 5 5 6
         # slots     c c c c P 0 1 2 3
         [
@@ -93,23 +93,23 @@ def test_window_counts_positions_not_slots() -> None:
     ]
 
 
-def test_window_in_rows_of_different_lengths() -> None:
-    """Would catch: a window laid from the longest row's end."""
+def test_sliding_mask_of_rows_of_different_lengths() -> None:
+    """Would catch: a window counted from the longest row's end."""
     step = layout([4, 1], [(-1,), (-1,)])
-    assert drawn(sliding_mask(step, window=2)) == [["000110", "000011"], ["110000", "011000"]]
+    assert as_rows(sliding_mask(step, window=2)) == [["000110", "000011"], ["110000", "011000"]]
 
 
-def test_window_of_one_sees_only_itself() -> None:
-    assert drawn(sliding_mask(layout([2], [(-1,)]), window=1)) == [["0010", "0001"]]
+def test_sliding_mask_window_of_one_shows_the_token_itself() -> None:
+    assert as_rows(sliding_mask(layout([2], [(-1,)]), window=1)) == [["0010", "0001"]]
 
 
-def test_chunks_are_counted_from_the_first_token_after_padding() -> None:
+def test_chunked_mask_counts_from_the_first_token_after_padding() -> None:
     """Would catch: chunks cut at slots, which left padding shifts.
 
     Chunks of 2. Row 0 has one slot of padding: its chunks are slots 1-2, 3-4, 5-6. Row 1 has none: 0-1, 2-3, 4-5.
     """
     step = layout([4, 4], [(-1, 0), (-1, 0)], visible=[[0, 1, 1], [1, 1, 1]])
-    assert drawn(chunked_mask(step, chunk_size=2)) == [
+    assert as_rows(chunked_mask(step, chunk_size=2)) == [
         # . c|c c|P d d   chunks of row 0: .|cc|cP|dd
         ["0001100", "0000010", "0000011"],
         # c c|c c|P d|d
@@ -117,10 +117,10 @@ def test_chunks_are_counted_from_the_first_token_after_padding() -> None:
     ]
 
 
-def test_siblings_share_a_chunk() -> None:
+def test_chunked_mask_siblings_share_a_chunk() -> None:
     """Would catch: chunks cut at slots instead of positions, so that the third sibling falls into the next chunk."""
     step = layout([2], [(-1, -1, -1)])
-    assert drawn(chunked_mask(step, chunk_size=2)) == [["001000", "001100", "001010", "001001"]]
+    assert as_rows(chunked_mask(step, chunk_size=2)) == [["001000", "001100", "001010", "001001"]]
 
 
 @st.composite
@@ -135,33 +135,31 @@ def any_step(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, ...]], list[li
     return lengths, parents, draw(st.sampled_from([None, visible])), draw(st.integers(0, 2))
 
 
+@pytest.mark.parametrize("kind", ["full", "window", "chunk"])
 @thorough
-@given(any_step(), st.integers(1, 8))
-def test_against_the_loops(step: tuple, size: int) -> None:
+@given(step=any_step(), size=st.integers(1, 8))
+def test_masks_agree_with_the_reference(kind: str, step: tuple, size: int) -> None:
     lengths, parents, visible, spare = step
     fast = layout(lengths, parents, visible, spare)
-    for mask, limits in (
-        (full_mask(fast), {}),
-        (sliding_mask(fast, size), {"window": size}),
-        (chunked_mask(fast, size), {"chunk": size}),
-    ):
-        slow = [
-            reference.row_mask(length, tree, fast.width, visible and visible[row], **limits)
-            for row, (length, tree) in enumerate(zip(lengths, parents, strict=True))
-        ]
-        assert mask[:, 0].int().tolist() == slow, limits
+    mask = {"full": full_mask, "window": sliding_mask, "chunk": chunked_mask}[kind]
+    limits = {} if kind == "full" else {kind: size}
+    slow = [
+        reference.row_mask(length, tree, fast.width, visible and visible[row], **limits)
+        for row, (length, tree) in enumerate(zip(lengths, parents, strict=True))
+    ]
+    assert mask(fast, *limits.values())[:, 0].int().tolist() == slow
 
 
-def test_masks_leave_the_layout_alone() -> None:
+def test_masks_do_not_change_the_layout() -> None:
     """Would catch: an in-place operation on a tensor that the next layer's mask is made of."""
     step = layout([2, 1], [(-1,), (-1,)], visible=[[0], [1]])
-    first = [drawn(full_mask(step)), drawn(sliding_mask(step, 2)), drawn(chunked_mask(step, 2))]
-    assert first == [drawn(full_mask(step)), drawn(sliding_mask(step, 2)), drawn(chunked_mask(step, 2))]
+    first = [as_rows(full_mask(step)), as_rows(sliding_mask(step, 2)), as_rows(chunked_mask(step, 2))]
+    assert first == [as_rows(full_mask(step)), as_rows(sliding_mask(step, 2)), as_rows(chunked_mask(step, 2))]
     assert step.visible is not None and step.visible.tolist() == [[False], [True]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_additive(dtype: torch.dtype) -> None:
+def test_additive_mask_has_finite_softmax_in_every_dtype(dtype: torch.dtype) -> None:
     """Would catch: a bool given to eager attention (which adds it), or -inf, whose softmax is nan in an empty line."""
     mask = torch.tensor([[True, False], [False, False]])
     numbers = additive(mask, dtype)
@@ -173,7 +171,7 @@ def test_additive(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 5])
 @pytest.mark.parametrize("queries", [1, 2, 4])
-def test_chain_mask_is_the_full_mask_of_a_chain(length: int, queries: int) -> None:
+def test_chain_mask_equals_full_mask_of_a_chain(length: int, queries: int) -> None:
     """Would catch: the fast path of the simplest case seeing one token too many or too few."""
     chain = layout([length], [list(range(-1, queries - 2))])
     assert torch.equal(chain_mask(length, queries, torch.device("cpu")), full_mask(chain))

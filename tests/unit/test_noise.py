@@ -1,4 +1,4 @@
-"""The noise tape holds the very noise that `torch.multinomial` would draw, and gives back what was drawn ahead."""
+"""The noise buffer draws the noise that `torch.multinomial` would draw, and gives back what was drawn ahead."""
 
 from __future__ import annotations
 
@@ -23,98 +23,115 @@ def plain_sampling(p: torch.Tensor) -> list[list[int]]:
     return [torch.multinomial(step, 1)[:, 0].tolist() for step in p]
 
 
-def raced(p: torch.Tensor, e: torch.Tensor) -> list[int]:
+def race_winners(p: torch.Tensor, e: torch.Tensor) -> list[int]:
     return (p / e).argmax(dim=-1).tolist()
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_race_picks_what_multinomial_picks(batch: int) -> None:
-    """Would catch: noise of another distribution, shape or order than multinomial's, or a row's noise swapped.
+def test_exponential_race_picks_the_tokens_of_multinomial(batch: int) -> None:
+    """Would catch: noise of another distribution, shape or order than multinomial's, rows swapped.
 
-    40 steps over 17 tokens: another noise agrees everywhere with a probability below 1e-20.
+    40 steps over 17 tokens: other noise agrees everywhere with a probability below 1e-20.
     """
     p = distributions(40, batch)
     torch.manual_seed(5)
     plain = plain_sampling(p)
     torch.manual_seed(5)
-    tape = NoiseBuffer(batch, VOCAB, CPU)
+    buffer = NoiseBuffer(batch, VOCAB, CPU)
     for step in range(40):
-        e = tape.at([[step]] * batch)
+        e = buffer.at([[step]] * batch)
         assert e.shape == (batch, 1, VOCAB)
-        assert raced(p[step], e[:, 0]) == plain[step]
+        assert race_winners(p[step], e[:, 0]) == plain[step]
 
 
-def test_rows_may_ask_for_steps_of_their_own() -> None:
-    """Would catch: noise indexed by call instead of by step, when rows of a batch are at different places."""
+def test_noise_buffer_rows_at_different_steps_get_the_noise_of_their_step() -> None:
+    """Would catch: noise indexed by call instead of by step, when rows of a batch have different lengths."""
     p = distributions(9, 2)
     torch.manual_seed(5)
     plain = plain_sampling(p)
     torch.manual_seed(5)
-    tape = NoiseBuffer(2, VOCAB, CPU)
+    buffer = NoiseBuffer(2, VOCAB, CPU)
     for first, second in (([0, 1, 2], [0, 1, 1]), ([3, 4, 5], [1, 2, 2]), ([8, 7, 6], [0, 3, 8])):
-        e = tape.at([first, second])
+        e = buffer.at([first, second])
         assert e.shape == (2, 3, VOCAB)
         for node in range(3):
-            assert raced(p[first[node], 0], e[0, node]) == plain[first[node]][0]
-            assert raced(p[second[node], 1], e[1, node]) == plain[second[node]][1]
+            assert race_winners(p[first[node], 0], e[0, node]) == plain[first[node]][0]
+            assert race_winners(p[second[node], 1], e[1, node]) == plain[second[node]][1]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 4, 9])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_rewind_puts_the_generator_where_plain_sampling_leaves_it(kept: int, batch: int) -> None:
-    """Would catch: noise drawn ahead and not given back, so that the rest of the program gets other numbers."""
+def test_rewind_restores_the_generator_state_of_plain_sampling(kept: int, batch: int) -> None:
+    """Would catch: noise drawn ahead and not given back, so that the rest of the program gets other random numbers."""
     torch.manual_seed(6)
     plain_sampling(distributions(kept, batch))
     expected = torch.rand(4)
     torch.manual_seed(6)
-    tape = NoiseBuffer(batch, VOCAB, CPU)
-    tape.at([[0, 3, 8]] * batch)
-    tape.rewind(kept)
+    buffer = NoiseBuffer(batch, VOCAB, CPU)
+    buffer.at([[0, 3, 8]] * batch)
+    buffer.rewind(kept)
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_reading_again_draws_nothing() -> None:
-    """Would catch: a rejected guess's step that gets new noise when its token is verified again."""
-    tape = NoiseBuffer(1, VOCAB, CPU)
-    ahead = tape.at([[0, 1, 2]])
+def test_noise_buffer_second_read_draws_nothing() -> None:
+    """Would catch: new noise for a step whose draft token was rejected."""
+    buffer = NoiseBuffer(1, VOCAB, CPU)
+    ahead = buffer.at([[0, 1, 2]])
     before = torch.get_rng_state()
-    again = tape.at([[2, 0]])
+    again = buffer.at([[2, 0]])
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(again[0], ahead[0, [2, 0]])
 
 
-def test_release_frees_the_past_and_only_the_past() -> None:
-    """Would catch: a tape that grows with the text (one `[batch, vocab]` tensor and one 5 kB state per token)."""
-    tape = NoiseBuffer(1, VOCAB, CPU)
-    ahead = tape.at([[0, 1, 2, 3]])
-    tape.release(2)
-    assert sorted(tape._noise) == sorted(tape._states) == [2, 3]
-    assert torch.equal(tape.at([[2, 3]])[0], ahead[0, 2:])
+def test_release_frees_the_past_only() -> None:
+    """Would catch: a buffer that grows with the text by one `[batch, vocab]` tensor and one generator state per token."""
+    buffer = NoiseBuffer(1, VOCAB, CPU)
+    ahead = buffer.at([[0, 1, 2, 3]])
+    buffer.release(2)
+    assert torch.equal(buffer.at([[2, 3]])[0], ahead[0, 2:])
     with pytest.raises(KeyError):
-        tape.at([[1]])
+        buffer.at([[1]])
 
 
-def test_rewind_works_after_release() -> None:
-    """Would catch: releasing the state of the very step that the call ends with."""
+def test_release_after_every_step_keeps_memory_bounded() -> None:
+    """Would catch: a buffer that keeps the noise of all steps."""
+    sizes = []
+    for steps in (4, 400):
+        buffer = NoiseBuffer(1, VOCAB, CPU)
+        for step in range(steps):
+            buffer.at([[step]])
+            buffer.release(step)
+        sizes.append(sum(tensor_bytes(value) for value in vars(buffer).values()))
+    assert sizes[0] == sizes[1] > 0
+
+
+def tensor_bytes(value: object) -> int:
+    """Bytes of the tensors in a container."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return sum(item.untyped_storage().nbytes() for item in items if isinstance(item, torch.Tensor))
+
+
+def test_rewind_after_release_restores_the_generator() -> None:
+    """Would catch: the state of the step that the call ends with being released."""
     torch.manual_seed(6)
     plain_sampling(distributions(2, 1))
     expected = torch.rand(4)
     torch.manual_seed(6)
-    tape = NoiseBuffer(1, VOCAB, CPU)
-    tape.at([[0, 1, 2, 3]])
-    tape.release(2)
-    tape.rewind(2)
+    buffer = NoiseBuffer(1, VOCAB, CPU)
+    buffer.at([[0, 1, 2, 3]])
+    buffer.release(2)
+    buffer.rewind(2)
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_capacity_is_what_fits_into_the_tape() -> None:
-    """2 rows of 2^20 float32 take 8 MiB a step: 32 steps in 256 MiB. Never fewer than 16, however large a step."""
+def test_capacity_is_limited_by_the_size_of_the_buffer() -> None:
+    """2 rows of 2^20 float32 take 8 MiB a step: 32 steps in 256 MiB. Never fewer than 16."""
     assert NoiseBuffer(2, 2**20, CPU).capacity == 32
     assert NoiseBuffer(2, 2**30, CPU).capacity == noise.MIN_BUFFERED_STEPS == 16
 
 
-def test_check_leaves_the_generator_untouched() -> None:
-    """Would catch: a check that shifts the text of the first sampled call, and of no later one (it is cached)."""
+def test_check_multinomial_does_not_change_the_generator() -> None:
+    """Would catch: a check that changes the text of the first sampled call only (it is cached)."""
     check_multinomial.cache_clear()
     before = torch.get_rng_state()
     check_multinomial(CPU)
@@ -122,8 +139,8 @@ def test_check_leaves_the_generator_untouched() -> None:
 
 
 @pytest.mark.parametrize("defect", ["other tokens", "more noise"])
-def test_check_refuses_another_multinomial(monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
-    """Would catch: a check that compares only the tokens, or only the generator; and a refusal that shifts it."""
+def test_check_multinomial_of_another_kind_raises(monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
+    """Would catch: a check that compares only the tokens or only the generator's state, or changes the generator."""
     multinomial = torch.multinomial
 
     def other(p: torch.Tensor, count: int) -> torch.Tensor:

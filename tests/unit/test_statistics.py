@@ -1,4 +1,4 @@
-"""The numbers of `.speculation`, on cases that can be checked by hand."""
+"""The figures of `.speculation`, on cases that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_specgen.verification import VerificationResult
 
 
 def steps(*pairs: tuple[int, int]) -> list[RowStep]:
-    """Chains: from (drafted, accepted), each followed by the target's own token."""
+    """Chains: from (drafted, accepted), each followed by the bonus token."""
     return [RowStep(drafted, drafted, accepted, accepted + 1) for drafted, accepted in pairs]
 
 
@@ -21,7 +21,7 @@ def of_one_row(*pairs: tuple[int, int]) -> Statistics:
     return Statistics([row], [1 + sum(step.emitted for step in row)])
 
 
-def test_three_drafts() -> None:
+def test_statistics_of_three_drafts() -> None:
     """Would catch: positions counted from the end of a draft, or a draft cut short counted as rejected there.
 
     3 of 3 accepted, then 1 of 3, then 0 of 2.
@@ -32,23 +32,23 @@ def test_three_drafts() -> None:
     assert stats.drafted_per_position == [3, 3, 2]
     assert stats.accepted_per_position == [2, 1, 1]
     assert stats.acceptance_rate_per_position == pytest.approx([2 / 3, 1 / 3, 1 / 2])
-    assert stats.tokens_per_step == pytest.approx(7 / 3)  # the first token comes from the prompt, not from a step
+    assert stats.tokens_per_step == pytest.approx(7 / 3)  # the first token comes from prefill, not from a step
 
 
-def test_mean_acceptance_length() -> None:
+def test_mean_acceptance_length_includes_the_bonus_token() -> None:
     """Would catch: the bonus token left out or counted twice; 3 and 0 accepted mean 1 + 3/2."""
     assert of_one_row((3, 3), (3, 0)).mean_acceptance_length == 2.5
 
 
-def test_steps_without_a_draft() -> None:
-    """Would catch: the two definitions of mean length mixed up, so that a strategy that rarely guesses looks good."""
+def test_mean_lengths_of_steps_without_a_draft() -> None:
+    """Would catch: the two definitions of mean length mixed up, which would flatter a strategy that rarely drafts."""
     stats = of_one_row((3, 3), (0, 0), (3, 0), (0, 0))
     assert (stats.steps, stats.drafts) == (4, 2)
     assert stats.mean_acceptance_length == 2.5
     assert stats.tokens_per_step == 7 / 4
 
 
-def test_nothing_happened() -> None:
+def test_statistics_of_no_step_are_zero() -> None:
     """Would catch: a division by zero after a call that ends with its first token."""
     stats = Statistics([[]], [1])
     assert (stats.acceptance_rate, stats.tokens_per_step, stats.mean_acceptance_length) == (0.0, 0.0, 1.0)
@@ -57,9 +57,10 @@ def test_nothing_happened() -> None:
 
 
 def test_record_counts_nodes_depths_and_rows() -> None:
-    """Would catch: padding nodes counted, a tree's nodes taken for its depth, or a resting row that takes part.
+    """Would catch: padding nodes counted, a tree's nodes taken for its depth, a finished row counted.
 
-    Row 0 drafts two branches of depth 2 and accepts node 0 and 2; row 1 drafts one token in vain; row 2 rests.
+    Row 0 drafts two branches of depth 2 and accepts nodes 0 and 2; row 1 drafts one token, which is rejected; row 2
+    is finished.
     """
     tree = DraftTree.from_nodes([([5, 6, 7], (-1, -1, 0)), ([5], (-1,)), ([], ())])
     stats = Statistics([[], [], []])
@@ -68,8 +69,8 @@ def test_record_counts_nodes_depths_and_rows() -> None:
     assert stats.drafted_per_position == [2, 1] and stats.accepted_per_position == [1, 1]
 
 
-def test_accepted_comes_from_the_verdict_not_from_its_path() -> None:
-    """Would catch: an end token that was guessed not counted: the text does not go on from it, so it is on no path."""
+def test_record_counts_an_accepted_token_that_is_not_on_the_path() -> None:
+    """Would catch: a drafted EOS token that is not counted: the text does not continue from it, so it is on no path."""
     stats = Statistics([[]])
     stats.record(DraftTree.chains([[5, 6]]), VerificationResult([[0]], [[5, 6]], [2]))
     assert stats.rows == [[RowStep(2, 2, 2, 2)]]
@@ -87,32 +88,32 @@ def test_accepted_comes_from_the_verdict_not_from_its_path() -> None:
         (1, [], [], "-"),
     ],
 )
-def test_finish_takes_out_what_lies_behind_the_end(
+def test_finish_removes_what_lies_behind_the_end(
     length: int, emitted: list[int], accepted: list[int], origins: str
 ) -> None:
-    """Would catch: tokens counted that a stopping criterion cut off, or the target's own token cut before a guess."""
+    """Would catch: tokens counted that a stopping criterion cut off, or the bonus token cut before a draft token."""
     stats = Statistics([steps((3, 3), (3, 1), (2, 0))])
     stats.finish([length], [1])
     assert [step.emitted for step in stats.rows[0]] == emitted
     assert [step.accepted for step in stats.rows[0]] == accepted
-    assert "".join("-+"[guessed] for guessed in stats.origins()) == origins
+    assert "".join("-+"[drafted] for drafted in stats.origins()) == origins
     assert stats.emitted == length
 
 
-def test_the_prompts_pass_is_a_step_only_where_something_was_guessed() -> None:
-    """Would catch: a token that the prompt alone gives counted as a step, a guess of the opening as the target's."""
+def test_record_prefill_draft_counts_only_rows_with_a_draft() -> None:
+    """Would catch: the first token counted as a step of rows without a draft, or a drafted one as the target's own."""
     stats = Statistics([[], []])
-    opening = DraftTree.chains([[5, 6], []])
-    told = stats.record_prefill_draft(opening, VerificationResult([[0], []], [[5, 7], [8]], [1, 0]))
-    assert told == [RowStep(2, 2, 1, 2), None]
+    tree = DraftTree.chains([[5, 6], []])
+    recorded = stats.record_prefill_draft(tree, VerificationResult([[0], []], [[5, 7], [8]], [1, 0]))
+    assert recorded == [RowStep(2, 2, 1, 2), None]
     stats.record(DraftTree.chains([[1], [1]]), VerificationResult([[0], []], [[1, 2], [3]], [1, 0]))
     stats.finish([4, 2], [0, 1])
     assert stats.rows == [[RowStep(2, 2, 1, 2), RowStep(1, 1, 1, 2)], [RowStep(1, 1, 0, 1)]]
     assert stats.origins(0) == [True, False, True, False] and stats.origins(1) == [False, False]
 
 
-def test_finish_settles_each_row_by_itself() -> None:
-    """Would catch: the first row's length used for all; a cut in one row that goes on into the next."""
+def test_finish_cuts_each_row_at_its_own_length() -> None:
+    """Would catch: the first row's length used for all; a cut in one row that continues in the next."""
     stats = Statistics([steps((3, 3), (3, 1)), steps((3, 3), (3, 1))])
     stats.finish([3, 7], [1, 1])
     assert [len(row) for row in stats.rows] == [1, 2]
@@ -121,8 +122,8 @@ def test_finish_settles_each_row_by_itself() -> None:
     assert len(stats.origins(0)) == 3 and len(stats.origins(1)) == 7
 
 
-def test_to_dict_goes_through_json() -> None:
-    """Would catch: a tensor or numpy number among the values; rows lost, or listed again inside a row."""
+def test_to_dict_survives_json() -> None:
+    """Would catch: a tensor or numpy number among the values; rows that are missing, or nested in a row."""
     stats = Statistics([steps((3, 3), (3, 0)), steps((2, 1))], [6, 3], {"draft": 0.5})
     data = json.loads(json.dumps(stats.to_dict()))
     assert data == stats.to_dict() == json.loads(stats.to_json())
@@ -132,7 +133,7 @@ def test_to_dict_goes_through_json() -> None:
     assert "rows" not in data["rows"][0] and "rows" not in of_one_row((3, 3)).to_dict()
 
 
-def test_summary() -> None:
+def test_summary_lists_the_figures_under_their_names() -> None:
     """Would catch: a number under another number's name."""
     stats = of_one_row((3, 3), (3, 1), (2, 0), (0, 0))
     stats.seconds = {"draft": 0.0204, "forward": 1.5}
@@ -145,6 +146,6 @@ def test_summary() -> None:
     ]
 
 
-def test_summary_of_nothing() -> None:
+def test_summary_of_no_step_says_so() -> None:
     lines = Statistics([[]], [1]).summary().splitlines()
     assert lines[2:] == ["acceptance by position: (nothing was drafted)", "time: (not measured)"]
