@@ -1,7 +1,8 @@
-"""Fixtures: the embedded model, and tiny random models of every architecture on the list."""
+"""Fixtures: the embedded model, a profile directory of its own for every test, and markers by folder."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -14,15 +15,33 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specgen  # noqa: F401  (installs the keyword)
+from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
 
-pytest_plugins = ["tests.recipe_helpers"]
+pytest_plugins = ["tests.helpers.recipes"]
 
-ROOT = Path(__file__).resolve().parents[1]
-REFERENCE_LM = ROOT / "benchmarks" / "assets" / "reference-lm"
+TIERS = ("unit", "integration", "slow")
+_profile_directories = itertools.count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test with the name of its folder; doctests count as unit tests."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker(pytest.mark.unit)
+        for tier in TIERS:
+            if Path(__file__).parent / tier in item.path.parents:
+                item.add_marker(getattr(pytest.mark, tier))
+
+
+@pytest.fixture(scope="session")
+def _profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _isolated(_profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed seed, and no latency profile of the user or of another test."""
+    monkeypatch.setenv("HF_SPECGEN_CACHE", str(_profiles / str(next(_profile_directories))))
     torch.manual_seed(0)
 
 
@@ -38,7 +57,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def edit_prompts() -> list[str]:
-    lines = (ROOT / "benchmarks" / "assets" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (BENCHMARK_ASSETS / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [row["prompt"] for row in rows if row["domain"] == "edit"]
 
@@ -46,6 +65,6 @@ def edit_prompts() -> list[str]:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """A small benchmark run with everything in it."""
-    from tests.bench_run import measured
+    from tests.helpers.bench_run import measured
 
     return measured(tmp_path_factory.mktemp("bench"))
