@@ -14,11 +14,38 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specgen  # noqa: F401  (installs the keyword)
+from tests.head_fixtures import find_fixtures
 
 pytest_plugins = ["tests.recipe_helpers"]
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE_LM = ROOT / "benchmarks" / "assets" / "reference-lm"
+
+
+HEAD_FIXTURES = ROOT / "tests" / "assets" / "fixtures"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("hf_specgen")
+    # pytest has a flag --fixtures that lists its fixtures; here its alias --funcargs does, and the name is taken over.
+    group._arggroup.conflict_handler = "resolve"
+    group.addoption(
+        "--fixtures",
+        dest="head_fixtures",
+        metavar="DIR",
+        type=Path,
+        default=HEAD_FIXTURES,
+        help="folder of draft-head fixtures, with their targets in DIR/targets",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for every draft-head fixture in the folder."""
+    if "head_fixture" in metafunc.fixturenames:
+        found = find_fixtures(metafunc.config.getoption("head_fixtures"))
+        if not found:
+            raise pytest.UsageError(f"no expected.json in {metafunc.config.getoption('head_fixtures')}")
+        metafunc.parametrize("head_fixture", found, ids=lambda fixture: fixture.folder.name)
 
 
 @pytest.fixture(autouse=True)

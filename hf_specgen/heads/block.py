@@ -9,11 +9,10 @@ and no attention:
     c0   c1   c2   c3                          |  x4 (anchor)  mask  mask  mask
                                                                 d5    d6    d7      predictions of d6 do not know d5
 
-DFlash attends in both directions inside the block; JetSpec only backwards, so that a pass over a block whose first masks
-have been filled in predicts what follows them. Block entries are dropped after each pass, context entries stay.
+DFlash attends in both directions inside the block; JetSpec only backwards, so that a pass over a block whose first
+masks have been filled in predicts what follows them. Block entries are dropped after each pass, context entries stay.
 
-Sources: "DFlash: Block Diffusion for Flash Speculative Decoding" (2026), https://arxiv.org/abs/2602.06036; "JetSpec" (2026),
-https://arxiv.org/abs/2606.18394.
+Sources: DFlash (2026), https://arxiv.org/abs/2602.06036; JetSpec (2026), https://arxiv.org/abs/2606.18394.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class BlockConfig(HeadConfig):
         attention: of each layer, so it gives their number, too.
         block_size: positions of a block, the anchor included.
         mask_token_id: the token of the positions to predict.
-        first_proposing_position: 1 if position i of a block predicts its own token and the anchor nothing (DFlash); 0 if
-            position i predicts the token after it (`sample_from_anchor`).
+        first_proposing_position: 1 if position i of a block predicts its own token and the anchor nothing (DFlash);
+            0 if position i predicts the token after it (`sample_from_anchor`).
 
     Raises:
         ValueError: if the numbers do not make a head.

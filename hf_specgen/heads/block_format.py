@@ -57,8 +57,8 @@ def load_speculators_block(
 def load_zlab_block(checkpoint: Checkpoint, taps: tuple[int, ...] | None, dtype: torch.dtype | None) -> BlockHead:
     """A DFlash head as z-lab publishes it, or a JetSpec head.
 
-    Sliding layers count their window from each position and are causal; `is_causal`, or JetSpec's `causal_head`, decides
-    for all layers.
+    Sliding layers count their window from each position and are causal; `is_causal`, or JetSpec's `causal_head`,
+    decides for all layers.
     """
     fields, layers = Fields(checkpoint.config), layer_fields(checkpoint.config)
     dflash = fields.nested("dflash_config")

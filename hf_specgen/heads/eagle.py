@@ -1,19 +1,21 @@
 """EAGLE heads: one decoder layer, or a few, that continue the target's own hidden states token by token.
 
-A head reads the feature of a position (hidden states of the target) together with the embedding of the *next* token, and
-predicts the token after that. Its own output stands in for the feature of the next position, so it drafts chains and trees:
+A head reads the feature of a position (hidden states of the target) together with the embedding of the *next* token,
+and predicts the token after that. Its own output stands in for the feature of the next position, so it drafts chains
+and trees:
 
-    position          0    1    2    3  |  4    5        target has read x0 … x3 and chosen x4
+    position          0    1    2    3  |  4    5        the target has read x0 … x3 and chosen x4
     feature           f0   f1   f2   f3 |  h3   h4       f: the target's, h: the head's own output
     token             x1   x2   x3   x4 |  d5   d6
     prediction        ·    ·    ·    d5 |  d6   d7
 
-Only entries computed from true features stay in the cache. After a verification the accepted tokens are read again, now with the
-target's features, and the entries that were computed from the head's own output are dropped.
+Only entries computed from true features stay in the cache. After a verification the accepted tokens are read again, now
+with the target's features, and the entries that were computed from the head's own output are dropped.
 
-Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024); "EAGLE-2" (2024), the same
-heads with dynamic trees; "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025).
-P-EAGLE (2026) predicts several tokens in one pass, with a learned stand-in for the features that do not exist yet.
+Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), "EAGLE-2" (2024; the
+same heads with dynamic trees) and "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
+Training-Time Test" (2025). P-EAGLE (2026, https://arxiv.org/abs/2602.01469) predicts several tokens in one pass, with a
+learned stand-in for the features that do not exist yet.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ class EagleConfig(HeadConfig):
             raise ValueError("norm_before_fc and fc_norm exclude each other; a head has one of them at most")
         if not self.projects_features and self.target_hidden_size * self.num_taps != self.hidden_size:
             raise ValueError(
-                f"features of width {self.target_hidden_size * self.num_taps} need a linear layer (fc.weight) to become "
-                f"states of width {self.hidden_size}"
+                f"features of width {self.target_hidden_size * self.num_taps} need a linear layer (fc.weight) to "
+                f"become states of width {self.hidden_size}"
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(

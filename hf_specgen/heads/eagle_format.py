@@ -7,8 +7,8 @@
 | P-EAGLE | the same, with a mask token | the same and `mask_hidden` |
 | speculators `eagle3`, `peagle` | nested, with `transformer_layer_config` | `fc`, `layers.*` |
 
-Which optional tensors there are (biases, norms, embeddings, output matrix) is seen in the file; what only a config can say
-(`norm_before_residual`, `norm_output`) is read from it.
+Which optional tensors there are (biases, norms, embeddings, output matrix) is seen in the file; what only a config can
+say (`norm_before_residual`, `norm_output`) is read from it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,122 @@
+"""Ground truth for draft heads: folders with a checkpoint and the numbers that its original implementation computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+FAMILIES = {
+    "eagle1_original": "autoregressive",
+    "eagle3_original": "autoregressive",
+    "speculators_eagle3": "autoregressive",
+    "dflash_zlab": "block",
+    "jetspec": "block",
+    "speculators_dflash": "block",
+    "speculators_peagle": "parallel",
+    "mtp_transformers": "mtp",
+    "mtp_qwen": "mtp_recursive",
+    "gemma4_assistant": "assistant",
+    "medusa": "medusa",
+}
+"""How a format drafts, by the beginning of its name; the longest match counts."""
+
+
+@dataclass
+class Fixture:
+    """One folder of ground truth; `check` compares tensors with it and remembers which were compared."""
+
+    folder: Path
+    targets: Path
+    expected: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expected = json.loads((self.folder / "expected.json").read_text(encoding="utf-8"))
+
+    @property
+    def family(self) -> str:
+        matches = [name for name in FAMILIES if self.expected["format"].startswith(name)]
+        if not matches:
+            known = ", ".join(FAMILIES)
+            raise AssertionError(
+                f"fixture {self.folder.name} has the unknown format {self.expected['format']!r}; known are {known}"
+            )
+        return FAMILIES[max(matches, key=len)]
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "expected.safetensors")
+
+    @property
+    def prompts(self) -> list[str]:
+        return sorted({name.split(".")[0] for name in self.tensors if "." in name})
+
+    @property
+    def head_folder(self) -> Path:
+        return self.folder / self.expected["head"]
+
+    @property
+    def target_folder(self) -> Path:
+        own = self.folder / "target"
+        return own if own.is_dir() else self.targets / Path(self.expected["target"]).name
+
+    @property
+    def target(self) -> PreTrainedModel:
+        return _target(self.target_folder)
+
+    def get(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def names(self, prefix: str) -> set[str]:
+        return {name for name in self.tensors if name.startswith(prefix)}
+
+
+@lru_cache(maxsize=2)
+def _target(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+class Comparison:
+    """Compares tensors with a fixture's within its tolerance, and knows in the end what was never compared."""
+
+    def __init__(self, fixture: Fixture) -> None:
+        self.fixture = fixture
+        self.compared: set[str] = set()
+
+    def check(self, name: str, actual: torch.Tensor) -> None:
+        expected = self.fixture.tensors[name]
+        self.compared.add(name)
+        if actual.dtype in (torch.int64, torch.bool) or not expected.is_floating_point():
+            assert torch.equal(actual.to(expected.dtype).reshape(expected.shape), expected), (
+                f"{name}: {actual} != {expected}"
+            )
+            return
+        tolerance = self.fixture.expected["tolerance"]
+        torch.testing.assert_close(
+            actual.float().reshape(expected.shape),
+            expected,
+            atol=tolerance["atol"],
+            rtol=tolerance["rtol"],
+            msg=lambda text: f"{self.fixture.folder.name}, {name}: {text}",
+        )
+
+    def check_if_there(self, name: str, actual: torch.Tensor) -> None:
+        if name in self.fixture.tensors:
+            self.check(name, actual)
+
+    def assert_complete(self, prompts: list[str], inputs: set[str]) -> None:
+        """Fail on ground truth of these prompts that was not compared, apart from what is given to the head."""
+        names = {name for name in self.fixture.tensors if name.split(".")[0] in prompts}
+        left = {name for name in names - self.compared if name.rpartition(".")[2] not in inputs}
+        assert not left, f"{self.fixture.folder.name}: never compared: {sorted(left)}"
+
+
+def find_fixtures(folder: Path) -> list[Fixture]:
+    """Every fixture in a folder, by its expected.json; targets lie in `folder/targets`."""
+    return [Fixture(path.parent, folder / "targets") for path in sorted(folder.glob("**/expected.json"))]
