@@ -198,3 +198,85 @@ class Block:
         output = self.attached.head(self.attached.embed(blocks), positions, self.cache, self.lengths)
         self.cache.set_lengths(self.lengths)
         return output
+
+
+class LayeredMTP:
+    """Several MTP layers with one draft token each; layer k reads the output of layer k - 1.
+
+    Layer k needs the token k + 1 places after its position, so the last k entries of its cache are computed from
+    drafted tokens. All layers therefore read the last `layers - 1` positions again in the next round.
+    """
+
+    def __init__(self, attached: AttachedHead, batch: int) -> None:
+        self.attached, self.cache, self.lengths = attached, RaggedCache(), [0] * batch
+        width = attached.head.config.hidden_size
+        self.features = [torch.zeros(0, width) for _ in range(batch)]  # of the positions that are read again
+        self.tokens = [torch.zeros(0, dtype=torch.long) for _ in range(batch)]
+
+    def round(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[torch.Tensor]
+    ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], list[torch.Tensor]]:
+        """Read new accepted positions, and draft.
+
+        Args:
+            features: for each row `[new, hidden]`.
+            next_tokens: for each row `[new]`, the token after each of these positions.
+
+        Returns:
+            for each layer and row the output at the positions that were read, and for each row logits and tokens.
+        """
+        head, attached = self.attached.head, self.attached
+        features = [torch.cat(parts) for parts in zip(self.features, features, strict=True)]
+        tokens = [torch.cat(parts) for parts in zip(self.tokens, next_tokens, strict=True)]
+        read = [len(row) for row in features]
+        hidden, outputs, logits = padded(features), [], []
+        ahead = list(tokens)
+        positions = torch.tensor(self.lengths)[:, None] + torch.arange(max(read))
+        mask = causal_mask(self.lengths, max(read))
+        for layer in range(head.config.num_layers):
+            output = head(attached.embed(padded(ahead)), hidden, positions, mask, self.cache, step=layer)
+            outputs.append([output.output[row, :count] for row, count in enumerate(read)])
+            logits.append(torch.stack([attached.logits(row[-1]) for row in outputs[-1]]))
+            drafted = logits[-1].argmax(-1)
+            ahead = [torch.cat((row[1:], drafted[index : index + 1])) for index, row in enumerate(ahead)]
+            hidden = output.hidden
+        again = head.config.num_layers - 1
+        self.lengths = [length + count - again for length, count in zip(self.lengths, read, strict=True)]
+        self.cache.set_lengths(self.lengths)
+        self.features = [row[len(row) - again :] for row in features]
+        self.tokens = [row[len(row) - again :] for row in tokens]
+        by_row = torch.stack(logits, dim=1)
+        return outputs, list(by_row), list(by_row.argmax(-1))
+
+
+class Assistant:
+    """A Gemma 4 assistant: no cache, one position for all draft tokens of a round."""
+
+    def __init__(self, attached: AttachedHead) -> None:
+        self.attached = attached
+
+    def chain(
+        self,
+        states: Sequence[torch.Tensor],
+        keys_values: Sequence[dict[str, tuple[torch.Tensor, torch.Tensor]]],
+        last: Sequence[int],
+        steps: int,
+    ) -> list[Chain]:
+        """Draft greedily from each row's last state `[hidden]`, its keys and values, and its last known token."""
+        lengths = [next(iter(row.values()))[0].shape[2] for row in keys_values]
+        shared = {
+            kind: tuple(
+                padded([row[kind][part][0].transpose(0, 1) for row in keys_values]).transpose(1, 2) for part in (0, 1)
+            )
+            for kind in keys_values[0]
+        }
+        hidden, tokens = torch.stack(list(states))[:, None], torch.tensor(last)[:, None]
+        positions, counts = torch.tensor(lengths)[:, None], torch.tensor(lengths)
+        chains: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in last]
+        for _ in range(steps):
+            output = self.attached.head(self.attached.embed(tokens), hidden, positions, shared, counts)
+            logits = self.attached.logits(output.output)[:, 0]
+            tokens, hidden = self.attached.target_ids(logits.argmax(-1))[:, None], output.hidden
+            for row, chain in enumerate(chains):
+                chain.append((tokens[row, 0], logits[row], hidden[row, 0]))
+        return [Chain(*map(torch.stack, zip(*chain, strict=True))) for chain in chains]

@@ -5,202 +5,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import shutil
+from pathlib import Path
 
 import pytest
-import torch
 
-from hf_specgen.heads.loading import load_head
 from tests.head_fixtures import Comparison, Fixture
-from tests.head_sessions import Autoregressive, Block, Parallel, dynamic_tree
+from tests.head_runs import run_autoregressive, run_block, run_parallel
+from tests.head_runs_native import run_assistant, run_medusa, run_mtp, run_mtp_recursive
 
-INPUTS = {"input_ids", "next_token", "accepted", "position_ids", "path", "generated"}
-"""Tensors of a fixture that are given to the head, or tell how they came about."""
-
-Rows = list[torch.Tensor]
-
-
-def captured_features(fixture: Fixture, capture: dict[str, Any], input_ids: torch.Tensor, rows: int) -> Any:
-    """The target's output for a text without its last token (which is known, but not read), its last rows only."""
-    with torch.no_grad():
-        output = fixture.target(input_ids, **capture)
-    states = tuple(None if state is None else state[:, -rows:] for state in output.hidden_states)
-    return states, output.logits[:, -rows:]
-
-
-class Rounds:
-    """The two rounds of a fixture for some of its prompts, with the features that our own capture gets."""
-
-    def __init__(self, fixture: Fixture, prompts: list[str], attached: Any, comparison: Comparison) -> None:
-        self.fixture, self.prompts, self.attached, self.comparison = fixture, prompts, attached, comparison
-
-    def inputs(self, number: int, part: str = "") -> tuple[Rows, Rows]:
-        """For each prompt the features of the positions that are new in a round, and the token after each of them."""
-        features, tokens = [], []
-        for prompt in self.prompts:
-            prefix = f"{prompt}.round{number}.{part}"
-            text = self.fixture.get(f"{prefix}input_ids")
-            if number == 1:
-                text = torch.cat((text, self.fixture.get(f"{prefix}next_token")), dim=1)
-            rows = self.fixture.get(f"{prefix}features").shape[1]
-            states, logits = captured_features(self.fixture, self.attached.capture_arguments, text[:, :-1], rows)
-            features.append(self.attached.features(states)[0])
-            self.comparison.check(f"{prefix}features", features[-1])
-            if (name := f"{prefix}target_logits") in self.fixture.tensors:
-                kept = self.fixture.get(name).shape[1]
-                self.comparison.check(name, logits[:, -kept:])
-            self.comparison.check(f"{prefix}next_token", logits[0, -1].argmax())
-            tokens.append(text[0, -rows:])
-        return features, tokens
-
-    def check(self, number: int, row: int, name: str, actual: torch.Tensor) -> None:
-        """Compare with the ground truth of one prompt, where the fixture has it."""
-        self.comparison.check_if_there(f"{self.prompts[row]}.round{number}.{name}", actual)
-
-
-def scattered(attached: Any, draft_logits: torch.Tensor) -> torch.Tensor:
-    """Logits over the draft vocabulary at the target's ids, -inf elsewhere."""
-    head = attached.head
-    logits = draft_logits.new_full((*draft_logits.shape[:-1], head.config.vocab_size), -torch.inf)
-    ids = head.target_ids(torch.arange(head.config.draft_vocab_size))
-    logits[..., ids] = draft_logits
-    return logits
-
-
-def check_vocabulary(attached: Any, comparison: Comparison) -> None:
-    ids = attached.target_ids(torch.arange(attached.head.config.draft_vocab_size))
-    comparison.check_if_there("kept_target_ids", ids)
-
-
-def check_taps(fixture: Fixture, attached: Any) -> None:
-    if (expected := fixture.expected.get("taps_hf_tuple_index")) is not None:
-        assert list(attached.taps) == expected
-
-
-@torch.no_grad()
-def run_autoregressive(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    head = load_head(fixture.head_folder)
-    attached = head.attach(fixture.target)
-    check_taps(fixture, attached)
-    check_vocabulary(attached, comparison)
-    rounds, session = Rounds(fixture, prompts, attached, comparison), Autoregressive(attached, len(prompts))
-    raw: list[torch.Tensor] = []
-    if hasattr(head, "norm"):
-        head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
-    for number in (1, 2):
-        features, tokens = rounds.inputs(number)
-        raw.clear()
-        outputs = session.read(features, tokens)
-        steps = fixture.get(f"{prompts[0]}.round{number}.chain.tokens").shape[1]
-        chains = session.chain(steps)
-        for row, (output, chain) in enumerate(zip(outputs, chains, strict=True)):
-            before_norm = raw[0][row, : len(output.hidden)] if raw else output.hidden
-            rounds.check(number, row, "chain.first_pass_hidden", before_norm)
-            rounds.check(number, row, "chain.first_pass_logits", attached.logits(output.output))
-            rounds.check(number, row, "chain.hidden", chain.hidden)
-            rounds.check(number, row, "chain.draft_logits", chain.draft_logits)
-            rounds.check(number, row, "chain.logits", scattered(attached, chain.draft_logits))
-            rounds.check(number, row, "chain.tokens", chain.tokens)
-            if raw:
-                steps_before_norm = [before_norm[-1], *(step[row, -1] for step in raw[1:])]
-                rounds.check(number, row, "chain.prenorm_hidden", torch.stack(steps_before_norm))
-            keys, values = session.keys_values(0, row)
-            rounds.check(number, row, "draft_kv.key", keys)
-            rounds.check(number, row, "draft_kv.value", values)
-    for prompt in prompts:
-        run_tree(fixture, prompt, attached, comparison)
-
-
-def run_tree(fixture: Fixture, prompt: str, attached: Any, comparison: Comparison) -> None:
-    """The dynamic tree of both rounds; it is drafted for one row at a time, as the original does."""
-    if not fixture.names(f"{prompt}.round1.tree."):
-        return
-    rounds, session = Rounds(fixture, [prompt], attached, comparison), Autoregressive(attached, 1)
-    shape = fixture.expected["tree"]
-    for number in (1, 2):
-        features, tokens = rounds.inputs(number, "tree.")
-        session.read(features, tokens)
-        root = int(fixture.get(f"{prompt}.round{number}.tree.next_token"))
-        tree = dynamic_tree(session, root, shape["total_token"], shape["depth"], shape["top_k"])
-        paths = [tree.path(node) for node in range(len(tree.tokens))]
-        mask = torch.zeros(len(paths), len(paths))
-        for node, path in enumerate(paths):
-            mask[node, path] = 1
-        rounds.check(number, 0, "tree.tokens", torch.tensor(tree.tokens))
-        rounds.check(number, 0, "tree.depth", torch.tensor([len(path) - 1 for path in paths]))
-        rounds.check(number, 0, "tree.mask", mask)
-        name = f"{prompt}.round{number}.tree.retrieve_indices"
-        expected = {tuple(node for node in row if node >= 0) for row in fixture.get(name).tolist()}
-        assert {tuple(paths[leaf]) for leaf in tree.leaves} == expected
-        comparison.compared.add(name)
-
-
-@torch.no_grad()
-def run_parallel(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    attached = load_head(fixture.head_folder).attach(fixture.target)
-    check_taps(fixture, attached)
-    check_vocabulary(attached, comparison)
-    assert attached.head.config.mask_token_id == fixture.expected["mask_token_id"]
-    assert attached.head.config.speculative_tokens == fixture.expected["block_size"]
-    rounds, session = Rounds(fixture, prompts, attached, comparison), Parallel(attached, len(prompts))
-    raw: list[torch.Tensor] = []
-    attached.head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
-    for number in (1, 2):
-        features, tokens = rounds.inputs(number)
-        raw.clear()
-        outputs = session.read_and_draft(features, tokens, fixture.expected["block_size"])
-        for row, output in enumerate(outputs):
-            last = len(features[row]) - 1
-            rounds.check(number, row, "block.hidden", output.output)
-            rounds.check(number, row, "block.prenorm_hidden", raw[0][row, last : last + len(output.output)])
-            check_block_logits(rounds, number, row, output.output, fixture.expected["first_proposing_position"])
-
-
-def check_block_logits(rounds: Rounds, number: int, row: int, output: torch.Tensor, first: int) -> None:
-    logits = rounds.attached.logits(output)
-    rounds.check(number, row, "block.draft_logits", logits)
-    rounds.check(number, row, "block.logits", scattered(rounds.attached, logits))
-    rounds.check(number, row, "block.tokens", rounds.attached.target_ids(logits[first:].argmax(-1)))
-
-
-@torch.no_grad()
-def run_block(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    head = load_head(fixture.head_folder)
-    attached = head.attach(fixture.target)
-    check_taps(fixture, attached)
-    check_vocabulary(attached, comparison)
-    assert head.config.block_size == fixture.expected["block_size"]
-    assert head.config.mask_token_id == fixture.expected["mask_token_id"]
-    first = head.config.first_proposing_position
-    assert first == fixture.expected.get("first_proposing_position", 1)
-    rounds, session = Rounds(fixture, prompts, attached, comparison), Block(attached, len(prompts))
-    for number in (1, 2):
-        features, tokens = rounds.inputs(number)
-        session.read(features)
-        blocks = torch.full((len(prompts), head.config.block_size), head.config.mask_token_id)
-        blocks[:, 0] = torch.stack([row[-1] for row in tokens])
-        output = session.draft(blocks)
-        for row in range(len(prompts)):
-            rounds.check(number, row, "block.input_ids", blocks[row])
-            rounds.check(number, row, "block.hidden", output.output[row])
-            rounds.check(number, row, "block.prenorm_hidden", output.hidden[row])
-            check_block_logits(rounds, number, row, output.output[row], first)
-        if f"{prompts[0]}.round{number}.conditioned.path" in fixture.tensors:
-            paths = torch.cat([fixture.get(f"{prompt}.round{number}.conditioned.path") for prompt in prompts])
-            blocks[:, 1 : 1 + paths.shape[1]] = paths
-            logits = attached.logits(session.draft(blocks).output)
-            for row in range(len(prompts)):
-                rounds.check(number, row, "conditioned.logits", scattered(attached, logits[row, first:]))
-
-
-RUNNERS = {"autoregressive": run_autoregressive, "parallel": run_parallel, "block": run_block}
+RUNS = {
+    "autoregressive": run_autoregressive,
+    "parallel": run_parallel,
+    "block": run_block,
+    "mtp": run_mtp,
+    "mtp_recursive": run_mtp_recursive,
+    "assistant": run_assistant,
+    "medusa": run_medusa,
+}
 
 
 @pytest.mark.parametrize("rows", ["alone", "batch"])
 def test_head_fixture_computed_by_original_is_reproduced(head_fixture: Fixture, rows: str) -> None:
-    groups = [[prompt] for prompt in head_fixture.prompts] if rows == "alone" else [head_fixture.prompts]
-    run = RUNNERS[head_fixture.family]
-    for prompts in groups:
+    run = RUNS[head_fixture.family]
+    for prompts in [[prompt] for prompt in head_fixture.prompts] if rows == "alone" else [head_fixture.prompts]:
         comparison = Comparison(head_fixture)
         run(head_fixture, prompts, comparison)
-        comparison.assert_complete(prompts, INPUTS)
+        comparison.assert_complete(prompts)
+
+
+def test_head_fixture_of_unknown_format_fails(tmp_path: Path) -> None:
+    (tmp_path / "expected.json").write_text(json.dumps({"format": "hydra_v2"}), encoding="utf-8")
+    with pytest.raises(AssertionError, match="unknown format 'hydra_v2'"):
+        _ = Fixture(tmp_path, tmp_path).family
+
+
+def test_head_fixture_with_numbers_that_no_test_compares_fails(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    source: Path = request.config.getoption("head_fixtures") / "eagle1_original"
+    if not source.is_dir():
+        pytest.skip("needs the project's own fixtures")
+    shutil.copytree(source, tmp_path / "copy")
+    fixture = Fixture(tmp_path / "copy", source.parent / "targets")
+    fixture.tensors["a.round1.chain.confidence"] = fixture.tensors["a.round1.chain.hidden"]
+    comparison = Comparison(fixture)
+    run_autoregressive(fixture, ["a"], comparison)
+    with pytest.raises(AssertionError, match=r"never compared: \['a.round1.chain.confidence'\]"):
+        comparison.assert_complete(["a"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,8 +126,12 @@ class Checkpoint:
         return result
 
 
-def open_checkpoint(source: Source) -> Checkpoint:
+def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
     """Read a checkpoint's config and the headers of its tensor files.
+
+    Args:
+        source: where it is.
+        wanted: which tensors are of interest; files without any are neither downloaded nor opened.
 
     Raises:
         FileNotFoundError: if there is no such folder or repository.
@@ -137,7 +141,8 @@ def open_checkpoint(source: Source) -> Checkpoint:
     path = source.file(CONFIG)
     if path is None:
         raise ValueError(f"{where} has no {CONFIG}, so it is not a checkpoint")
-    return Checkpoint(where, read_json(path), _tensor_infos(source, where))
+    infos = _tensor_infos(source, where, wanted)
+    return Checkpoint(where, read_json(path), {name: info for name, info in infos.items() if wanted(name)})
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -159,12 +164,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _tensor_infos(source: Source, where: str) -> dict[str, TensorInfo]:
+def _tensor_infos(source: Source, where: str, wanted: Callable[[str], bool]) -> dict[str, TensorInfo]:
     if (index := source.file(INDEX)) is not None:
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
             raise ValueError(f"{where}: {INDEX} has no weight_map of file names")
-        return _merged(source, where, sorted(set(names.values())))
+        return _merged(source, where, sorted({file for name, file in names.items() if wanted(name)}))
     for name in (SINGLE, PICKLED):
         if source.file(name) is not None:
             return _merged(source, where, [name])

@@ -27,7 +27,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmbedding, causal_mask
+from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmbedding, causal_default
 from hf_specgen.heads.taps import eagle_taps
 
 
@@ -219,12 +219,3 @@ class FusedLayer(DecoderLayer):
         both = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
         residual = normed if self.norm_before_residual else hidden
         return self.add_mlp(residual + self.self_attn(both, rotary, attention_mask, cache))
-
-
-def causal_default(mask: torch.Tensor | None, states: torch.Tensor, cache: Cache | None) -> torch.Tensor | None:
-    """The given mask; if there is none, a causal one behind what the cache holds, which one query does not need."""
-    batch, queries = states.shape[:2]
-    if mask is not None or queries == 1:
-        return mask
-    cached = cache.get_seq_length() if cache is not None else 0
-    return causal_mask([cached] * batch, queries, states.device)

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from hf_specgen.heads.base import DraftHead
-from hf_specgen.heads.checkpoint import Checkpoint
+from hf_specgen.heads.checkpoint import Checkpoint, TensorInfo
 from hf_specgen.heads.fields import Fields
 from hf_specgen.heads.layers import LayerConfig
 
@@ -32,6 +32,7 @@ ROPE_NUMBERS = (
     "mscale",
     "mscale_all_dim",
 )
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 Names = dict[str, str]
 """Names of a head's own tensors, each with the name in the file."""
 
@@ -129,10 +130,14 @@ def read_rope(fields: Fields) -> dict[str, Any]:
     kind = given.get("rope_type") or given.get("type") or "default"
     if not isinstance(kind, str):
         raise ValueError(f"rope_type must be a string, got {str(kind)[:60]!r}")
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor {given['partial_rotary_factor']} is not supported in draft layers")
     rope: dict[str, Any] = {"rope_theta": parameters.number("rope_theta")}
     rope["rope_type"] = "default" if kind == "mrope" else kind  # its axes agree wherever there is only text
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        rope["partial_rotary_factor"] = parameters.number("partial_rotary_factor")
+        if kind != "proportional":
+            raise ValueError(
+                f"partial_rotary_factor {rope['partial_rotary_factor']} with rope_type {kind!r} is unknown"
+            )
     for name in ROPE_NUMBERS:
         if given.get(name) is not None:
             rope[name] = given[name] if type(given[name]) is int else parameters.number(name)
@@ -154,7 +159,7 @@ def fill(head: DraftHead, checkpoint: Checkpoint, names: Names, dtype: torch.dty
     Raises:
         ValueError: if a tensor is missing, not part of such a head, or of another shape or kind.
     """
-    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items() if name != "draft_to_target"}
+    expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
     missing, unknown = sorted(expected.keys() - names.keys()), sorted(names.keys() - expected.keys())
     if missing:
         raise ValueError(f"{len(missing)} tensors are missing, such as {', '.join(missing[:3])}; download it again")
@@ -163,19 +168,26 @@ def fill(head: DraftHead, checkpoint: Checkpoint, names: Names, dtype: torch.dty
             f"a head with this config.json has no tensors such as {', '.join(names[name] for name in unknown[:3])} "
             f"({len(unknown)} in all); it is of a variant that is not supported"
         )
-    for name, shape in expected.items():
-        info = checkpoint.tensors[names[name]]
-        if _squeezed(info.shape) != _squeezed(shape):
-            raise ValueError(f"tensor {names[name]} has shape {info.shape}, but config.json makes it {shape}")
-        if info.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise ValueError(f"tensor {names[name]} has dtype {info.dtype}; quantised heads are not supported")
-    wanted = dtype or checkpoint.tensors[names["layers.0.self_attn.q_proj.weight"]].dtype
-    tensors = checkpoint.read(names.values())
-    state = {name: tensors[names[name]].to(wanted).reshape(shape) for name, shape in expected.items()}
+    for name, wanted in expected.items():
+        _check(names[name], checkpoint.tensors[names[name]], wanted)
+    dtype = dtype or checkpoint.tensors[names["layers.0.self_attn.q_proj.weight"]].dtype
+    tensors, state = checkpoint.read(names.values()), {}
+    for name, wanted in expected.items():
+        kind = dtype if wanted.is_floating_point() else wanted.dtype
+        state[name] = tensors[names[name]].to(kind).reshape(wanted.shape)
     if head.draft_to_target is not None:
         state["draft_to_target"] = _draft_to_target(checkpoint, head)
     head.load_state_dict(state, assign=True)
     head.eval().requires_grad_(False)
+
+
+def _check(name: str, info: TensorInfo, wanted: torch.Tensor) -> None:
+    if _squeezed(info.shape) != _squeezed(tuple(wanted.shape)):
+        raise ValueError(f"tensor {name} has shape {info.shape}, but config.json makes it {tuple(wanted.shape)}")
+    if wanted.is_floating_point() and info.dtype not in FLOATS:
+        raise ValueError(f"tensor {name} has dtype {info.dtype}; quantised heads are not supported")
+    if not wanted.is_floating_point() and info.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tensor {name} has dtype {info.dtype}, but it holds token ids")
 
 
 def _draft_to_target(checkpoint: Checkpoint, head: DraftHead) -> torch.Tensor:

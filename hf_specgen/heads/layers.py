@@ -223,3 +223,14 @@ def causal_mask(lengths: Sequence[int], queries: int, device: torch.device | str
     slots = torch.arange(max(lengths) + queries, device=device)
     own = torch.tensor(lengths, device=device)[:, None] + torch.arange(queries, device=device)
     return (slots <= own[..., None])[:, None]
+
+
+def causal_default(
+    mask: torch.Tensor | None, states: torch.Tensor, cache: Cache | None, layer_index: int = 0
+) -> torch.Tensor | None:
+    """The given mask; if there is none, a causal one behind what the cache holds, which one query does not need."""
+    batch, queries = states.shape[:2]
+    if mask is not None or queries == 1:
+        return mask
+    cached = cache.get_seq_length(layer_index) if cache is not None else 0
+    return causal_mask([cached] * batch, queries, states.device)

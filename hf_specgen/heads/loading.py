@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_specgen.heads.assistant_format import is_assistant, load_assistant
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block_format import is_block, load_speculators_block, load_zlab_block
 from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
@@ -33,6 +34,7 @@ FORMATS = (
     Format("speculators eagle3", lambda found: _speculators_type(found) == "eagle3", load_eagle3),
     Format("speculators peagle", lambda found: _speculators_type(found) == "peagle", load_eagle3),
     Format("speculators dflash", lambda found: _speculators_type(found) == "dflash", load_speculators_block),
+    Format("Gemma 4 assistant", is_assistant, load_assistant),
     Format("EAGLE-3 (original, SpecForge, ModelOpt, DeepSpec, P-EAGLE)", is_eagle3, load_eagle3),
     Format("EAGLE-1, EAGLE-2, HASS", is_eagle1, load_eagle1),
     Format("DFlash, JetSpec", is_block, load_zlab_block),
