@@ -27,8 +27,12 @@ HEAD_FIXTURES = ROOT / "tests" / "assets" / "fixtures"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hf_specgen")
-    # pytest has a flag --fixtures that lists its fixtures; here its alias --funcargs does, and the name is taken over.
-    group._arggroup.conflict_handler = "resolve"
+    # pytest has a flag of this name that lists its own fixtures; here only its alias --funcargs does.
+    if hasattr(group, "_arggroup"):  # pytest 9
+        group._arggroup.conflict_handler = "resolve"
+    else:
+        for option in (option for other in parser._groups for option in other.options):
+            option._long_opts = [name for name in option._long_opts if name != "--fixtures"]
     group.addoption(
         "--fixtures",
         dest="head_fixtures",

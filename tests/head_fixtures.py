@@ -82,8 +82,8 @@ class Fixture:
 
     @property
     def target_folder(self) -> Path:
-        own = self.folder / "target"
-        return own if own.is_dir() else self.targets / Path(self.expected["target"]).name
+        own, named = self.folder / "target", self.folder / self.expected["target"]
+        return next((path for path in (own, named) if path.is_dir()), self.targets / named.name)
 
     @property
     def target(self) -> PreTrainedModel:

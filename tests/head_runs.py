@@ -133,7 +133,6 @@ def run_parallel(fixture: Fixture, prompts: list[str], comparison: Comparison) -
     check_taps(fixture, attached)
     check_vocabulary(attached, comparison)
     assert attached.head.config.mask_token_id == fixture.expected["mask_token_id"]
-    assert attached.head.config.speculative_tokens == fixture.expected["block_size"]
     rounds, session = Rounds(fixture, prompts, attached, comparison), Parallel(attached, len(prompts))
     raw: list[torch.Tensor] = []
     attached.head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
