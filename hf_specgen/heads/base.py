@@ -86,6 +86,7 @@ class DraftHead(nn.Module):
         config: the head's configuration.
     """
 
+    lm_head: nn.Module | None
     draft_to_target: torch.Tensor | None
     """`[draft_vocab_size]` the target's id of each draft id; None where the vocabularies are the same."""
 
@@ -130,12 +131,13 @@ class AttachedHead:
         config = target.config.get_text_config()
         self.head = head
         self.taps = _checked_taps(head, config.num_hidden_layers, taps)
-        embed, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+        embed: Any = target.get_input_embeddings()
+        lm_head: Any = target.get_output_embeddings()
         if lm_head is None:
             raise ValueError(f"{type(target).__name__} has no output matrix, so nothing can be drafted for it")
         self._check_sizes(config.hidden_size, embed.weight.shape[0], embed.weight.shape[1], lm_head.weight.shape[1])
-        self._embed: nn.Module = head.embed_tokens or embed
-        self._lm_head: nn.Module = head.lm_head or lm_head
+        self._embed: Any = head.embed_tokens or embed
+        self._lm_head: Any = head.lm_head or lm_head
         self._like = next(head.parameters())
 
     def _check_sizes(self, hidden: int, vocab: int, embedding: int, output: int) -> None:
@@ -164,13 +166,11 @@ class AttachedHead:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[batch, length]` target token ids to `[batch, length, hidden]` embeddings."""
-        weight: torch.Tensor = self._embed.weight  # type: ignore[assignment]
-        return self._embed(token_ids.to(weight.device)).to(self._like)
+        return self._embed(token_ids.to(self._embed.weight.device)).to(self._like)
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` of `HeadOutput.output` to `[..., draft_vocab_size]`; choose the positions before."""
-        weight: torch.Tensor = self._lm_head.weight  # type: ignore[assignment]
-        return self._lm_head(output.to(weight)).to(output.device)
+        return self._lm_head(output.to(self._lm_head.weight)).to(output.device)
 
     def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """The target's token ids of draft token ids, in the same shape."""

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding
+from hf_specgen.heads.layers import Attention, DecoderLayer, LayerConfig, RotaryEmbedding
 from hf_specgen.heads.taps import block_taps
 
 MAX_BLOCK_SIZE = 1024
@@ -123,7 +124,8 @@ class BlockHead(DraftHead):
         context = self.hidden_norm(self.fc(features))
         rotary = self.rotary(context, position_ids)
         for layer in self.layers:
-            cache.update(*layer.self_attn.keys_values(context, rotary), layer.self_attn.layer_index)
+            attention = cast(Attention, layer.self_attn)
+            cache.update(*attention.keys_values(context, rotary), attention.layer_index)
 
     def forward(
         self,

@@ -95,8 +95,9 @@ class AssistantLayer(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         self.self_attn, self.mlp = SharedAttention(config), GatedMLP(config)
-        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            self.add_module(f"{name}_layernorm", nn.RMSNorm(config.hidden_size, eps=config.norm_eps))
+        norms = (nn.RMSNorm(config.hidden_size, eps=config.norm_eps) for _ in range(4))
+        self.input_layernorm, self.post_attention_layernorm = next(norms), next(norms)
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = next(norms), next(norms)
         self.register_buffer("layer_scalar", torch.ones(1))
 
     def forward(
@@ -161,7 +162,7 @@ class AssistantHead(DraftHead):
         by_type = dict(zip(config.layer_types, config.layers, strict=True))
         self.rotary = nn.ModuleDict({kind: RotaryEmbedding(layer) for kind, layer in by_type.items()})
         if config.num_centroids is None:
-            self.lm_head: nn.Module = nn.Linear(width, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
         else:
             self.lm_head = CentroidOutput(width, config.vocab_size, config.num_centroids, config.top_centroids)
 

@@ -120,12 +120,16 @@ def count_layers(fields: Fields, names: Collection[str]) -> int:
 def read_rope(fields: Fields) -> dict[str, Any]:
     """Rotary parameters of a config of Transformers 4 or 5, in the form of 5; without any, base 10,000.
 
+    The target's own base plays no part: EAGLE heads without `rope_theta` were trained with 10,000.
+
     Raises:
         ValueError: if a number is not one, or only a part of each head is rotated.
     """
-    given = {**fields.nested("rope_scaling").values, **fields.nested("rope_parameters").values}
-    if "rope_parameters" not in fields.values and "rope_theta" in fields.values:
-        given["rope_theta"] = fields.values["rope_theta"]
+    written = Fields(fields.values)
+    newer = written.nested("rope_parameters")
+    given = {**written.nested("rope_scaling").values, **newer.values}
+    if newer.get("rope_theta") is None and written.get("rope_theta") is not None:
+        given["rope_theta"] = written.get("rope_theta")
     parameters = Fields(given, {"rope_theta": 10000.0})
     kind = given.get("rope_type") or given.get("type") or "default"
     if not isinstance(kind, str):
