@@ -100,7 +100,7 @@ class Checkpoint:
     Args:
         source: how messages call it.
         config: config.json.
-        tensors: shape and dtype of each tensor.
+        tensors: shape and dtype of each tensor; empty if there is no file of tensors.
     """
 
     source: str
@@ -173,7 +173,7 @@ def _tensor_infos(source: Source, where: str, wanted: Callable[[str], bool]) -> 
     for name in (SINGLE, PICKLED):
         if source.file(name) is not None:
             return _merged(source, where, [name])
-    raise ValueError(f"{where} has no tensors: none of {INDEX}, {SINGLE} and {PICKLED} is there")
+    return {}
 
 
 def _merged(source: Source, where: str, names: list[str]) -> dict[str, TensorInfo]:

@@ -83,6 +83,7 @@ def load_eagle3(checkpoint: Checkpoint, taps: tuple[int, ...] | None, dtype: tor
         raise ValueError("a head without a norm before its output matrix (norm_output: false) is not supported")
     layer = read_layer(layers, checkpoint, names, strict_bias=nested)
     target_hidden = fields.optional_integer("target_hidden_size", 1) or layer.hidden_size
+    projects = fields.nested("eagle_config").get("use_aux_hidden_state") is not False
     config = EagleConfig(
         layer=layer,
         num_layers=count_layers(layers, names),
@@ -90,9 +91,9 @@ def load_eagle3(checkpoint: Checkpoint, taps: tuple[int, ...] | None, dtype: tor
         vocab_size=layers.integer("vocab_size"),
         draft_vocab_size=draft_vocab_size(fields, layers, checkpoint),
         target_hidden_size=target_hidden,
-        num_taps=num_taps(checkpoint, target_hidden, layer.hidden_size),
+        num_taps=num_taps(checkpoint, target_hidden, layer.hidden_size) if projects else 1,
         taps=taps or read_taps(checkpoint.config),
-        projects_features="fc.weight" in names,
+        projects_features=projects,
         projection_bias="fc.bias" in names,
         norm_before_residual=fields.flag("norm_before_residual"),
         norm_before_fc=fields.flag("norm_before_fc") or "input_norm.weight" in names,
@@ -122,10 +123,12 @@ def num_taps(checkpoint: Checkpoint, target_hidden: int, hidden: int) -> int:
     """How many of the target's states the linear layer over the features reads.
 
     Raises:
-        ValueError: if its width is not a multiple of the target's hidden size.
+        ValueError: if there is none, or its width is not a multiple of the target's hidden size.
     """
     info = checkpoint.tensors.get("fc.weight")
-    shape = (hidden, target_hidden) if info is None else info.shape
+    if info is None:
+        raise ValueError("the tensor fc.weight is missing")
+    shape = info.shape
     if len(shape) != 2 or shape[0] != hidden or shape[1] % target_hidden or shape[1] == 0:
         raise ValueError(
             f"fc.weight has shape {shape}, but it has to make a state of width {hidden} out of states of width "

@@ -172,6 +172,9 @@ def fill(head: DraftHead, checkpoint: Checkpoint, names: Names, dtype: torch.dty
             f"a head with this config.json has no tensors such as {', '.join(names[name] for name in unknown[:3])} "
             f"({len(unknown)} in all); it is of a variant that is not supported"
         )
+    membership = checkpoint.tensors.get("t2d")
+    if membership is not None and membership.shape != (head.config.vocab_size,):
+        raise ValueError(f"t2d has shape {membership.shape}, but config.json says vocab_size {head.config.vocab_size}")
     for name, wanted in expected.items():
         _check(names[name], checkpoint.tensors[names[name]], wanted)
     dtype = dtype or checkpoint.tensors[names["layers.0.self_attn.q_proj.weight"]].dtype

@@ -89,16 +89,20 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        parameters = LlamaConfig(
-            hidden_size=config.num_heads * config.head_dim,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(config.rope),
-        )
-        with torch.device("cpu"):  # its few numbers are computed, not loaded, also where the head is built on "meta"
-            self.frequencies = LlamaRotaryEmbedding(parameters)
+        try:
+            parameters = LlamaConfig(
+                hidden_size=config.num_heads * config.head_dim,
+                num_attention_heads=config.num_heads,
+                num_key_value_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_position_embeddings,
+                rope_parameters=dict(config.rope),
+            )
+            with torch.device("cpu"):  # computed, not loaded, so also where the head is built on "meta"
+                self.frequencies = LlamaRotaryEmbedding(parameters)
+        except Exception as error:  # whatever Transformers raises for numbers that it cannot work with
+            reason = str(error).strip().splitlines()[-1][:200]
+            raise ValueError(f"the rotary parameters {dict(config.rope)} cannot be used ({reason})") from None
 
     def forward(self, states: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
         """`[batch, length]` position ids to cosines and sines in the dtype and on the device of `states`."""

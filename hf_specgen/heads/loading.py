@@ -11,8 +11,9 @@ import torch
 from hf_specgen.heads.assistant_format import is_assistant, load_assistant
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block_format import is_block, load_speculators_block, load_zlab_block
-from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
+from hf_specgen.heads.checkpoint import INDEX, PICKLED, SINGLE, Checkpoint, Source, open_checkpoint
 from hf_specgen.heads.eagle_format import is_eagle1, is_eagle3, load_eagle1, load_eagle3
+from hf_specgen.heads.medusa import MedusaConfig
 
 Load = Callable[[Checkpoint, "tuple[int, ...] | None", "torch.dtype | None"], DraftHead]
 
@@ -82,6 +83,10 @@ def head_format(checkpoint: Checkpoint) -> Format:
         ValueError: naming the known ones, if it is none of them.
     """
     kind = _speculators_type(checkpoint)
+    if "medusa_num_heads" in checkpoint.config or checkpoint.config.get("model_type") == MedusaConfig.model_type:
+        raise ValueError("it holds Medusa heads, which hf_specgen.heads.load_medusa reads")
+    if not checkpoint.tensors:
+        raise ValueError(f"it has no tensors: none of {INDEX}, {SINGLE} and {PICKLED} is there")
     for candidate in FORMATS:
         if (kind is None or candidate.name == f"speculators {kind}") and candidate.recognises(checkpoint):
             return candidate

@@ -53,7 +53,12 @@ def read_taps(config: Mapping[str, Any]) -> tuple[int, ...] | None:
         if value is None:
             continue
         name = ".".join(path)
-        if not isinstance(value, list) or not value or not all(type(entry) is int and entry >= 0 for entry in value):
+        # Where ids count outputs of layers, -1 is the embedding.
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(type(entry) is int and entry >= -offset for entry in value)
+        ):
             raise ValueError(f"{name} must be a list of layer numbers, got {str(value)[:80]!r}")
         found[name] = tuple(entry + offset for entry in value)
     if len(set(found.values())) > 1:
