@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_specgen.target import attention as module_under_test
 from hf_specgen.target.attention import fold_mask, grouped_attention, grouped_sdpa
 from hf_specgen.target import Target
-from tests import reference, reference_attention
+from tests.helpers import reference, reference_attention
 from tests.helpers import ARCHITECTURES, SPEC, plain_and_speculative, prompts, tiny_model
 
 # A row of a step: cached slots, parents of the draft's nodes, padding in front.

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.target.chain_masks import ChainMasks
-from tests import reference
+from tests.helpers import reference
 
 CPU = torch.device("cpu")
 

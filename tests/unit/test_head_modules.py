@@ -13,7 +13,7 @@ from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding, causal_mask
 from hf_specgen.heads.taps import block_taps, concatenate, eagle_taps, read_taps
-from tests.head_sessions import RaggedCache
+from tests.helpers.head_sessions import RaggedCache
 
 LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True)
 SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "draft_vocab_size": 40, "target_hidden_size": 16}

@@ -16,7 +16,7 @@ from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.loading import load_head
 from hf_specgen.heads.saving import export_head, save_head
-from tests.head_sessions import RaggedCache
+from tests.helpers.head_sessions import RaggedCache
 
 LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8, norm_eps=1e-5)
 QWEN3 = dataclasses.replace(LAYER, qk_norm=True)

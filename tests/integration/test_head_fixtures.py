@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.head_fixtures import Comparison, Fixture
-from tests.head_runs import run_autoregressive, run_block, run_parallel
-from tests.head_runs_native import run_assistant, run_medusa, run_mtp, run_mtp_recursive
+from tests.helpers.head_fixtures import Comparison, Fixture
+from tests.helpers.head_runs import run_autoregressive, run_block, run_parallel
+from tests.helpers.head_runs_native import run_assistant, run_medusa, run_mtp, run_mtp_recursive
 
 RUNS = {
     "autoregressive": run_autoregressive,

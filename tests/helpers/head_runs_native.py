@@ -10,9 +10,9 @@ from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.gemma_assistant import source_layers
 from hf_specgen.heads.loading import load_head
 from hf_specgen.heads.mtp_format import load_mtp
-from tests.head_fixtures import Comparison, Fixture
-from tests.head_runs import Rounds, captured_features
-from tests.head_sessions import Assistant, Autoregressive, LayeredMTP, RaggedCache
+from tests.helpers.head_fixtures import Comparison, Fixture
+from tests.helpers.head_runs import Rounds, captured_features
+from tests.helpers.head_sessions import Assistant, Autoregressive, LayeredMTP, RaggedCache
 
 
 @torch.no_grad()

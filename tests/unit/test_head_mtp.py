@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
 
 from hf_specgen.heads.mtp_format import load_mtp
-from tests.head_sessions import LayeredMTP
+from tests.helpers.head_sessions import LayeredMTP
 
 LAYERS = 2
 SIZES: dict[str, Any] = {

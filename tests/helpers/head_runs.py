@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hf_specgen.heads.loading import load_head
-from tests.head_fixtures import Comparison, Fixture
-from tests.head_sessions import Autoregressive, Block, Parallel, dynamic_tree
+from tests.helpers.head_fixtures import Comparison, Fixture
+from tests.helpers.head_sessions import Autoregressive, Block, Parallel, dynamic_tree
 
 Rows = list[torch.Tensor]
 
