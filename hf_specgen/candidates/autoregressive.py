@@ -31,6 +31,7 @@ class AutoregressiveSession(DraftSession):
         """The budget of the current draft."""
         self.drafted = 0
         """How many tokens were drafted for each row in the last step."""
+        self.passes: list[int] = []
 
     def room(self, row: int) -> int:
         """The maximum number of tokens that can be drafted for a row."""
@@ -38,15 +39,15 @@ class AutoregressiveSession(DraftSession):
 
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
-        """`[batch, vocab]` logits for the token after each row's last one."""
+        """`[batch, vocab]` logits for the token after each row's last one; adds its forward pass to `passes`."""
 
     @abstractmethod
     def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`[batch, vocab]` logits for the token after the draft tokens `tokens` `[batch]`."""
+        """`[batch, vocab]` logits for the token after the draft tokens `tokens` `[batch]`; adds to `passes`."""
 
     @torch.no_grad()
     def draft(self, budget: Sequence[int]) -> DraftTree:
-        self.budget = budget
+        self.budget, self.passes = budget, []
         lengths = [min(self._k, depth, self.room(row)) for row, depth in enumerate(budget)]
         self.drafted = 0
         if max(lengths) == 0:

@@ -133,6 +133,7 @@ class _DraftModelSession(AutoregressiveSession):
         unread = [self._known(text[read:] if reads else text[-1:]) for text, read, reads in texts]
         tree = DraftTree.chains([tokens[1:] for tokens in unread])
         logits = self._draft.forward(tree, [tokens[0] for tokens in unread], self._reads)
+        self.passes.append(sum(len(tokens) for tokens, reads in zip(unread, self._reads, strict=True) if reads))
         self._keep([list(range(len(tokens) - 1)) for tokens in unread], self._reads)
         last = torch.tensor([len(tokens) - 1 for tokens in unread], device=logits.device)
         return logits[torch.arange(len(unread), device=logits.device), last]
@@ -141,6 +142,7 @@ class _DraftModelSession(AutoregressiveSession):
         """Read the last guess of each row."""
         reads = [read and self.drafted < self.room(row) for row, read in enumerate(self._reads)]
         logits = self._draft.forward(DraftTree.empty(len(tokens)), tokens, reads)
+        self.passes.append(sum(reads))
         self._keep([[]] * len(tokens), reads)
         return logits[:, -1]
 

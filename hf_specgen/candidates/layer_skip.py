@@ -85,6 +85,7 @@ class _LayerSkipSession(AutoregressiveSession):
 
     def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run the first layers on the last draft tokens."""
+        self.passes.append(len(tokens))
         return self._scores(*self._target.run_early(tokens, with_logits=self._head is None))
 
     def _scores(self, state: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:

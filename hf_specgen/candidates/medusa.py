@@ -160,8 +160,10 @@ class MedusaSession(DraftSession):
     @torch.no_grad()
     def draft(self, budget: Sequence[int]) -> DraftTree:
         if max(budget) == 0:
+            self.passes = ()
             return DraftTree.empty(len(budget))
         scores, tokens, confidences = self.head_tokens()
+        self.passes = (len(budget),)  # all heads run once
         rows = sum(depth > 0 for depth in budget)
         cost = self._step_cost(rows)
         trees = [
