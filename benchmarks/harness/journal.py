@@ -1,4 +1,4 @@
-"""What was measured, line by line on disk, so that an interrupted run keeps it and can go on."""
+"""Records of a run on disk, one line per finished unit, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from benchmarks.plan import Plan
 
 Record = dict[str, Any]
 
@@ -17,19 +15,23 @@ class JournalError(ValueError):
 
 
 class Journal:
-    """The records of one run; every process writes a file of its own.
+    """The records of a run. Every process writes its own file.
 
     Args:
         folder: of the run.
-        plan: what is measured; a run is resumed with the same plan only.
+        plan: a dataclass with the settings of the run; only a run with equal settings can be resumed.
         rank: of this process.
-        resume: go on with what is there; otherwise begin anew.
+        resume: continue with the records in the folder instead of replacing them.
+
+    Attributes:
+        old: records of the run that is resumed.
+        new: records added since.
 
     Raises:
-        JournalError: if there is nothing to resume, or it was made with another plan.
+        JournalError: if there is nothing to resume, or it was made with other settings.
     """
 
-    def __init__(self, folder: Path, plan: Plan, rank: int = 0, *, resume: bool = False):
+    def __init__(self, folder: Path, plan: Any, rank: int = 0, *, resume: bool = False):
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"records-{rank}.jsonl"
         self.old: list[Record] = []
@@ -41,23 +43,32 @@ class Journal:
         self._path.write_text("".join(line + "\n" for line in kept or [json.dumps(header)]), encoding="utf-8")
         self._done = {record["unit"] for record in self.old}
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._done
+    def __contains__(self, unit: str) -> bool:
+        return unit in self._done
 
-    def add(self, key: str, records: list[Record]) -> None:
-        """Write the records of a unit down as one line: it is there as a whole, or not at all."""
-        records = [{"unit": key, **record} for record in records]
+    @property
+    def records(self) -> list[Record]:
+        """The old and the new records of this process."""
+        return [*self.old, *self.new]
+
+    def add(self, unit: str, records: list[Record]) -> None:
+        """Write all records of a unit as one line, so that a unit is recorded completely or not at all."""
+        records = [{"unit": unit, **record} for record in records]
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(records) + "\n")
         self.new += records
-        self._done.add(key)
+        self._done.add(unit)
 
 
 def read(folder: Path, header: dict[str, Any] | None = None) -> list[Record]:
     """The records of all processes.
 
+    Args:
+        folder: of the run.
+        header: the first line that every file must have; None accepts any.
+
     Raises:
-        JournalError: if there are none, or the header is another one.
+        JournalError: if there are no files, or one has another header.
     """
     files = sorted(folder.glob("records-*.jsonl"))
     if not files:
@@ -66,11 +77,11 @@ def read(folder: Path, header: dict[str, Any] | None = None) -> list[Record]:
     for file in files:
         first, *units = map(json.loads, _lines(file) or [json.dumps(header)])
         if header is not None and first != header:
-            raise JournalError(f"{file} was measured with other options; repeat those, or leave --resume out")
+            raise JournalError(f"{file} was measured with other options; repeat those, or choose another --out")
         records += [record for unit in units for record in unit]
     return records
 
 
 def _lines(file: Path) -> list[str]:
-    """Those that end: a killed run may leave half a line behind."""
+    """Complete lines only: a killed run may leave half a line."""
     return file.read_text(encoding="utf-8").split("\n")[:-1]

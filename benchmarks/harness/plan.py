@@ -1,8 +1,9 @@
-"""What a run measures. Every field is an option of `benchmarks/run.py`, and is saved with the results."""
+"""What a run measures. Every field of `Plan` is an option of `python -m benchmarks suite`, saved with the results."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 QUICK = {
     "domains": ("embedded",),
@@ -15,56 +16,75 @@ QUICK = {
     "temperatures": (),
     "contexts": (),
     "trace_texts": 1,
+    "memory_context": 512,
 }
+"""Replaced by `Plan.quick`, except where a plan leaves the part out."""
+DTYPES = ("float32", "bfloat16", "float16")
+WIDE = {"widen": 300_000_000, "dtype": "bfloat16"}
+"""`--wide`: the embedded model widened to 300M parameters, as a latency model of a larger target."""
+
+
+def _option(default: Any, description: str) -> Any:
+    return field(default=default, metadata={"help": description})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run.
+    """The settings of a run; tuples are given on the command line with commas between their elements.
 
-    Args:
-        model: Hub id or folder of the target; the embedded model if empty.
-        strategies, peers: as `strategies.build` reads them.
-        domains: names of domains or sets.
-        prompts: measured conversations per domain.
-        tuning_prompts: further conversations, from the domains in turn, on which each strategy's setting is chosen.
-        max_new_tokens: per answer.
-        repeats: of everything in the domains.
-        sweep_prompts: prompts or batches at each point of a sweep, answered at half the length.
-        batches, temperatures, contexts: what is swept; nothing for no sweep.
-        trace_texts: recorded texts to replay, and texts of synthetic acceptance; 0 for none.
-        seed: of sampling; each prompt and repeat has its own from there.
-        dtype, device: of the target.
-        widen: parameters of the same function with more weights (`widen.py`), to be measured instead; 0 for none.
+    Raises:
+        ValueError: for a number that is out of range, or an unknown dtype.
     """
 
-    model: str = ""
-    strategies: tuple[str, ...] = ("ngram", "draft", "layerskip", "medusa")
-    peers: tuple[str, ...] = ("transformers",)
-    domains: tuple[str, ...] = ("default",)
-    prompts: int = 4
-    tuning_prompts: int = 6
-    max_new_tokens: int = 48
-    repeats: int = 2
-    sweep_prompts: int = 3
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0, 1.3)
-    contexts: tuple[int, ...] = (128, 512, 1024)
-    trace_texts: int = 10
-    seed: int = 0
-    dtype: str = "float32"
-    device: str = "cpu"
-    widen: int = 0
+    model: str = _option("", "Hub id or folder of the target; the embedded model if empty")
+    strategies: tuple[str, ...] = _option(
+        ("ngram", "draft", "layerskip", "medusa"),
+        "ngram, draft=MODEL, layerskip=ADAPTER or =LAYER, medusa=HEADS, or several combined with +",
+    )
+    peers: tuple[str, ...] = _option(("transformers",), "transformers: the same strategies in Transformers; or empty")
+    domains: tuple[str, ...] = _option(("default",), "domains or sets of benchmarks/workloads/domains.yaml")
+    prompts: int = _option(4, "measured prompts per domain")
+    tuning_prompts: int = _option(6, "further prompts, from all domains, on which the settings are chosen")
+    max_new_tokens: int = _option(48, "tokens per answer")
+    repeats: int = _option(2, "repeats of every domain")
+    sweep_prompts: int = _option(3, "prompts or batches at each point of a sweep, with answers of half the length")
+    batches: tuple[int, ...] = _option((1, 2, 4, 8, 16), "batch sizes to sweep; empty for none")
+    temperatures: tuple[float, ...] = _option((0.0, 0.7, 1.0, 1.3), "temperatures to sweep")
+    contexts: tuple[int, ...] = _option((128, 512, 1024), "context lengths to sweep")
+    trace_texts: int = _option(10, "recorded texts to replay, and texts with known acceptance; 0 for none")
+    memory_context: int = _option(0, "tokens of context at which peak memory is measured; 0 for none")
+    profile: str = _option("", "latency profile: k='auto' decides by it, and speedups are projected with it")
+    seed: int = _option(0, "seed of the sampled domains")
+    dtype: str = _option("float32", "float32, bfloat16 or float16")
+    device: str = _option("cpu", "cpu, cuda, mps …")
+    widen: int = _option(0, "measure the same function with so many parameters; 0 for the model itself")
 
     def __post_init__(self) -> None:
         for name in ("prompts", "tuning_prompts", "max_new_tokens", "repeats", "sweep_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("trace_texts", "memory_context", "widen"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if min([*self.batches, *self.contexts], default=1) < 1 or min(self.temperatures, default=0) < 0:
             raise ValueError("batch sizes and contexts must be at least 1, temperatures at least 0")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 
     def quick(self) -> Plan:
-        """The same with so little of everything that it takes a minute; too little for figures to quote."""
-        return replace(self, **QUICK)  # type: ignore[arg-type]
+        """The same plan with so little work that it takes a minute: too little for results to quote."""
+        present = {name: value for name, value in QUICK.items() if getattr(self, name)}
+        return replace(self, **present)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A plan, and which of its tables are printed on the terminal; the report has all of them.
+
+    Args:
+        plan: default settings.
+        tables: names of tables; see `benchmarks.report.results.tables`.
+    """
+
+    plan: Plan
+    tables: tuple[str, ...] = ("by domain", "acceptance", "limits")

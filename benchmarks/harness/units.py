@@ -1,34 +1,34 @@
-"""A run cut into rounds that stand for themselves: the same inputs for every variant."""
+"""A plan divided into units: the same inputs for every variant. Units are measured and recorded one at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.domains import Domain
-from benchmarks.plan import Plan
-from benchmarks.prompts import first_turns, followups, of_length
-from benchmarks.strategies import PLAIN, Family
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.variants import PLAIN, Family
+from benchmarks.workloads.domains import Domain, DomainError, load_domain, names_of
+from benchmarks.workloads.prompts import first_turns, followups, of_length
 from hf_specgen.evaluation.measure import Variant
+from hf_specgen.evaluation.workloads import SAMPLED
 
 T = TypeVar("T")
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One round.
+    """Inputs that all variants are measured on, one after the other.
 
     Args:
-        section: "tuning", "domains", "batch", "temperature" or "context".
-        cell: the domain, batch size, … it belongs to.
-        number: of the prompt or batch in the cell.
+        section: "tuning", "domains", "batch", "temperature", "context" or "adaptive".
+        cell: the domain, batch size, … within the section.
+        number: of the prompt or batch within the cell.
         repeat: from 0.
-        inputs: `input_ids` and `attention_mask`.
+        inputs: `input_ids` and `attention_mask` `[rows, prompt]`.
         generation: arguments of `generate` that all variants share.
         variants: plain decoding first.
         followups: further turns of a chat.
@@ -45,34 +45,64 @@ class Unit:
 
     @property
     def key(self) -> str:
-        """Tells it from the others of a run."""
+        """Identifies the unit within a run."""
         return f"{self.section}/{self.cell}/{self.number}/{self.repeat}"
 
     @property
     def weight(self) -> float:
-        """Roughly how long it takes, for the time left: a batch of 16 about four times as long as one row."""
+        """Estimated duration, for the progress bar: a batch of 16 takes about four times as long as one row."""
         rows = len(self.inputs["input_ids"])
         able = len(self.variants) if rows == 1 else sum(variant.batched for variant in self.variants)
         return able * (1 + len(self.followups)) * self.generation["max_new_tokens"] * rows**0.5
 
 
+def load_domains(
+    plan: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notes: list[str]
+) -> list[Domain]:
+    """The domains that can be measured; a note on each of the others."""
+    if not tokenizer.chat_template:
+        notes.append(f"{model.name_or_path} has no chat template: prompts are given as plain text.")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    domains: list[Domain] = []
+    for name in names_of(plan.domains):
+        try:
+            domain = load_domain(name)
+        except DomainError as error:
+            notes.append(f"Left out: {error}.")
+            continue
+        if not tokenizer.chat_template and any(len(turns) > 1 for turns in domain.conversations):
+            notes.append(f"Left out: domain {name!r} has several turns, and the model has no chat template.")
+            continue
+        wanted = plan.prompts + plan.tuning_prompts
+        fitting = [c for c in domain.conversations if _length(tokenizer, c, plan) <= limit][:wanted]
+        if not fitting:
+            notes.append(f"Left out: no prompt of domain {name!r} fits into the model's {limit} positions.")
+            continue
+        domains.append(replace(domain, conversations=fitting))
+    if not domains:
+        raise DomainError(" ".join(["no domain is left to measure.", *notes]))
+    return domains
+
+
+def _length(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], plan: Plan) -> int:
+    """Tokens of a whole conversation with its answers, and about 16 of the chat template per turn."""
+    return sum(len(tokenizer(turn)["input_ids"]) + 16 + plan.max_new_tokens for turn in turns)
+
+
 def tuning_units(
     plan: Plan, domains: Sequence[Domain], tokenizer: PreTrainedTokenizerBase, families: Sequence[Family]
 ) -> Iterator[Unit]:
-    """Every setting of every family, on conversations that are not measured afterwards (if there are more)."""
+    """Every setting of every family, on prompts that are not measured afterwards if a domain has more of them."""
     variants = [PLAIN, *(family.variant(setting) for family in families for setting in family.settings)]
     held_out = [[(d, turns) for turns in d.conversations[plan.prompts :] or d.conversations] for d in domains]
-    for number, (domain, turns) in enumerate(_in_turn(held_out)[: plan.tuning_prompts]):
+    for number, (domain, turns) in enumerate(_round_robin(held_out)[: plan.tuning_prompts]):
         yield _unit(plan, "tuning", domain, number, 0, turns[:1], tokenizer, variants)
 
 
 def measured_units(
-    plan: Plan,
-    domains: Sequence[Domain],
-    tokenizer: PreTrainedTokenizerBase,
-    variants: list[Variant],
+    plan: Plan, domains: Sequence[Domain], tokenizer: PreTrainedTokenizerBase, variants: list[Variant]
 ) -> Iterator[Unit]:
-    """The domains, then the sweeps; from batches those are left out that take one row only."""
+    """The domains, then the sweeps."""
     for repeat in range(plan.repeats):
         for domain in domains:
             for number, turns in enumerate(domain.conversations[: plan.prompts]):
@@ -93,11 +123,11 @@ def measured_units(
 
 
 def mixed_prompts(domains: Sequence[Domain]) -> list[str]:
-    """First turns, taken from the domains in turn."""
-    return _in_turn([[turns[0] for turns in domain.conversations] for domain in domains])
+    """First turns, alternating between the domains."""
+    return _round_robin([[turns[0] for turns in domain.conversations] for domain in domains])
 
 
-def _in_turn(groups: Sequence[Sequence[T]]) -> list[T]:
+def _round_robin(groups: Sequence[Sequence[T]]) -> list[T]:
     """The first of each group, then the second of each, …"""
     return [group[i] for i in range(max(map(len, groups))) for group in groups if i < len(group)]
 

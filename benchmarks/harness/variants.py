@@ -1,4 +1,4 @@
-"""Who takes part: our strategies and Transformers' own, each with the settings that the sweep tries."""
+"""All variants that are measured: plain decoding, the strategies of this package, and their peers in Transformers."""
 
 from __future__ import annotations
 
@@ -9,24 +9,38 @@ from typing import Any, cast
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
+from benchmarks.workloads.scripted import AlwaysRejected
+from hf_specgen import (
+    AdaptiveDepth,
+    Candidates,
+    CombinedCandidates,
+    DraftModelCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+    Policy,
+)
+from hf_specgen.candidates.base import Depth
 from hf_specgen.candidates.vocabulary import check_vocabularies
+from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.measure import Variant
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
 from hf_specgen.heads import load_medusa
 from hf_specgen.heads.exit_head import exit_layer_of
 
-PLAIN = Variant("plain", dict)
 Arguments = Callable[[], dict[str, Any]]
-# Both sides try as many settings: each fixed length on both, the one that looks after itself on each.
-DRAFT_LENGTHS, EXIT_LENGTHS = (2, 4, 6), (1, 2, 4)
-SELF_STOPPING = (20, 0.4)  # Transformers' defaults: up to 20 tokens, while the draft is sure of itself
-MEDUSA_TREES: tuple[str | int, ...] = (4, 8, 16, "auto")
-NGRAM_SETTINGS: tuple[dict[str, Any], ...] = ({"k": 4}, {"k": 8}, {"k": 16}, {"k": "auto"}, {"k": 8, "branches": 4})
-LOOKUP_SETTINGS = [
-    {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": n}
-    for k, n in ((3, 2), (5, 2), (10, 2), (10, 3), (20, 3))
-]
+AUTO = "auto"
+PLAIN = Variant("plain", dict)
+PLAIN_AGAIN = Variant("plain again", dict)
+"""Its speedup over `PLAIN` shows how far a speedup may be off without any cause."""
+NGRAM_DEPTHS, DRAFT_DEPTHS, EXIT_DEPTHS, MEDUSA_NODES = (4, 8, 16), (2, 4, 6), (1, 2, 4), (4, 8, 16)
+BRANCHED: dict[str, Any] = {"k": 8, "branches": 4}
+"""One more setting of n-grams, so that both sides try five."""
+LOOKUP = ((3, 2), (5, 2), (10, 2), (10, 3), (20, 3))
+"""Settings of Transformers' prompt lookup: draft tokens and n-gram size."""
+CONFIDENT = (20, 0.4)
+"""Transformers' defaults for assistants: up to 20 tokens, while the draft's confidence is above 0.4."""
 
 
 class StrategyError(ValueError):
@@ -38,9 +52,9 @@ class Family:
     """One strategy with all settings that are tried.
 
     Args:
-        name: for tables.
-        settings: arguments of `generate` for each setting, by the setting's name.
-        ours: whether it is this package's.
+        name: in tables.
+        settings: arguments of `generate` for each setting, by name.
+        ours: whether it belongs to this package.
     """
 
     name: str
@@ -52,88 +66,144 @@ class Family:
         return Variant(f"{self.name} {setting}", self.settings[setting], batched=self.ours)
 
 
-def build(strategies: Sequence[str], peers: Sequence[str], model: PreTrainedModel) -> list[Family]:
-    """The families that take part.
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy of this package for one target, with everything that it needs loaded.
 
     Args:
-        strategies: "ngram", "draft=MODEL", "layerskip=ADAPTER", "medusa=HEADS" (ids or folders); without "=…" what
-            ships for the embedded model.
-        peers: "transformers" for the counterparts of the given strategies in Transformers itself, or nothing.
+        name: in tables.
+        make: builds it from a depth (nodes for Medusa) or "auto", and the policy; None for the default policy.
+        depths: that are tried, besides "auto".
+        size: what its depth is called.
+        peer: the same strategy in Transformers.
+    """
+
+    name: str
+    make: Callable[[Depth, Policy | None], Candidates]
+    depths: Sequence[int]
+    size: str = "k"
+    peer: Family | None = None
+
+    def family(self, latency: LatencyModel | None = None) -> Family:
+        """All settings; with a latency model, "auto" decides by it."""
+        adaptive = None if latency is None else AdaptiveDepth(latency)
+        made = {f"{self.size}={depth}": ours(self.make(depth, None)) for depth in self.depths}
+        made[f"{self.size}={AUTO}"] = ours(self.make(AUTO, adaptive))
+        if self.name == "n-grams":
+            made[" ".join(f"{name}={value}" for name, value in BRANCHED.items())] = ours(NgramCandidates(**BRANCHED))
+        return Family(self.name, made, ours=True)
+
+
+def ours(candidates: Candidates) -> Arguments:
+    """The arguments of `generate` for a strategy of this package."""
+    return partial(dict, candidate_generator=candidates)
+
+
+def build(
+    strategies: Sequence[str], peers: Sequence[str], model: PreTrainedModel, latency: LatencyModel | None = None
+) -> list[Family]:
+    """The families to measure.
+
+    Args:
+        strategies: "ngram", "draft=MODEL", "layerskip=ADAPTER" (or =LAYER without one), "medusa=HEADS" (ids or
+            folders), or several joined by "+"; without "=…" the files that ship for the embedded model.
+        peers: "transformers" for the same strategies in Transformers; or empty.
         model: the target.
+        latency: decides for "auto".
 
     Raises:
-        StrategyError: for anything else, and for a draft or adapter that does not fit.
+        StrategyError: for anything else, and for a draft model, adapter or heads that do not fit the target.
     """
     if unknown := sorted(set(peers) - {"transformers"}):
         raise StrategyError(f"unknown peer {unknown[0]!r}; there is transformers")
     families: list[Family] = []
     for text in strategies:
-        name, _, source = text.partition("=")
-        if name not in BUILDERS:
-            raise StrategyError(f"unknown strategy {name!r}; there are {', '.join(BUILDERS)}")
+        strategy = load_strategy(text, model)
         try:
-            mine, theirs = BUILDERS[name](source or _shipped(name, model), model)
-        except (OSError, ValueError) as error:
+            families.append(strategy.family(latency))
+        except ValueError as error:
             raise StrategyError(f"{text}: {error}") from error
-        families += [mine, *([theirs] if theirs is not None and peers else [])]
+        families += [strategy.peer] if strategy.peer is not None and peers else []
     return families
 
 
+def load_strategy(text: str, model: PreTrainedModel) -> Strategy:
+    """Load what a strategy needs.
+
+    Args:
+        text: as for `build`.
+        model: the target.
+
+    Raises:
+        StrategyError: as `build`.
+    """
+    if "+" in text:
+        return _combined([load_strategy(part, model) for part in text.split("+")])
+    name, _, source = text.partition("=")
+    if name not in LOADERS:
+        raise StrategyError(f"unknown strategy {name!r}; there are {', '.join(LOADERS)}")
+    try:
+        return LOADERS[name](source or _shipped(name, model), model)
+    except (OSError, ValueError) as error:
+        raise StrategyError(f"{text}: {error}") from error
+
+
 def _shipped(name: str, model: PreTrainedModel) -> str:
-    if name == "ngram":
+    if name not in SHIPPED:
         return ""
-    if str(model.name_or_path) != str(EMBEDDED_MODEL) or name not in SHIPPED:
-        raise StrategyError(f"{name} needs a file or id here: {name}=…")
+    if str(model.name_or_path) != str(EMBEDDED_MODEL):
+        raise StrategyError(f"{name} needs a file or id for this model: {name}=…")
     return SHIPPED[name]
 
 
-def _ngram(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
+def _ngram(source: str, model: PreTrainedModel) -> Strategy:
     if source:
-        raise StrategyError(f"ngram takes nothing behind '=', got {source!r}")
-    mine = {_named(settings): _ours(NgramCandidates(**settings)) for settings in NGRAM_SETTINGS}
-    theirs: dict[str, Arguments] = {
-        f"k={settings['prompt_lookup_num_tokens']} n={settings['max_matching_ngram_size']}": partial(dict, **settings)
-        for settings in LOOKUP_SETTINGS
+        raise StrategyError(f"ngram takes no source, got {source!r}")
+    lookup: dict[str, Arguments] = {
+        f"k={k} n={n}": partial(dict, prompt_lookup_num_tokens=k, max_matching_ngram_size=n) for k, n in LOOKUP
     }
-    return Family("n-grams", mine, ours=True), Family("prompt lookup", theirs, ours=False)
+    peer = Family("prompt lookup", lookup, ours=False)
+    return Strategy("n-grams", lambda k, policy: NgramCandidates(k=k, policy=policy), NGRAM_DEPTHS, peer=peer)
 
 
-def _draft(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
+def _draft(source: str, model: PreTrainedModel) -> Strategy:
     draft = AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype, device_map=model.device).eval()
     check_vocabularies(draft, model)
-    mine = {f"k={k}": _ours(DraftModelCandidates(draft, k=k)) for k in (*DRAFT_LENGTHS, "auto")}
-    theirs = _assisted(draft, DRAFT_LENGTHS, assistant_model=draft)
-    return Family("draft model", mine, ours=True), Family("assistant_model", theirs, ours=False)
+    peer = Family("assistant_model", _assisted(draft, DRAFT_DEPTHS, assistant_model=draft), ours=False)
+    return Strategy(
+        "draft model", lambda k, policy: DraftModelCandidates(draft, k=k, policy=policy), DRAFT_DEPTHS, peer=peer
+    )
 
 
-def _layer_skip(source: str, model: PreTrainedModel) -> tuple[Family, Family]:
-    layers = exit_layer_of(source)
-    mine = {f"k={k}": _ours(LayerSkipCandidates(layers, k=k, adapter=source)) for k in (*EXIT_LENGTHS, "auto")}
-    theirs = _assisted(model, EXIT_LENGTHS, assistant_early_exit=layers)
-    return Family("layer skip", mine, ours=True), Family("assistant_early_exit", theirs, ours=False)
+def _layer_skip(source: str, model: PreTrainedModel) -> Strategy:
+    adapter = None if source.isdigit() else source
+    layer = int(source) if adapter is None else exit_layer_of(adapter)
+    name = "layer skip" if adapter else "layer skip without adapter"
+    peer = Family("assistant_early_exit", _assisted(model, EXIT_DEPTHS, assistant_early_exit=layer), ours=False)
+    return Strategy(
+        name, lambda k, policy: LayerSkipCandidates(layer, k=k, adapter=adapter, policy=policy), EXIT_DEPTHS, peer=peer
+    )
 
 
-def _medusa(source: str, model: PreTrainedModel) -> tuple[Family, None]:
+def _medusa(source: str, model: PreTrainedModel) -> Strategy:
     heads = load_medusa(source, model)
-    trees = {f"tree={tree}": _ours(MedusaCandidates(heads, tree)) for tree in MEDUSA_TREES}
-    return Family("Medusa", trees, ours=True), None
+    return Strategy("Medusa", lambda tree, policy: MedusaCandidates(heads, tree, policy=policy), MEDUSA_NODES, "tree")
 
 
-Builder = Callable[[str, PreTrainedModel], tuple[Family, Family | None]]
-BUILDERS: dict[str, Builder] = {"ngram": _ngram, "draft": _draft, "layerskip": _layer_skip, "medusa": _medusa}
-SHIPPED = {"draft": str(EMBEDDED_DRAFT), "layerskip": str(EMBEDDED_ADAPTER), "medusa": str(EMBEDDED_HEADS)}
+def _rejected(source: str, model: PreTrainedModel) -> Strategy:
+    return Strategy("always rejected", lambda k, policy: AlwaysRejected(k, policy=policy), (5,))
 
 
-def _ours(candidates: Candidates) -> Arguments:
-    return partial(dict, candidate_generator=candidates)
+def _combined(members: Sequence[Strategy]) -> Strategy:
+    def make(k: Depth, policy: Policy | None) -> Candidates:
+        fixed = policy or (None if k == AUTO else FixedDepth(int(k)))
+        return CombinedCandidates([member.make(k, None) for member in members], policy=fixed)
 
-
-def _named(settings: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in settings.items())
+    return Strategy(" + ".join(member.name for member in members), make, members[-1].depths)
 
 
 def _assisted(drafting: PreTrainedModel, lengths: Sequence[int], **arguments: Any) -> dict[str, Arguments]:
-    """Transformers reads its k from the generation config of the model that drafts; as an argument it is ignored."""
+    """Transformers reads k from the generation config of the model that drafts; as an argument it has no effect."""
 
     def with_length(k: int, threshold: float) -> dict[str, Any]:
         config = cast(Any, drafting).generation_config
@@ -143,4 +213,14 @@ def _assisted(drafting: PreTrainedModel, lengths: Sequence[int], **arguments: An
         return arguments
 
     settings = {f"k={k}": partial(with_length, k, 0.0) for k in lengths}
-    return {**settings, "k={} p>{}".format(*SELF_STOPPING): partial(with_length, *SELF_STOPPING)}
+    return {**settings, "k={} p>{}".format(*CONFIDENT): partial(with_length, *CONFIDENT)}
+
+
+LOADERS: dict[str, Callable[[str, PreTrainedModel], Strategy]] = {
+    "ngram": _ngram,
+    "draft": _draft,
+    "layerskip": _layer_skip,
+    "medusa": _medusa,
+    "rejected": _rejected,
+}
+SHIPPED = {"draft": str(EMBEDDED_DRAFT), "layerskip": str(EMBEDDED_ADAPTER), "medusa": str(EMBEDDED_HEADS)}

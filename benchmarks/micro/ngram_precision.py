@@ -1,6 +1,7 @@
-"""What an n-gram match is worth: how often the token after it is the next one, by its length and by who agrees.
+"""Precision of n-gram matches: how often the token behind a match is the next one.
 
-Replayed over answers of the embedded model, token by token, looking into the text so far as `NgramCandidates` does.
+Counted by match length and by agreement between occurrences, on answers of the embedded model, token by token, with the
+index that `NgramCandidates` uses.
 """
 
 from __future__ import annotations
@@ -9,30 +10,30 @@ from collections import defaultdict
 from itertools import islice
 from typing import Any, cast
 
-from benchmarks.common import Rows
 from hf_specgen.candidates.ngram_index import NgramIndex
 from hf_specgen.evaluation.workloads import ASSETS, WorkloadSettings, load
 
 ANSWERS_PER_DOMAIN = 100
-LONGEST, LOOKED_AT = 8, 8
-FEWEST = 100  # with fewer cases a share says little
+MAX_MATCH_LENGTH, MAX_OCCURRENCES = 8, 8
+MIN_CASES = 100
+"""With fewer cases no share is given."""
 LENGTHS = {"1": range(1, 2), "2": range(2, 3), "3": range(3, 4), "4 to 7": range(4, 8), "8 or more": range(8, 9)}
-KINDS = ("its only occurrence", "the two latest agree", "they disagree")
+AGREEMENT = ("one occurrence", "the latest two agree", "the latest two disagree")
 Counts = dict[tuple[int, str], list[int]]
 
 
-def matches(repeats: int, quick: bool) -> Rows:
-    """The share of right guesses by length of the longest match, and in how many cases; counted, so once is enough."""
+def ngram_precision(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """The share of correct tokens and the number of cases. Counted, so one run is exact."""
     counts: Counts = defaultdict(lambda: [0, 0])
     for prompt, answer in _answers(10 if quick else ANSWERS_PER_DOMAIN):
         _count(prompt, answer, counts)
-    rows: Rows = []
+    rows = []
     for name, lengths in LENGTHS.items():
-        row: dict[str, Any] = {"length of the match": name}
-        for kind in KINDS:
-            right, all_of_them = (sum(counts[n, kind][i] for n in lengths) for i in (0, 1))
-            row[kind] = right / all_of_them if all_of_them >= FEWEST else "too few"
-            row[f"cases, {kind}"] = all_of_them
+        row: dict[str, Any] = {"match length": name}
+        for kind in AGREEMENT:
+            correct, cases = (sum(counts[n, kind][i] for n in lengths) for i in (0, 1))
+            row[kind] = correct / cases if cases >= MIN_CASES else "too few"
+            row[f"cases, {kind}"] = cases
         rows.append(row)
     return rows
 
@@ -53,13 +54,13 @@ def _answers(per_domain: int) -> list[tuple[list[int], list[int]]]:
 
 
 def _count(prompt: list[int], answer: list[int], counts: Counts) -> None:
-    index = NgramIndex(LONGEST)
+    index = NgramIndex(MAX_MATCH_LENGTH)
     index.extend(prompt)
     for token in answer:
-        found = list(index.matches(index.tokens, 1, LOOKED_AT))
+        found = list(index.matches(index.tokens, 1, MAX_OCCURRENCES))
         latest = [index.tokens[position] for n, position in found if n == found[0][0]][:2]
         if latest:
-            kind = KINDS[0] if len(latest) == 1 else KINDS[1 if latest[0] == latest[1] else 2]
+            kind = AGREEMENT[0] if len(latest) == 1 else AGREEMENT[1 if latest[0] == latest[1] else 2]
             case = counts[found[0][0], kind]
             case[0] += latest[0] == token
             case[1] += 1

@@ -1,4 +1,4 @@
-"""The pictures of a report: one drawing for the files (PNG, SVG) and for the page, which puts its own colours in."""
+"""The figures of a report, saved as PNG and SVG files; the page embeds the SVG."""
 
 from __future__ import annotations
 
@@ -13,22 +13,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.common import Rows
+from benchmarks.report.tables import Rows
 
-# Strategies of one kind, ours and Transformers', share a colour; theirs is the paler one.
 KINDS = {"n-grams": 0, "prompt lookup": 0, "draft model": 1, "assistant_model": 1}
 KINDS |= {"layer skip": 2, "assistant_early_exit": 2, "Medusa": 3}
+"""A strategy and its peer in Transformers have one hue; the peer's is paler."""
 PEERS = ("prompt lookup", "assistant_model", "assistant_early_exit")
-COLOURS = ["#0b7a75", "#c8553d", "#6a4c93", "#3a6ea5"]
+COLORS = ["#0b7a75", "#c8553d", "#6a4c93", "#3a6ea5"]
 PALE = ["#93c9c6", "#ebb5a8", "#c0b1d4", "#a9c4de"]
 DEPTH = re.compile(r"(?P<kind>.+?) (k|tree)=(?P<depth>\d+)( n=2)?")
 INK, GRID = "#202428", "#d5d9dd"
-VARIABLES = {
-    **{colour: f"--kind{i}" for i, colour in enumerate(COLOURS)},
-    **{colour: f"--pale{i}" for i, colour in enumerate(PALE)},
-    INK: "--ink",
-    GRID: "--grid",
-}
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hf_specgen",
@@ -44,13 +38,13 @@ STYLE: Any = {
 
 
 def figures(tables: dict[str, Rows]) -> dict[str, Figure]:
-    """The pictures that the tables give, by the name of their table."""
+    """A figure for each table that can be drawn, by the name of the table."""
     drawers: dict[str, Callable[[Rows], Figure]] = {
         "speed": _speedups,
         "acceptance": _positions,
         "cost": _cost,
         "tuning": _depths,
-        "batch": lambda rows: _sweep(rows, "batch", "rows at once"),
+        "batch": lambda rows: _sweep(rows, "batch", "rows in a batch"),
         "temperature": lambda rows: _sweep(rows, "temperature", "temperature"),
         "context": lambda rows: _sweep(rows, "context", "tokens of context"),
     }
@@ -59,7 +53,7 @@ def figures(tables: dict[str, Rows]) -> dict[str, Figure]:
 
 
 def save(drawn: dict[str, Figure], folder: Path) -> None:
-    """Each as a PNG and an SVG file."""
+    """Save every figure as a PNG and an SVG file."""
     folder.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
         for name, figure in drawn.items():
@@ -68,31 +62,24 @@ def save(drawn: dict[str, Figure], folder: Path) -> None:
 
 
 def inline(figure: Figure) -> str:
-    """An `<svg>` without a background that takes the page's width, font and colours."""
+    """The `<svg>` element of a figure."""
     text = StringIO()
     with rc_context(STYLE):
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
     svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r"font: (\d+)px [^;\"]*", r"font-size: \1px", svg)
-    for colour, variable in VARIABLES.items():
-        svg = svg.replace(colour, f"var({variable})")
-    return svg
+    return svg[svg.index("<svg") :]
 
 
-def colour_of(variant: str) -> str:
-    """The colour of a variant's kind; black for one that has none."""
+def color_of(variant: str) -> str:
+    """The color of a variant's strategy; black for others."""
     for kind, number in KINDS.items():
         if variant.startswith(kind):
-            return (PALE if kind in PEERS else COLOURS)[number]
+            return (PALE if kind in PEERS else COLORS)[number]
     return INK
 
 
 def _speedups(rows: Rows) -> Figure:
-    """Bars by domain, one for each variant, with their intervals."""
+    """Bars with confidence intervals by domain, one for each variant."""
     rows = [row for row in rows if "speedup" in row]
     domains = list(dict.fromkeys(row["domain"] for row in rows))
     variants = list(dict.fromkeys(row["variant"] for row in rows))
@@ -105,7 +92,7 @@ def _speedups(rows: Rows) -> Figure:
         lower = [max(0.0, row["speedup"] - row.get("low", row["speedup"])) for row in mine.values()]
         upper = [max(0.0, row.get("high", row["speedup"]) - row["speedup"]) for row in mine.values()]
         error: dict[str, Any] = {"ecolor": INK, "elinewidth": 0.8, "capsize": 0}
-        axes.barh(at, values, height, xerr=[lower, upper], color=colour_of(variant), label=variant, error_kw=error)
+        axes.barh(at, values, height, xerr=[lower, upper], color=color_of(variant), label=variant, error_kw=error)
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_yticks(range(len(domains)), domains)
     axes.set_ylim(len(domains) - 0.5, -0.5)
@@ -115,12 +102,12 @@ def _speedups(rows: Rows) -> Figure:
 
 
 def _positions(rows: Rows) -> Figure:
-    """Shares by position over all domains, a line for each of ours."""
+    """Acceptance by position over all domains, a line for each variant."""
     figure, axes = _axes(3.2)
     for row in [row for row in rows if row["domain"] == "all"]:
         shares = [float(share) for share in row["by position"].split()]
-        axes.plot(range(1, len(shares) + 1), shares, "o-", color=colour_of(row["variant"]), label=row["variant"])
-    axes.set(xlabel="position in the draft", ylabel="accepted, of drafts that long", ylim=(0, 1))
+        axes.plot(range(1, len(shares) + 1), shares, "o-", color=color_of(row["variant"]), label=row["variant"])
+    axes.set(xlabel="position in the draft", ylabel="share of drafts accepted up to there", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     return _with_legend(figure, axes)
@@ -128,7 +115,7 @@ def _positions(rows: Rows) -> Figure:
 
 def _cost(rows: Rows) -> Figure:
     figure, axes = _axes(2.8)
-    axes.plot([row["q"] for row in rows], [row["T(q)/T(1)"] for row in rows], "o-", color=COLOURS[3])
+    axes.plot([row["q"] for row in rows], [row["T(q)/T(1)"] for row in rows], "o-", color=COLORS[3])
     axes.axhline(1, color=INK, linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_xticks([row["q"] for row in rows], [str(row["q"]) for row in rows])
@@ -138,7 +125,7 @@ def _cost(rows: Rows) -> Figure:
 
 
 def _sweep(rows: Rows, column: str, label: str) -> Figure:
-    """Speedup along what was swept, a line for each variant."""
+    """Speedup along a sweep, a line for each variant."""
     rows = [row for row in rows if "speedup" in row]
     points = list(dict.fromkeys(row[column] for row in rows))
     lines = {
@@ -149,7 +136,7 @@ def _sweep(rows: Rows, column: str, label: str) -> Figure:
 
 
 def _depths(rows: Rows) -> Figure:
-    """Speedup along the length of the draft, where that is all that a setting says."""
+    """Speedup by draft length, for settings that consist of a length alone."""
     found = [(DEPTH.fullmatch(row["variant"]), row["speedup"]) for row in rows if "speedup" in row]
     named = [(match["kind"], int(match["depth"]), speedup) for match, speedup in found if match]
     depths = sorted({depth for _, depth, _ in named})
@@ -157,17 +144,17 @@ def _depths(rows: Rows) -> Figure:
         kind: [(depths.index(depth), speedup) for other, depth, speedup in named if other == kind]
         for kind in dict.fromkeys(kind for kind, _, _ in named)
     }
-    return _lines(lines, [str(depth) for depth in depths], "tokens in a draft, k; nodes of a Medusa tree")
+    return _lines(lines, [str(depth) for depth in depths], "draft tokens k; nodes of a Medusa tree")
 
 
 def _lines(lines: dict[str, list[tuple[int, float]]], ticks: list[str], label: str) -> Figure:
-    """Speedups: a line for each variant, dashed for Transformers' own."""
+    """Speedups, a line for each variant; dashed for those of Transformers."""
     figure, axes = _axes(3.8)
     axes.axhline(1, color=INK, linewidth=1)
     for variant, points in lines.items():
         style = "o--" if variant.startswith(PEERS) else "o-"
         places, speedups = zip(*points, strict=True)
-        axes.plot(places, speedups, style, color=colour_of(variant), label=variant, markersize=4.5)
+        axes.plot(places, speedups, style, color=color_of(variant), label=variant, markersize=4.5)
     axes.set_xticks(range(len(ticks)), ticks)
     axes.set(xlabel=label, ylabel="speedup over plain")
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
@@ -175,7 +162,7 @@ def _lines(lines: dict[str, list[tuple[int, float]]], ticks: list[str], label: s
 
 
 def _axes(height: float) -> tuple[Figure, Axes]:
-    """As wide as a phone, so that the page never shrinks its letters."""
+    """The width of a phone, so that text is not scaled down there."""
     figure = Figure(figsize=(4.6, height), layout="constrained")
     axes = figure.subplots()
     axes.grid(color=GRID, linewidth=0.6)

@@ -1,23 +1,25 @@
-"""The tables of a run, and the file that holds them."""
+"""All tables of a run, and the dictionary that is saved as `report.json`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks import summary
-from benchmarks.common import Rows
-from benchmarks.runner import Outcome
+from benchmarks.harness.runner import Outcome
+from benchmarks.report import summary
+from benchmarks.report.tables import Rows, by_domain
 from hf_specgen.evaluation.provenance import provenance
 
 
 def tables(outcome: Outcome) -> dict[str, Rows]:
-    """Every table that the records give, by name; those with nothing in them are left out."""
+    """Every table that has rows, by name."""
     records = outcome.records
     domains = summary.cells(records, "domains", together=True)
     over_all = [cell for cell in domains if cell.name == summary.ALL]
-    found: dict[str, Rows] = {"speed": summary.speed(domains, "domain")}
-    found["acceptance"] = summary.acceptance(domains, "domain")
+    speed = summary.speed(domains, "domain")
+    found: dict[str, Rows] = {"by domain": by_domain(speed)}
+    found["projected by domain"] = by_domain(speed, summary.PROJECTED)
+    found |= {"speed": speed, "acceptance": summary.acceptance(domains, "domain")}
     found["latency"] = summary.latency(over_all)
     if outcome.curve is not None:
         found["limits"] = summary.limits(domains, outcome.curve)
@@ -26,14 +28,15 @@ def tables(outcome: Outcome) -> dict[str, Rows]:
     found["tuning"] = [{k: v for k, v in row.items() if k != "domain"} for row in summary.speed(tuning, "domain")]
     for section in ("batch", "temperature", "context"):
         found[section] = summary.speed(summary.cells(records, section), section)
-    found |= outcome.scripted
+    found |= outcome.counted
     found["differences"] = summary.differences(records)
     return {name: rows for name, rows in found.items() if rows}
 
 
-def result(outcome: Outcome) -> dict[str, Any]:
-    """Everything of a run that is worth keeping, ready for JSON; the report and the README are made from it."""
+def result(outcome: Outcome, suite: str = "full") -> dict[str, Any]:
+    """Everything that is saved of a run, ready for JSON; the report and the tables of a README are made from it."""
     return {
+        "suite": suite,
         "provenance": provenance(),
         "plan": asdict(outcome.plan),
         "seed": outcome.plan.seed,
@@ -51,5 +54,5 @@ def result(outcome: Outcome) -> dict[str, Any]:
 
 
 def differing(outcome: Outcome) -> list[str]:
-    """Our variants of which a token differed from plain decoding somewhere."""
+    """Names of this package's variants with a token that differs from plain decoding."""
     return sorted({r["variant"] for r in outcome.records if "steps" in r and not r["identical"]})

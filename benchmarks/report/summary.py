@@ -1,4 +1,4 @@
-"""From records to tables. Rates are sums over sums; a ratio comes with its interval."""
+"""Tables from records. Throughput is a sum divided by a sum; a ratio has its confidence interval."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 
 from benchmarks import metrics
-from benchmarks.common import Rows
-from benchmarks.journal import Record
-from benchmarks.strategies import PLAIN
+from benchmarks.harness.journal import Record
+from benchmarks.harness.variants import PLAIN
+from benchmarks.report.tables import Rows
+from hf_specgen import Statistics
 from hf_specgen.evaluation.analysis import estimated_alpha, expected_accepted, optimal_k, speedup_limit
 from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.evaluation.intervals import Interval
-from hf_specgen.statistics import RowStep, Statistics
+from hf_specgen.evaluation.projection import Projection
+from hf_specgen.statistics import RowStep
 
 ALL = "all"
-FEWEST_REQUESTS = 3  # with fewer, an interval says more about chance than about the machine
+MIN_REQUESTS = 3
+"""With fewer requests no confidence interval is given."""
+PROJECTED = "projected speedup"
 
 
 @dataclass(frozen=True)
@@ -34,16 +38,17 @@ class Cell:
 
     @property
     def tokens_per_second(self) -> float:
+        """Measured throughput."""
         return sum(r["tokens"] for r in self.records) / sum(r["seconds"] for r in self.records)
 
     @property
     def requests(self) -> int:
-        """Different requests; repeats of one are not counted."""
+        """Number of different requests; repeats of a request are not counted."""
         return len(_by_request(self.records))
 
     @property
     def speedup(self) -> Interval:
-        """Repeats of a prompt are one request: drawing them apart would make the interval too narrow."""
+        """Measured speedup. Repeats of a prompt count as one request, as the bootstrap resamples requests."""
         mine, theirs = _by_request(self.records), _by_request(self.plain)
         found = metrics.load("speedup").compute(
             tokens=[t for t, _ in mine], seconds=[s for _, s in mine],
@@ -52,21 +57,27 @@ class Cell:
         return Interval(found["speedup"], found["low"], found["high"])
 
     @property
+    def projected(self) -> float | None:
+        """Speedup by counted forward passes and the latency profile of the run; None without a profile."""
+        known = [Projection(**r["projected"]) for r in self.records if r.get("projected")]
+        return sum(known, Projection()).speedup if known else None
+
+    @property
     def counts(self) -> Statistics | None:
-        """Steps of all records together; None for variants that tell nothing of theirs."""
-        told = [r for r in self.records if "steps" in r]
-        if not told:
+        """The statistics of all records together; None for variants without statistics."""
+        known = [r for r in self.records if "steps" in r]
+        if not known:
             return None
-        steps = [RowStep(*step) for r in told for step in r["steps"]]
+        steps = [RowStep(*step) for r in known for step in r["steps"]]
         seconds: dict[str, float] = defaultdict(float)
-        for record in told:
+        for record in known:
             for part, value in record["times"].items():
                 seconds[part] += value
-        return Statistics([steps], [sum(r["tokens"] for r in told)], dict(seconds))
+        return Statistics([steps], [sum(r["tokens"] for r in known)], dict(seconds))
 
 
 def cells(records: Sequence[Record], section: str, *, together: bool = False) -> list[Cell]:
-    """The cells of a section, in the order of measuring; with `together` one over all of it is added."""
+    """The cells of a section in the order of measurement; with `together`, one over all of them is added."""
     groups: dict[tuple[str, str], dict[str, Record]] = defaultdict(dict)
     for record in records:
         if record["section"] == section:
@@ -82,7 +93,7 @@ def cells(records: Sequence[Record], section: str, *, together: bool = False) ->
 
 
 def speed(found: Sequence[Cell], first: str) -> Rows:
-    """Throughput, speedup with its interval, whether the tokens are those of plain decoding.
+    """Throughput, speedup with its interval, projected speedup, and whether tokens equal those of plain decoding.
 
     Args:
         found: cells.
@@ -94,17 +105,19 @@ def speed(found: Sequence[Cell], first: str) -> Rows:
         if cell.variant != PLAIN.name:
             interval = cell.speedup
             row["speedup"] = interval.value
-            if cell.requests < FEWEST_REQUESTS:
+            if cell.requests < MIN_REQUESTS:
                 row["verdict"] = "too few requests"
             else:
                 row |= {"low": interval.low, "high": interval.high, "verdict": _verdict(interval)}
+            if cell.projected is not None:
+                row[PROJECTED] = cell.projected
             row["identical"] = _identical(cell.records)
         rows.append(row)
     return rows
 
 
 def acceptance(found: Sequence[Cell], first: str) -> Rows:
-    """Acceptance rate, both mean accepted lengths, shares by position; from the `evaluate` metrics."""
+    """Acceptance rate, both definitions of the mean accepted length, and acceptance by position."""
     rate, length, position = (
         metrics.load(n) for n in ("acceptance_rate", "mean_accepted_length", "position_acceptance")
     )
@@ -148,10 +161,10 @@ def latency(found: Sequence[Cell]) -> Rows:
 
 
 def limits(found: Sequence[Cell], curve: CostCurve) -> Rows:
-    """What the acceptance that was found could bring: expected tokens per step, best k, limit and share of it.
+    """Expected tokens per step by the measured acceptance, the best k, the limit of the speedup and the share reached.
 
-    The expectation takes drafts to have their mean length; the best k takes this machine's T(q) and the measured time
-    of a draft token; the limit is of `speedup_limit`, with plain decoding's own time per token.
+    The expectation assumes drafts of their mean length. The best k follows from T(q) of this machine and the measured
+    time per draft token, the limit from `speedup_limit`.
     """
     rows: Rows = []
     for cell in found:
@@ -188,11 +201,9 @@ def cost(curve: CostCurve) -> Rows:
 
 
 def differences(records: Sequence[Record]) -> Rows:
-    """Where our text left the plain one first, and the target's logits of both tokens there."""
+    """The first token that differs from plain decoding in each unit, with the target's logits of both tokens."""
     return [
-        {"round": r["unit"], "variant": r["variant"], **_margin(r["difference"])}
-        for r in records
-        if r.get("difference")
+        {"unit": r["unit"], "variant": r["variant"], **_margin(r["difference"])} for r in records if r.get("difference")
     ]
 
 
@@ -209,7 +220,7 @@ def _verdict(interval: Interval) -> str:
 
 
 def _identical(records: Sequence[Record]) -> bool | str:
-    """Peers draw random numbers of their own when sampling, so that their text is another one from the same model."""
+    """Transformers' assistants draw other random numbers when sampling: other tokens with the same distribution."""
     if all(r["identical"] for r in records):
         return True
     return "own draws" if all(r["identical"] or (r["sampled"] and "steps" not in r) for r in records) else False

@@ -1,92 +1,155 @@
-"""Recorded results as Markdown.
-
-python -m benchmarks.tables benchmarks/results                                  # print them
-python -m benchmarks.tables benchmarks/results --write benchmarks/README.md     # put them between its two markers
-"""
+"""Tables as Markdown, for the terminal, and of recorded results for a README."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from rich.console import Console
+from rich.markdown import Markdown
 
-from benchmarks.common import Rows
-
-LONG = 22
+Rows = list[dict[str, Any]]
+MAX_ROWS = 22
+"""Longer tables are folded."""
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """One result file: where its numbers come from, and its table or tables."""
-    origin = result["provenance"]
-    machine, versions = origin["machine"], origin["versions"]
-    made = (
-        f"commit {short(origin['commit'])}, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, {machine['gpu'] or machine['processor']}, {machine['threads']} threads"
-    )
-    if "seconds" in result:
-        made += f", {result['seconds'] / 60:.1f} minutes"
-    if "section" in result:
-        command = f"python -m benchmarks.core {result['section']} --repeats {result['repeats']}"
-        parts = [f"### {result['section']}", f"`{command}`: {made}", _shown(result["rows"])]
-    else:
-        program, *options = origin["argv"]
-        program = f"python benchmarks/{program}" if program.endswith(".py") else program
-        command = " ".join([program, *options])
-        parts = ["### The report's tables", f"`{command}`: {made}", *result["notes"]]
-        for name, rows in result["tables"].items():
-            parts += [f"#### {name}", _shown(rows)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _shown(rows: Rows) -> str:
-    """A long table opens on a click; its rows over all domains or cells, if it has such, stand before it."""
-    if len(rows) <= LONG:
-        return "\n".join(lines(rows))
-    over_all = [row for row in rows if str(next(iter(row.values()))).startswith("all")]
-    each = [row for row in rows if row not in over_all]
-    first = ["\n".join(lines(over_all))] if over_all else []
-    folded = [f"<details><summary>all {len(each)} rows</summary>", "\n".join(lines(each)), "</details>"]
-    return "\n\n".join([*first, *folded])
-
-
-def lines(rows: Rows) -> list[str]:
-    """A Markdown table."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    made = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return made + ["| " + " | ".join(cell(row.get(column, "")) for column in columns) + " |" for row in rows]
+def columns(rows: Rows) -> list[str]:
+    """The names of all columns, in the order of their first occurrence."""
+    return list(dict.fromkeys(column for row in rows for column in row))
 
 
 def cell(value: Any) -> str:
-    """A number as it stands in a table."""
+    """A value as text."""
     if isinstance(value, bool):
         return "yes" if value else "NO"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def short(commit: str | None) -> str:
-    """Enough of a commit to find it; what was changed since stays told."""
+def markdown(rows: Rows) -> str:
+    """A Markdown table.
+
+    Example:
+        >>> print(markdown([{"a": 1.0, "b": "x"}, {"b": True}]))
+        | a | b |
+        |---|---|
+        | 1.00 | x |
+        |  | yes |
+    """
+    names = columns(rows)
+    lines = [names, *([cell(row.get(name, "")) for name in names] for row in rows)]
+    made = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([made[0], "|" + "---|" * len(names), *made[1:]])
+
+
+def by_domain(rows: Rows, value: str = "speedup") -> Rows:
+    """A row for each variant and a column for each domain, from the rows of the table "speed"; all domains first."""
+    chosen = [row for row in rows if value in row]
+    domains = sorted(dict.fromkeys(row["domain"] for row in chosen), key=lambda domain: domain != "all")
+    values = {(row["variant"], row["domain"]): row[value] for row in chosen}
+    return [
+        {"variant": variant} | {domain: values[variant, domain] for domain in domains if (variant, domain) in values}
+        for variant in dict.fromkeys(row["variant"] for row in chosen)
+    ]
+
+
+def show(console: Console, title: str, rows: Rows) -> None:
+    """Print a table on the terminal."""
+    console.print(Markdown(f"**{title}**\n\n{markdown(rows)}"))
+
+
+def short_commit(commit: str | None) -> str:
+    """The first 12 digits of a commit, and whether there were changes on top of it."""
     name, changed, _ = (commit or "unknown").partition("+")
     return name[:12] + (" with changes" if changed else "")
 
 
-def main(
-    folder: Annotated[Path, typer.Argument(help="Where the JSON files are.")],
-    write: Annotated[Path | None, typer.Option(help="A Markdown file with the two markers.")] = None,
-) -> None:
-    """Print every table, or write them into a file."""
-    files = [*sorted(folder.glob("*/report.json")), *sorted(folder.glob("*.json"))]
-    text = "\n".join(markdown(json.loads(path.read_text(encoding="utf-8"))) for path in files)
-    if write is None:
-        typer.echo(text)
-        return
-    page = write.read_text(encoding="utf-8")
-    if BEGIN not in page or END not in page:
-        raise typer.BadParameter(f"{write} has no place for the tables; put {BEGIN} and {END} into it")
-    write.write_text(f"{page.split(BEGIN)[0]}{BEGIN}\n\n{text}\n{END}{page.split(END, 1)[1]}", encoding="utf-8")
+def recorded(result: dict[str, Any]) -> str:
+    """The Markdown of a result file: its provenance, and its table or tables."""
+    origin = result["provenance"]
+    machine, versions = origin["machine"], origin["versions"]
+    made = (
+        f"commit {short_commit(origin['commit'])}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, {machine['gpu'] or machine['processor']}, {machine['threads']} threads"
+    )
+    if "seconds" in result:
+        made += f", {result['seconds'] / 60:.1f} minutes"
+    heading = f"`{command(result)}`: {made}"
+    if "section" in result:
+        return "\n\n".join([f"### {result['section']}", heading, _folded(result["rows"])]) + "\n"
+    parts = [f"### {result.get('suite', 'full')}", heading, *result["notes"]]
+    for name, rows in tables_of(result).items():
+        parts += [f"#### {name}", _folded(rows)]
+    return "\n\n".join(parts) + "\n"
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def tables_of(result: dict[str, Any]) -> dict[str, Rows]:
+    """The tables of a report by name, with speedups by domain first; empty for other result files."""
+    tables: dict[str, Rows] = result.get("tables", {})
+    return {"by domain": by_domain(tables["speed"]), **tables} if "speed" in tables else tables
+
+
+def command(result: dict[str, Any]) -> str:
+    """The command that made a result, as it was at the commit of the result."""
+    program, *options = result["provenance"]["argv"]
+    if program == "__main__.py":
+        return " ".join(["python -m benchmarks", *options])
+    if "section" in result:
+        return f"python -m benchmarks.core {result['section']} --repeats {result['repeats']}"
+    return " ".join([f"python benchmarks/{program}", *options])
+
+
+def _folded(rows: Rows) -> str:
+    """A table; of a long one only the rows over all domains or cells are visible, if there are such rows."""
+    if len(rows) <= MAX_ROWS:
+        return markdown(rows)
+    over_all = [row for row in rows if str(next(iter(row.values()))).startswith("all")]
+    others = [row for row in rows if row not in over_all]
+    visible = [markdown(over_all)] if over_all else []
+    folded = [f"<details><summary>all {len(others)} rows</summary>", markdown(others), "</details>"]
+    return "\n\n".join([*visible, *folded])
+
+
+def result_files(folder: Path) -> Sequence[Path]:
+    """The result files of a folder: reports of suites first."""
+    return [*sorted(folder.glob("report.json")), *sorted(folder.glob("*/report.json")), *_sections(folder)]
+
+
+def _sections(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.json") if path.name != "report.json")
+
+
+def collect(folder: Path, table: str = "") -> str:
+    """The Markdown of all results in a folder.
+
+    Args:
+        folder: with result files, or with folders of reports.
+        table: only this table of the reports; all tables if empty.
+
+    Raises:
+        ValueError: if there are no results, or no such table.
+    """
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in result_files(folder)]
+    if not results:
+        raise ValueError(f"there are no results in {folder}")
+    if not table:
+        return "\n".join(recorded(result) for result in results)
+    found = [tables_of(result)[table] for result in results if table in tables_of(result)]
+    if not found:
+        names = sorted({name for result in results for name in tables_of(result)})
+        raise ValueError(f"there is no table {table!r} in {folder}; there are {', '.join(names)}")
+    return "\n\n".join(map(markdown, found)) + "\n"
+
+
+def write(text: str, page: Path) -> None:
+    """Replace the text between the two markers of a Markdown file.
+
+    Raises:
+        ValueError: if the file has no markers.
+    """
+    old = page.read_text(encoding="utf-8")
+    if BEGIN not in old or END not in old:
+        raise ValueError(f"{page} has no markers for the tables; add {BEGIN} and {END}")
+    page.write_text(f"{old.split(BEGIN)[0]}{BEGIN}\n\n{text}\n{END}{old.split(END, 1)[1]}", encoding="utf-8")

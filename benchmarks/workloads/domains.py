@@ -1,4 +1,4 @@
-"""Task domains: which prompts, and how they are decoded. Described in `domains.yaml`, read through `datasets`."""
+"""Task domains: prompts and their generation settings, described in `domains.yaml` and read with `datasets`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FIELDS = {"data", "hub", "config", "split", "revision", "where", "prompt", "turn
 
 @dataclass(frozen=True)
 class Domain:
-    """Conversations of one kind, and how they are decoded.
+    """Prompts of one task, and their generation settings.
 
     Args:
-        name: for tables.
-        conversations: the user's turns of each; most have one.
+        name: in tables.
+        conversations: the user's turns of each conversation; most have one.
         generation: arguments of `generate`.
-        about: one line.
+        about: description in one line.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Domain:
 
 
 class DomainError(ValueError):
-    """A domain that is not there, is described wrongly, cannot be read, or holds nothing."""
+    """A domain that does not exist, has an invalid description, cannot be read, or is empty."""
 
 
 def names_of(wanted: Sequence[str], path: Path = CATALOGUE) -> list[str]:
-    """Names of domains, with the sets among them replaced by what they hold.
+    """Names of domains, with sets expanded.
 
     Raises:
-        DomainError: for a name that is neither.
+        DomainError: for a name that is neither a domain nor a set.
     """
     catalogue = _catalogue(path)
     names: list[str] = []
@@ -54,20 +54,22 @@ def load_domain(name: str, path: Path = CATALOGUE) -> Domain:
     """Read one domain.
 
     Raises:
-        DomainError: with what is wrong in a sentence, e.g. a dataset that only the network has.
+        DomainError: if its description is invalid, or its data are missing or cannot be downloaded.
     """
     catalogue = _catalogue(path)
     spec = catalogue["domains"][name]
     unknown = set(spec) - FIELDS
     if unknown or ("data" in spec) == ("hub" in spec) or ("prompt" in spec) == ("turns" in spec):
-        what = f"does not know {sorted(unknown)}" if unknown else "needs data or hub, and prompt or turns"
-        raise DomainError(f"domain {name!r} in {path.name} {what}")
+        problem = f"has unknown fields {sorted(unknown)}" if unknown else "needs data or hub, and prompt or turns"
+        raise DomainError(f"domain {name!r} in {path.name} {problem}")
     rows = _read(name, spec, path.parent)
     for column, values in spec.get("where", {}).items():
         kept = values if isinstance(values, list) else [values]
         rows = [row for row in rows if row.get(column) in kept]
     if not rows:
-        raise DomainError(f"domain {name!r} has no prompts: its dataset is empty, or `where` in {path.name} fits none")
+        raise DomainError(
+            f"domain {name!r} has no prompts: its dataset is empty, or no row matches `where` in {path.name}"
+        )
     try:
         conversations = [row[spec["turns"]] if "turns" in spec else [spec["prompt"].format_map(row)] for row in rows]
     except KeyError as missing:

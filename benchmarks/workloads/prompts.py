@@ -1,4 +1,4 @@
-"""From conversations to token ids: first turns in batches, further turns of chats, prompts of a given length."""
+"""Tokenization of prompts: first turns in batches, further turns of chats, prompts of a given length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_specgen.evaluation.workloads import encode
 
-ANSWER = "THE-ANSWER-GOES-HERE"
+ANSWER = "ANSWER-PLACEHOLDER"
+"""Stands for an answer in a chat template, so that the text behind it can be found."""
 
 
 def first_turns(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -19,14 +20,14 @@ def first_turns(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> d
 
 
 def followups(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> list[torch.Tensor]:
-    """For every turn but the first, the tokens `[1, length]` from the end of the answer before it to the next answer.
+    """For every turn but the first, the tokens `[1, length]` between the previous answer and the next one.
 
     Args:
         tokenizer: with a chat template.
-        turns: what the user says.
+        turns: the user's turns.
 
     Raises:
-        ValueError: if the template does not show where an answer stands.
+        ValueError: if the template leaves earlier answers out.
 
     Example:
         With a template that writes `<|user|>…<|assistant|>…<|end|>`, the tokens of `<|end|><|user|>…<|assistant|>`.
@@ -38,7 +39,7 @@ def followups(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> list[
             messages += [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": turn}]
         text = cast(str, tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         if ANSWER not in text:
-            raise ValueError("the chat template does not repeat earlier answers; leave domains of several turns out")
+            raise ValueError("the chat template leaves earlier answers out; use domains with one turn only")
         suffix = text.rsplit(ANSWER, 1)[1]
         found.append(torch.tensor([tokenizer(suffix, add_special_tokens=False)["input_ids"]]))
     return found
@@ -47,13 +48,19 @@ def followups(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> list[
 def of_length(
     tokenizer: PreTrainedTokenizerBase, prompt: str, filler: Sequence[str], length: int
 ) -> dict[str, torch.Tensor]:
-    """The prompt behind as much other text as makes `length` tokens; a prompt that is longer loses its beginning.
+    """A prompt padded on the left with other text to `length` tokens; a longer prompt loses its beginning.
+
+    Args:
+        tokenizer: of the model.
+        prompt: the end of the context.
+        filler: texts to put before it.
+        length: tokens.
 
     Returns:
         `input_ids` and `attention_mask` `[1, length]`.
 
     Raises:
-        ValueError: if there is not enough text.
+        ValueError: if the filler is too short.
     """
     ids = first_turns(tokenizer, [prompt])["input_ids"][0].tolist()
     before: list[int] = []
@@ -62,7 +69,9 @@ def of_length(
             break
         before += cast(Any, tokenizer)(text + "\n\n", add_special_tokens=False)["input_ids"]
     if len(before) + len(ids) < length:
-        raise ValueError(f"the domains' prompts make a context of {len(before) + len(ids)} tokens only, not {length}")
+        raise ValueError(
+            f"the prompts of the domains have {len(before) + len(ids)} tokens, not {length}; use shorter contexts"
+        )
     missing = max(0, length - len(ids))
     row = torch.tensor([before[:missing] + ids[len(ids) - (length - missing) :]])
     return {"input_ids": row, "attention_mask": torch.ones_like(row)}

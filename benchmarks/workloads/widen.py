@@ -1,7 +1,7 @@
-"""The same function with more weights: a cost model of a larger target, not a bigger mind.
+"""Function-preserving widening: identical outputs with larger weights, as a latency model of a larger target.
 
-Every MLP gets additional neurons whose output columns are zero. They cost what real neurons cost and contribute
-nothing, so acceptance stays that of the small model while time is spent as in a large one.
+Every MLP gets additional neurons whose output columns are zero. They take as long as other neurons and contribute
+nothing: acceptance is that of the small model, latency that of a larger one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
 def widen(model: PreTrainedModel, parameters: int) -> PreTrainedModel:
-    """A Llama-architecture model of about `parameters` parameters that computes what `model` computes.
+    """A model with about `parameters` parameters that computes the same function as `model`.
 
     Args:
-        model: a model whose MLPs have `gate_proj`, `up_proj` and `down_proj`.
-        parameters: wanted size; at least that of `model`.
+        model: a Llama-like model, whose MLPs have `gate_proj`, `up_proj` and `down_proj`.
+        parameters: size of the result; at least that of `model`.
 
     Returns:
-        a new model of the same dtype on the same device; `model` is left alone.
+        A new model with the same dtype and device; `model` is unchanged.
+
+    Raises:
+        ValueError: if `model` is larger than that.
     """
     config = copy.deepcopy(model.config)
     per_neuron = 3 * config.hidden_size * config.num_hidden_layers
