@@ -49,6 +49,11 @@ class DraftSession(ABC):
         call: the call: model, tokens so far, verification, target.
     """
 
+    passes: Sequence[int] | None = None
+    """Tokens, over all rows, in each forward pass of the drafter for the last draft, without the pass that reads its
+    prompt. Empty if drafting needs no forward pass; None if unknown: then one pass for each level of the draft is
+    assumed, with one token per row."""
+
     def __init__(self, call: Call):
         self.call = call
 

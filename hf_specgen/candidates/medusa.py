@@ -141,6 +141,8 @@ class MedusaSession(CalibratedSession):
         if self._paths is not None:
             self.ranks = max(self.ranks, self._paths.width)
 
+    passes = ()  # heads run once per draft: the overhead of a draft
+
     @torch.no_grad()
     def draft(self, budget: Sequence[int]) -> DraftTree:
         if max(budget) == 0:

@@ -125,6 +125,8 @@ class NgramCandidates(Candidates):
 
 
 class _NgramSession(DraftSession):
+    passes = ()
+
     def __init__(self, settings: NgramCandidates, call: Call):
         super().__init__(call)
         self._settings, self._state = settings, call.state

@@ -25,8 +25,8 @@ class StepRecord:
             largest draft (with padding, if there was any).
         seconds: wall time by part: "draft", "forward", "verify". No "forward" where drafts were verified together
             with the prompt.
-        drafter_passes: tokens, over all rows, in each forward pass of the drafter. None if that is unknown: then one
-            pass for each level of the deepest draft is assumed, with one token per row.
+        drafter_passes: tokens, over all rows, in each forward pass of the drafter; see `DraftSession.passes`. None if
+            that is unknown: then one pass for each level of the deepest draft is assumed, with one token per row.
     """
 
     requested: Sequence[int]
