@@ -27,7 +27,7 @@ from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specgen.heads.medusa_runner import MedusaReader
+from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.target.model_parts import output_matrix
@@ -78,7 +78,7 @@ class MedusaCandidates(Candidates):
         most = MOST_HEADS if self._heads is None else self._heads.config.num_heads
         super().__init__("auto" if tree == "auto" else most, policy, max_k=most)
         self._lora = lora
-        self._attached: tuple[Any, MedusaReader, TreePlan] | None = None
+        self._attached: tuple[Any, MedusaRunner, TreePlan] | None = None
 
     @classmethod
     def from_pretrained(cls, heads: str, tree: str | int | Paths = "auto") -> MedusaCandidates:
@@ -97,7 +97,7 @@ class MedusaCandidates(Candidates):
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         return (type(self).__qualname__, self._name, repr(self.tree), self.k)
 
-    def _on(self, model: PreTrainedModel) -> tuple[MedusaReader, TreePlan]:
+    def _on(self, model: PreTrainedModel) -> tuple[MedusaRunner, TreePlan]:
         """The heads on their target, in its dtype on its device, and their trees; kept until the target changes."""
         weight = output_matrix(model).weight
         key = (id(model), weight.dtype, weight.device)
@@ -107,14 +107,14 @@ class MedusaCandidates(Candidates):
             self._attached = key, reader, self._plan(reader.heads.config)
         return self._attached[1:]
 
-    def _attach(self, model: PreTrainedModel, weight: torch.Tensor) -> MedusaReader:
+    def _attach(self, model: PreTrainedModel, weight: torch.Tensor) -> MedusaRunner:
         heads: Any = load_medusa(self._name, model) if self._heads is None else copy.deepcopy(self._heads)
         heads.config.vocab_size = heads.config.vocab_size or weight.shape[0]
         check_heads(heads.config, model, f"the set of heads {self._name!r}")
         lora = self._lora
         if lora is None and heads.config.lora_rank:
             lora = load_lora(output_matrix(model), heads.config.num_heads, self._name)
-        return MedusaReader(heads.to(device=weight.device, dtype=weight.dtype).eval(), model, lora)
+        return MedusaRunner(heads.to(device=weight.device, dtype=weight.dtype).eval(), model, lora)
 
     def _plan(self, config: MedusaConfig) -> TreePlan:
         if not isinstance(self.tree, str | int):
@@ -150,7 +150,7 @@ class MedusaSession(DraftSession):
         plan: chooses the tree.
     """
 
-    def __init__(self, call: Call, target: HiddenStateTarget, reader: MedusaReader, plan: TreePlan):
+    def __init__(self, call: Call, target: HiddenStateTarget, reader: MedusaRunner, plan: TreePlan):
         super().__init__(call)
         self._target, self._reader, self._plan = target, reader, plan
         self.ranks = min(RANKS, reader.heads.config.vocab_size)
