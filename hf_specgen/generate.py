@@ -1,14 +1,13 @@
-"""The keyword `candidate_generator=` of `generate`, `speculate()`, and argument validation."""
+"""What the keyword `candidate_generator=` of `generate` does, `speculate()`, and argument validation."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -24,8 +23,6 @@ from hf_specgen.target.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
 CALL_SETTINGS = ("verification", "policy", "monitor")
-_wrappers: list[Any] = []
-"""Every wrapper of `generate` that `install` made."""
 VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 ALIASES = {"coupled": "exact"}
 """Earlier names of verification modes, still accepted."""
@@ -111,66 +108,23 @@ def speculate(
     return Speculation(_as_candidates(candidate_generator), verification, streamer, policy, monitor)
 
 
-def install() -> None:
-    """Add our keywords to `GenerationMixin.generate`: candidate_generator, verification, policy, monitor. Idempotent.
+def generate_speculatively(
+    original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`model.generate(*args, **kwargs)` with our keywords: called by the patched `generate`, see `hf_specgen.patch`.
 
-    Without the keyword, `generate` does exactly what it did before. `import hf_specgen` calls this.
+    Args:
+        original: `GenerationMixin.generate` as it was before it was patched.
+        model: the model.
+        args, kwargs: the arguments of the call.
     """
-    current: Any = GenerationMixin.generate
-    wrapper = _our_wrapper(current)
-    if wrapper is None:
-        wrapper = GenerationMixin.generate = _wrap(current)  # type: ignore[method-assign]
-    wrapper._hf_specgen_enabled = True
-
-
-def uninstall() -> None:
-    """Remove the keyword. `generate` is then the original function; a wrapper of other code around it stays."""
-    current: Any = GenerationMixin.generate
-    wrapper = _our_wrapper(current)
-    if wrapper is None:
-        return
-    wrapper._hf_specgen_enabled = False
-    if wrapper is current:
-        GenerationMixin.generate = wrapper.__wrapped__  # type: ignore[method-assign]
-
-
-def _our_wrapper(function: Any) -> Any:
-    """Our wrapper of `generate`, also under wrappers of other code; None if there is none."""
-    while function is not None and function not in _wrappers:
-        function = getattr(function, "__wrapped__", None)
-    return function
-
-
-def _wrap(original: Callable[..., Any]) -> Any:
-    @functools.wraps(original)
-    def generate(self: Any, *args: Any, candidate_generator: Any = None, **kwargs: Any) -> Any:
-        if not cast(Any, generate)._hf_specgen_enabled:
-            if candidate_generator is not None:
-                kwargs["candidate_generator"] = candidate_generator
-            return original(self, *args, **kwargs)
-        _check_config(self.generation_config, kwargs.get("generation_config"))
-        method = kwargs.get("custom_generate")
-        if candidate_generator is None and not isinstance(method, Speculation):
-            return original(self, *args, **kwargs)
-        if candidate_generator is not None:
-            if method is not None:
-                raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
-            settings = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
-            method = speculate(candidate_generator, **settings)
-        return _generate(original, self, args, kwargs, method)
-
-    _wrappers.append(generate)
-    return generate
-
-
-def _check_config(*configs: Any) -> None:
-    """Raise for a strategy in a generation config, where it would be ignored and could not be saved."""
-    for config in configs:
-        if getattr(config, "candidate_generator", None) is not None:
-            raise ValueError(
-                "candidate_generator belongs to generate(candidate_generator=…), not into a GenerationConfig; "
-                "hf_specgen.attach(model, candidate_generator) makes every generate call of a model use it"
-            )
+    generator, method = kwargs.pop("candidate_generator", None), kwargs.get("custom_generate")
+    if generator is not None:
+        if method is not None:
+            raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
+        settings = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
+        method = speculate(generator, **settings)
+    return _generate(original, model, args, kwargs, method)
 
 
 def _generate(

@@ -17,7 +17,7 @@ from hf_specgen import FixedDepth
 from hf_specgen.evaluation.calibration import measure_acceptance, measure_cost, save_tuning
 from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.heads.medusa_runner import MedusaReader
+from hf_specgen.heads.medusa_runner import MedusaRunner
 from medusa_loss import later_positions
 
 SHOWN = 5
@@ -91,7 +91,7 @@ class Evaluation:
         was_training = self._target.training
         self._target.eval()
         heads = cast(MedusaHeads, cast(Any, copy.deepcopy(self._heads)).to(self._target.dtype).eval())
-        reader = MedusaReader(heads, self._target, self._lora)
+        reader = MedusaRunner(heads, self._target, self._lora)
         candidates = MedusaCandidates(heads, lora=self._lora, policy=FixedDepth())  # guesses in every step
         count = heads.config.num_heads
         result = {}
@@ -108,7 +108,7 @@ class Evaluation:
         self._target.train(was_training)
         return result
 
-    def _count(self, scores: HeadScores, reader: MedusaReader, cpu_batch: Batch) -> None:
+    def _count(self, scores: HeadScores, reader: MedusaRunner, cpu_batch: Batch) -> None:
         batch = {name: tensor.to(self._target.device) for name, tensor in cpu_batch.items()}
         hidden = target_states(self._target, batch)[0]  # [positions, hidden]
         following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]

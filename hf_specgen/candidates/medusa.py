@@ -30,7 +30,7 @@ from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specgen.heads.medusa_runner import MedusaReader
+from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.target.model_parts import output_matrix
@@ -82,7 +82,7 @@ class MedusaCandidates(Candidates):
         most = MAX_HEADS if self._heads is None else self._heads.config.num_heads
         super().__init__("auto" if tree == "auto" else most, policy, max_k=most)
         self._lora = lora
-        self._attached: AttachedModules[MedusaReader] = AttachedModules()
+        self._attached: AttachedModules[MedusaRunner] = AttachedModules()
 
     @classmethod
     def from_pretrained(cls, heads: str, tree: str | int | Paths = "auto") -> MedusaCandidates:
@@ -101,11 +101,11 @@ class MedusaCandidates(Candidates):
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         return ("medusa", self._name, repr(self.tree), self.k)
 
-    def _on(self, model: PreTrainedModel) -> MedusaReader:
+    def _on(self, model: PreTrainedModel) -> MedusaRunner:
         """The heads on their target, in its dtype on its device."""
         return self._attached.on(model, lambda: self._attach(model, output_matrix(model).weight))
 
-    def _attach(self, model: PreTrainedModel, weight: torch.Tensor) -> MedusaReader:
+    def _attach(self, model: PreTrainedModel, weight: torch.Tensor) -> MedusaRunner:
         heads: Any = load_medusa(self._name, model) if self._heads is None else copy.deepcopy(self._heads)
         heads.config.vocab_size = heads.config.vocab_size or weight.shape[0]
         check_heads(heads.config, model, f"the set of heads {self._name!r}")
@@ -113,7 +113,7 @@ class MedusaCandidates(Candidates):
         lora = self._lora
         if lora is None and heads.config.lora_rank:
             lora = load_lora(output_matrix(model), heads.config.num_heads, self._name)
-        return MedusaReader(heads.to(device=weight.device, dtype=weight.dtype).eval(), model, lora)
+        return MedusaRunner(heads.to(device=weight.device, dtype=weight.dtype).eval(), model, lora)
 
     def __repr__(self) -> str:
         return f"MedusaCandidates({self._name!r}, tree={self.tree!r}{self._show_policy()})"
@@ -129,7 +129,7 @@ class MedusaSession(CalibratedSession):
         tree: as in `MedusaCandidates`.
     """
 
-    def __init__(self, call: Call, target: HiddenStateTarget, reader: MedusaReader, tree: str | int | Paths):
+    def __init__(self, call: Call, target: HiddenStateTarget, reader: MedusaRunner, tree: str | int | Paths):
         config = reader.heads.config
         super().__init__(call, config.num_heads)
         self._target, self._reader = target, reader

@@ -58,7 +58,11 @@ def start_session(
 
 
 def verify_once(
-    verifier: Verifier, tree: DraftTree, logits: torch.Tensor, processors: LogitsProcessorList | None = None, **call: bool
+    verifier: Verifier,
+    tree: DraftTree,
+    logits: torch.Tensor,
+    processors: LogitsProcessorList | None = None,
+    **call: bool,
 ) -> VerificationResult:
     """The outcome of one step in which all rows take part."""
     session = start_session(verifier, tree.batch, processors, **call)
