@@ -108,7 +108,9 @@ class Simulation:
         for step in range(steps):
             depths = [min(depth, self.candidates.k) for depth in session.depths([10**6] * self.rows)]
             self.requested.append(depths)
-            drafted = [min(depth, self.lengths(step, row) if self.lengths else depth) for row, depth in enumerate(depths)]
+            drafted = [
+                min(depth, self.lengths(step, row) if self.lengths else depth) for row, depth in enumerate(depths)
+            ]
             accepted = [self._accepted(chance, step, row, depth) for row, depth in enumerate(drafted)]
             deepest = max(drafted)
             draft = self.draft_token * deepest + self.prefill * unread * any(drafted)

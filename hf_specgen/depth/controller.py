@@ -31,6 +31,8 @@ EXPLORATION_SHARE = 0.015
 """Share of the time that may be lost to drafts where drafting does not pay: less than the margin."""
 MAX_EXPLORATION = 0.25
 """Most that is saved for exploration, in plain steps: a text that turns predictable is noticed within 17 steps."""
+MIN_TRIAL_COST = 0.05
+"""A trial counts as at least so many plain steps: a measured curve may show steps with a draft to be free."""
 SIZE_UPDATE = 0.3
 """Weight of the newest draft in the mean size of drafts."""
 
@@ -122,7 +124,7 @@ class AdaptiveSession(PolicySession):
 
     def _explore(self, prefill: float) -> int:
         """Depth of a step for which plain decoding seems best: 0, but for a trial when its cost has been saved."""
-        cost = float(self._cost[1]) - 1 + self._empty_draft_cost + prefill
+        cost = max(MIN_TRIAL_COST, float(self._cost[1]) - 1 + self._empty_draft_cost) + prefill
         self._exploration = min(self._exploration + EXPLORATION_SHARE, max(cost, MAX_EXPLORATION))
         self._exploring = self._exploration >= cost
         return (self._k if self._candidates.adaptive_tree else 1) if self._exploring else 0
@@ -131,13 +133,15 @@ class AdaptiveSession(PolicySession):
         """Count acceptance; times only enter the latency model, as long as that is being learnt."""
         self._learn_latency(step)
         if not any(step.requested):
-            self._unread += 1
+            self._unread += max(row.emitted for row in step.rows if row is not None)
             return
         drafted = [row for row in step.rows if row is not None and row.drafted]
         accepted = sum(row.accepted for row in drafted)
         cost = self._cost_of(step)
         if self._exploring:
-            self._exploration += accepted / max(1, step.batch) - (cost - 1) - self._prefill_cost * self._unread
+            prefill = self._prefill_cost * self._unread
+            trial = max(MIN_TRIAL_COST, cost - 1) if drafted else cost - 1
+            self._exploration += accepted / max(1, step.batch) - trial - prefill
         if drafted:
             breadth = max(row.drafted for row in drafted) / step.depth
             self._nodes_per_level += SIZE_UPDATE * (breadth - self._nodes_per_level)
@@ -149,7 +153,9 @@ class AdaptiveSession(PolicySession):
     def expected_speedup(self, depths: Sequence[int]) -> float | None:
         """Over plain decoding, if drafts of these depths were found."""
         given = self._acceptance.accepted() / np.maximum(self._acceptance.proposed(), 1e-6)
-        tokens = [1 + np.minimum(1.0, given[row, :depth]).sum() for row, depth in enumerate(depths) if self._active[row]]
+        tokens = [
+            1 + np.minimum(1.0, given[row, :depth]).sum() for row, depth in enumerate(depths) if self._active[row]
+        ]
         return len(tokens) / sum(1 / one for one in tokens) / float(self._cost[min(max(depths), self._k)])
 
     def _look_up_latency(self, rows: int) -> None:

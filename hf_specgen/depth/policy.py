@@ -65,7 +65,7 @@ class PolicySession(ABC):
             room: `[rows]` draft tokens that each row can still use; 0 for a row that takes no part in this step.
         """
 
-    def observe(self, step: StepRecord) -> None:  # noqa: B027
+    def observe(self, step: StepRecord) -> None:
         """Learn from the outcome of a step."""
 
     def expected_speedup(self, depths: Sequence[int]) -> float | None:
@@ -123,6 +123,9 @@ class FixedDepth(Policy):
 
     def start(self, call: Call) -> PolicySession:
         return _FixedSession(call.candidates.k if self.k is None else self.k)
+
+
+Fixed = FixedDepth
 
 
 class _FixedSession(PolicySession):

@@ -63,7 +63,7 @@ def key_of(description: Mapping[str, Any]) -> str:
 
     Example:
         >>> key_of({"strategy": ["draft_model", "5"], "target": "LlamaForCausalLM"})
-        'draft_model-LlamaForCausalLM-4e5c1f0b1b5c'
+        'draft_model-LlamaForCausalLM-30b60234fc28'
     """
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
     names = f"{description['strategy'][0]}-{description['target']}"

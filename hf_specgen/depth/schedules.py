@@ -135,7 +135,7 @@ class DisableWhen(Policy):
 
     temperature_above: float | None = None
     new_tokens_below: int = 0
-    otherwise: Policy = FixedDepth()
+    otherwise: Policy = field(default_factory=FixedDepth)
 
     def start(self, call: Call) -> PolicySession:
         too_hot = self.temperature_above is not None and call.temperature > self.temperature_above
