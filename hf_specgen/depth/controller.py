@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_DRAFT_DEPTH = 32
 """Deepest draft that is considered: with an acceptance of 0.9 a token, 3% of drafts reach beyond it."""
 REPLAN_EVERY = 8
-"""Steps between plans, which take about 0.1 ms; a fully rejected draft, and each of the first drafts, renews them."""
+"""Steps between plans, which take about 0.1 ms; fully rejected drafts, trials and the first drafts renew them at once."""
 REMEMBERED_TRIALS = 8.0
 """Weight, in trials, of the acceptance in earlier calls: texts differ from call to call."""
 PROPOSED_PRIOR = 0.9
@@ -133,7 +133,7 @@ class AdaptiveSession(PolicySession):
         """Count acceptance; times only enter the latency model, as long as that is being learnt."""
         self._learn_latency(step)
         if not any(step.requested):
-            self._unread += max(row.emitted for row in step.rows if row is not None)
+            self._unread += max((row.emitted for row in step.rows if row is not None), default=0)
             return
         drafted = [row for row in step.rows if row is not None and row.drafted]
         accepted = sum(row.accepted for row in drafted)
@@ -145,18 +145,11 @@ class AdaptiveSession(PolicySession):
         if drafted:
             breadth = max(row.drafted for row in drafted) / step.depth
             self._nodes_per_level += SIZE_UPDATE * (breadth - self._nodes_per_level)
-            self._tree_cost += SIZE_UPDATE * (cost - self._tree_cost)
+            self._tree_cost += SIZE_UPDATE * (cost - self._empty_draft_cost - self._tree_cost)
         self._unread, self._drafts = 0, self._drafts + 1
         self._new.append(step)
-        self._renew = self._renew or self._drafts < REPLAN_EVERY or (bool(drafted) and not accepted)
-
-    def expected_speedup(self, depths: Sequence[int]) -> float | None:
-        """Over plain decoding, if drafts of these depths were found."""
-        given = self._acceptance.accepted() / np.maximum(self._acceptance.proposed(), 1e-6)
-        tokens = [
-            1 + np.minimum(1.0, given[row, :depth]).sum() for row, depth in enumerate(depths) if self._active[row]
-        ]
-        return len(tokens) / sum(1 / one for one in tokens) / float(self._cost[min(max(depths), self._k)])
+        rejected = bool(drafted) and not accepted
+        self._renew = self._renew or self._exploring or rejected or self._drafts < REPLAN_EVERY
 
     def _look_up_latency(self, rows: int) -> None:
         """Follow the number of rows and the context; while latencies are learnt, also what was learnt."""
@@ -177,10 +170,11 @@ class AdaptiveSession(PolicySession):
             self._profile.add(step, self._place, self._unread)
 
     def _make_plan(self, room: Sequence[int], active: list[bool]) -> None:
-        self._acceptance.observe(self._new)
-        self._new.clear()
-        if self._profile is not None:
-            remember(self._call.model, self._key, self._acceptance.snapshot(self._exploration))
+        if self._new:
+            self._acceptance.observe(self._new)
+            self._new.clear()
+            if self._profile is not None:
+                remember(self._call.model, self._key, self._acceptance.snapshot(self._exploration))
         self._price(sum(active))
         accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
         plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from math import log2
@@ -18,15 +18,15 @@ from hf_specgen.depth.cost import CostCurve
 from hf_specgen.depth.latency import MAX_SLICES, DraftLatency, LatencyModel, Slice, StepLatency
 
 if TYPE_CHECKING:
-    from hf_specgen.depth.policy import StepRecord
     from hf_specgen.state import Call
+    from hf_specgen.depth.policy import StepRecord
 
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Tokens per row under which times are collected: half octaves, as kernels change at such sizes."""
 KEPT = 7
-"""Measurements that a median is taken of."""
+"""Measurements that a median is taken of: three of them may be disturbed."""
 PLAIN_NEEDED, DRAFTED_NEEDED = 5, 12
-"""Measured steps after which a slice is fixed: the median of five plain steps survives two disturbed ones."""
+"""Measured steps after which a slice is fixed: a call of 128 tokens has more, and most have too few to be sure."""
 PLAIN_EVERY = 8
 """One step in so many is plain until enough plain steps are measured."""
 CATCHING_UP = 16
@@ -49,11 +49,11 @@ class LatencyRecorder:
     def __init__(self, rows: int, context: int, prior: StepLatency, measured: bool):
         self.rows, self.context, self._prior, self._measured = rows, context, prior, measured
         self._target: dict[int, deque[float]] = {}
-        self._passes: dict[int, deque[tuple[float, int]]] = {}
+        self._drafts: dict[int, deque[tuple[float, int]]] = {}  # by tokens of a pass: seconds, and passes
         self._empty: deque[float] = deque(maxlen=KEPT)
         self._steps = self._drafted = 0
         self._has_drafted = False
-        self._prefill = [0.0, 0.0]
+        self._prefill_seconds = self._prefill_tokens = 0.0
 
     def add(self, step: StepRecord, unread: int) -> None:
         """Enter a step before which the drafter had not read the last `unread` tokens of each row."""
@@ -61,24 +61,23 @@ class LatencyRecorder:
         draft = step.seconds.get("draft", 0.0)
         if "forward" in step.seconds:
             size = min(GRID, key=lambda size: abs(log2(size / step.tokens_per_row)))
-            if size not in self._target:
-                self._target[size] = deque(maxlen=KEPT)  # the first of each size, which prepares kernels, is dropped
-            else:
+            if size in self._target:  # the first step of a size, which prepares kernels, is dropped
                 self._target[size].append(sum(step.seconds.values()) - draft)
                 self._drafted += step.tokens_per_row > 1
+            self._target.setdefault(size, deque(maxlen=KEPT))
         if any(step.requested):
-            if self._has_drafted:  # the first draft is dropped for the same reason
+            if self._has_drafted:  # the first draft is dropped too
                 self._add_draft(step.passes, draft, unread, step.batch)
             self._has_drafted = True
 
     def _add_draft(self, passes: Sequence[int], seconds: float, unread: int, rows: int) -> None:
         if unread > CATCHING_UP:
             usual = self._drafter(self._prior.drafter.scaled(0.0)).draft(passes)
-            self._prefill[0] += max(0.0, seconds - usual)
-            self._prefill[1] += unread * rows
-        elif passes:
+            self._prefill_seconds += max(0.0, seconds - usual)
+            self._prefill_tokens += unread * rows
+        elif sum(passes):
             width = 1 << round(log2(sum(passes) / len(passes)))
-            self._passes.setdefault(width, deque(maxlen=KEPT)).append((seconds, len(passes)))
+            self._drafts.setdefault(width, deque(maxlen=KEPT)).append((seconds, len(passes)))
         else:
             self._empty.append(seconds)
 
@@ -111,17 +110,18 @@ class LatencyRecorder:
 
     def _drafter(self, latency: DraftLatency) -> DraftLatency:
         """What drafting takes: the given latency, but for what was measured."""
-        if self._empty:
-            latency = replace(latency, overhead=median_low(self._empty))
-        if self._passes:
-            overhead = latency.overhead if self._empty else 0.0
+        if self._empty or self._drafts:
+            latency = replace(latency, overhead=median_low(self._empty) if self._empty else 0.0)
+        if self._drafts:
             by_width = {
-                width: median(max(0.0, seconds - overhead) / passes for seconds, passes in drafts)
-                for width, drafts in sorted(self._passes.items())
+                width: median(max(0.0, seconds - latency.overhead) / passes for seconds, passes in drafts)
+                for width, drafts in sorted(self._drafts.items())
             }
             rising = np.maximum.accumulate(list(by_width.values())).tolist()  # more tokens take no less
-            latency = replace(latency, tokens=tuple(by_width), seconds=tuple(rising), overhead=overhead)
-        return replace(latency, prefill=self._prefill[0] / self._prefill[1]) if self._prefill[1] else latency
+            latency = replace(latency, tokens=tuple(by_width), seconds=tuple(rising))
+        if self._prefill_tokens:
+            latency = replace(latency, prefill=self._prefill_seconds / self._prefill_tokens)
+        return latency
 
 
 class View(NamedTuple):
@@ -134,8 +134,8 @@ class View(NamedTuple):
     """
 
     latency: LatencyModel
-    fixed: bool
-    wants_plain_step: bool
+    fixed: bool = True
+    wants_plain_step: bool = False
 
 
 class Profile:
@@ -154,10 +154,10 @@ class Profile:
         self._read_file()
 
     def view(self, place: tuple[int, int]) -> View:
-        """Latencies at a number of rows and a context length as `slice_of` rounds them."""
+        """Latencies at a number of rows and a context length, as `slice_of` rounds them."""
         with self._lock:
             if place in self._fixed:
-                return View(self._model(), True, False)
+                return View(self._model())
             recorder = self._recorder(place)
             return View(self._model(self._slice(recorder)), False, recorder.wants_plain_step)
 
@@ -172,7 +172,6 @@ class Profile:
                 return
             self._read_file()  # what another process has fixed first stays: all decide alike
             self._fixed.setdefault(place, self._slice(recorder))
-            del self._recorders[place]
             if self._description is not None:
                 profiles.save(self._description, self._model())
 
@@ -184,9 +183,9 @@ class Profile:
             self._reported = True
         key = profiles.key_of(self._description)
         warnings.warn(
-            f"the times of steps depart by a factor of {factor:.1f} from the latency profile {key!r}, so draft depths may "
-            f"not be the best ones. Delete it with `hf-specgen profile --delete {key}`, after which it is learnt again, "
-            "or renew it with `hf-specgen tune MODEL`.",
+            f"the times of steps depart by a factor of {factor:.1f} from the latency profile {key!r}: draft depths may "
+            f"not be the best ones. `hf-specgen profile --delete {key}` deletes it, and it is learnt again; "
+            "`hf-specgen tune MODEL` renews it at once.",
             stacklevel=2,
         )
 
@@ -239,19 +238,19 @@ class ProfileCheck:
     """
 
     def __init__(self) -> None:
-        self._ratios: dict[bool, deque[float]] = defaultdict(lambda: deque(maxlen=CHECKED_STEPS))
-        self._steps = 0
+        self._ratios: tuple[deque[float], deque[float]] = deque(maxlen=CHECKED_STEPS), deque(maxlen=CHECKED_STEPS)
 
     def departure(self, step: StepRecord, expected: StepLatency, unread: int) -> float:
         """Enter a step; returns how far the two kinds of steps depart from each other, 1.0 while that is unknown."""
         drafted = any(step.requested)
-        if "forward" in step.seconds and not (drafted and unread > CATCHING_UP):
-            seconds = float(expected.target.by_tokens(step.batch * step.tokens_per_row))
-            seconds += expected.drafter.draft(step.passes) if drafted else 0.0
-            self._ratios[drafted].append(sum(step.seconds.values()) / seconds)
-            self._steps += 1
-        if self._steps % CHECKED_STEPS or len(self._ratios) < 2:
+        if "forward" not in step.seconds or (drafted and unread > CATCHING_UP):
             return 1.0
-        medians = [median(ratios) for ratios in self._ratios.values()]
-        enough = min(map(len, self._ratios.values())) == CHECKED_STEPS
-        return max(medians) / max(min(medians), 1e-12) if enough else 1.0
+        seconds = float(expected.target.by_tokens(step.batch * step.tokens_per_row))
+        seconds += expected.drafter.draft(step.passes) if drafted else 0.0
+        self._ratios[drafted].append(sum(step.seconds.values()) / seconds)
+        if min(map(len, self._ratios)) < CHECKED_STEPS:
+            return 1.0
+        low, high = sorted(median(ratios) for ratios in self._ratios)
+        for ratios in self._ratios:
+            ratios.clear()
+        return high / max(low, 1e-12)

@@ -23,16 +23,16 @@ class Schedule(Policy):
     """A depth by batch size, by context length, or both (then the smaller one).
 
     Args:
-        by_batch: depth from each number of rows on: `{1: 8, 4: 4, 16: 2, 32: 0}` drafts 8 tokens for 1 to 3 rows,
-            4 for 4 to 15, and none from 32 on. Only rows that still generate count.
+        by_batch: depth from each number of rows on: `{1: 8, 4: 4, 16: 0}` drafts 8 tokens for 1 to 3 rows, 4 for 4 to
+            15, and none from 16 on. Only rows that still generate count.
         by_context: depth from each number of tokens in the longest row on.
 
     Raises:
         ValueError: if both are empty, or a number is negative.
 
     Example:
-        >>> Schedule({1: 8, 4: 4, 16: 2, 32: 0})
-        Schedule(by_batch={1: 8, 4: 4, 16: 2, 32: 0}, by_context={})
+        >>> Schedule({1: 8, 4: 4, 16: 0})
+        Schedule(by_batch={1: 8, 4: 4, 16: 0}, by_context={})
     """
 
     by_batch: Mapping[int, int] = field(default_factory=dict)
