@@ -58,7 +58,11 @@ class AutoregressiveSession(CalibratedSession):
 
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
-        """Read what is new in the rows' texts; `[batch, vocab]` logits for the token after each row's last one."""
+        """Read what is new in the rows' texts, and add the pass to `passes` unless it reads the prompt.
+
+        Returns:
+            `[batch, vocab]` logits for the token after each row's last one.
+        """
 
     @abstractmethod
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
@@ -98,7 +102,6 @@ class AutoregressiveSession(CalibratedSession):
         qs: list[torch.Tensor] = []
         root = np.zeros((rows, 1), dtype=np.int64)
         proposals, confidence = self._propose(self.first_scores()[:, None], root, shape.children, qs)
-        self.passes.append(active)
         builder.add_root(proposals)
         confidences = [confidence]
         while (beam := shape.beam(builder)) and (nodes := builder.frontier(beam)).shape[1]:

@@ -150,6 +150,7 @@ class _DraftModelSession(AutoregressiveSession):
         texts = list(zip(self._state.generated, self._read, self._reads, strict=True))
         unread = [self._known(text[read:] if reads else text[-1:]) for text, read, reads in texts]
         tree = DraftTree.chains([tokens[1:] for tokens in unread])
+        self.passes.append(sum(self._reads) * (1 + tree.nodes))
         logits = self._model.forward(tree, [tokens[0] for tokens in unread], self._reads)
         self._model.commit(
             [list(range(len(tokens) - 1)) if reads else None for tokens, reads in zip(unread, self._reads, strict=True)]

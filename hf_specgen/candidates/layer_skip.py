@@ -108,6 +108,7 @@ class _LayerSkipSession(AutoregressiveSession):
         texts = self.call.state.generated
         if not any(texts):
             return self._scores(*self._target.prefill_early())[:, -1]
+        self.passes.append(sum(depth > 0 for depth in self.budget))
         pending = torch.tensor([text[-1] for text in texts])
         return self._scores(*self._target.run_early(pending, with_logits=self._head is None))[:, -1]
 

@@ -192,6 +192,8 @@ class RaggedCache(Cache):
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
         for layer in self._filled:
             layer.lengths = tuple(lengths)
+            if not any(lengths):
+                layer.first = 0
 
     def keep_accepted(self, starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
         """Keep of the step that began at slots `starts` the pending token and the accepted path of each row.

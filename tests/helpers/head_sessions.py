@@ -13,11 +13,7 @@ import torch
 
 from hf_specgen.heads.base import AttachedHead, HeadOutput
 from hf_specgen.heads.layers import causal_mask
-
-try:
-    from hf_specgen.target.cache import RaggedCache
-except ImportError:
-    from hf_specgen.cache import SlotCache as RaggedCache
+from hf_specgen.target.cache import RaggedCache
 
 
 def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:

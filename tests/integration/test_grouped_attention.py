@@ -14,9 +14,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specgen.target import attention as module_under_test
 from hf_specgen.target.attention import fold_mask, grouped_attention, grouped_sdpa
-from hf_specgen.target import Target
+from hf_specgen.target.base import Target
 from tests.helpers import reference, reference_attention
-from tests.helpers import ARCHITECTURES, SPEC, plain_and_speculative, prompts, tiny_model
+from tests.helpers import ARCHITECTURES, plain_and_speculative, prompts, tiny_model
+from tests.helpers.models import SPEC
 
 # A row of a step: cached slots, parents of the draft's nodes, padding in front.
 STEPS: dict[str, dict[str, Any]] = {

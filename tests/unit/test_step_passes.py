@@ -43,6 +43,7 @@ def test_target_passes_match_the_tokens_read_by_the_target(rows: int) -> None:
     """Without an EOS token all rows take part in every step until the slowest ends."""
     model = tiny_model("llama")
     candidates = NgramCandidates(k=4)
+    speculate(model, candidates)  # the self-check of the model runs in its first call
     sizes = counted(model.get_input_embeddings(), lambda: speculate(model, candidates, rows, eos_token_id=None))
     assert candidates.speculation is not None
     passes = candidates.speculation.passes
@@ -57,6 +58,7 @@ def test_target_passes_match_the_tokens_read_by_the_target(rows: int) -> None:
 def test_draft_model_passes_match_the_tokens_read_by_the_draft() -> None:
     model, draft = tiny_model("llama"), tiny_model("mistral")
     candidates = DraftModelCandidates(draft, k=3)
+    speculate(model, candidates)
     sizes = counted(draft.get_input_embeddings(), lambda: speculate(model, candidates))
     assert candidates.speculation is not None
     reported = [tokens for step in candidates.speculation.passes for tokens in step.drafter or ()]
