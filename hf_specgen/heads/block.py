@@ -147,8 +147,12 @@ class BlockHead(DraftHead):
         """
         batch, block = embeddings.shape[:2]
         lengths = [cache.get_seq_length()] * batch if context_lengths is None else context_lengths
-        kinds = set(self.config.attention)
-        masks = {kind: block_mask(kind, lengths, block, embeddings.device) for kind in kinds}
+        alike = len(set(lengths)) == 1
+        masks = {
+            # Without a mask, attention can use its fastest kernels.
+            kind: None if kind == BlockAttention() and alike else block_mask(kind, lengths, block, embeddings.device)
+            for kind in set(self.config.attention)
+        }
         rotary, states = self.rotary(embeddings, position_ids), embeddings
         for layer, kind in zip(self.layers, self.config.attention, strict=True):
             states = layer(states, rotary, masks[kind], cache)

@@ -48,7 +48,7 @@ def layer_fields(values: Mapping[str, Any]) -> Fields:
     Raises:
         ValueError: if its layers are of a type that is not known.
     """
-    model_type = values.get("model_type", "llama")
+    model_type = values.get("model_type") or "llama"
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise ValueError(
             f"draft layers of model_type {str(model_type)[:60]!r} are not supported, only {', '.join(MODEL_TYPES)}"

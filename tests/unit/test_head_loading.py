@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_specgen.heads import checkpoint
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.loading import FORMATS, load_head
@@ -109,6 +111,24 @@ def test_load_medusa_heads_names_the_right_loader(tmp_path: Path) -> None:
 def test_load_from_nowhere_raises_file_not_found(path: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"is neither a folder|is not a folder"):
         load_head(path)
+
+
+@pytest.mark.parametrize("missing", [EntryNotFoundError("404"), LocalEntryNotFoundError("offline")])
+def test_load_from_the_hub_passes_on_where_to_look(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, missing: Exception
+) -> None:
+    asked: list[Any] = []
+
+    def download(repository: str, name: str, **where: Any) -> str:
+        asked.append((repository, where))
+        if not (folder / name).exists():
+            raise missing
+        return str(folder / name)
+
+    monkeypatch.setattr(checkpoint, "hf_hub_download", download)
+    where: dict[str, Any] = {"revision": "v2", "token": "t", "subfolder": "draft", "cache_dir": "/cache"}
+    assert isinstance(load_head("org/head", **where), Eagle3Head)
+    assert asked and all(entry == ("org/head", where) for entry in asked)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
