@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_specgen.adaptive import Fixed, OffAbove, OffForShort, StepCosts
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specgen import (
@@ -21,7 +22,6 @@ from hf_specgen import (
     Policy,
     Schedule,
 )
-from hf_specgen.adaptive import Fixed, OffAbove, OffForShort, StepCosts
 from hf_specgen.evaluation.cost import CostCurve
 from tests.helpers import Oracle, prompts, tiny_model
 from tests.helpers.medusa import random_heads

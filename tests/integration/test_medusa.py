@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from hf_specgen.adaptive import Fixed
+from hf_specgen.candidates.tree_plan import ConfidentTree
 from transformers import TopKLogitsWarper
 
 from hf_specgen import AutoCandidates, MedusaCandidates, NgramCandidates, Schedule
-from hf_specgen.adaptive import Fixed
 from hf_specgen.candidates.rank_tree import RankTree
-from hf_specgen.candidates.tree_plan import ConfidentTree
 from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, Acceptance, best_tree, confidence_bin
