@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from hf_specgen import compat
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession
 from hf_specgen.candidates.vocabulary import check_vocabularies
@@ -107,7 +108,10 @@ class _DraftModelSession(AutoregressiveSession):
         input_ids, mask = _left_padded([self._known(prompt) for prompt in state.prompts], draft.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
-        self._draft = Target(draft, input_ids, GenerationConfig(), arguments)
+        if compat.supports_logits_to_keep(draft):
+            arguments["logits_to_keep"] = 1  # the logits of a long prompt would take gigabytes
+        chunk_size = call.config.prefill_chunk_size
+        self._draft = Target(draft, input_ids, GenerationConfig(prefill_chunk_size=chunk_size), arguments)
         self._has_read_prompt = False
         self._read = [0] * state.batch
         self._reads = [True] * state.batch
