@@ -20,7 +20,11 @@ from tests.helpers import RecordingStreamer, prompts, tiny_model
 
 PACKAGE = Path(hf_specgen.__file__).parent
 PARAMETERS = {
-    "GenerationMixin._prefill": (GenerationMixin, "_prefill", ["self", "input_ids", "generation_config", "model_kwargs"]),
+    "GenerationMixin._prefill": (
+        GenerationMixin,
+        "_prefill",
+        ["self", "input_ids", "generation_config", "model_kwargs"],
+    ),
     "GenerationMixin._supports_logits_to_keep": (GenerationMixin, "_supports_logits_to_keep", ["self"]),
     "PreTrainedModel._optimize_model_for_decode": (PreTrainedModel, "_optimize_model_for_decode", ["self"]),
 }
@@ -44,7 +48,9 @@ PRIVATE = {
 
 def missing(symbol: str) -> str:
     """The message of a failed check."""
-    return f"{symbol} is not what hf_specgen.compat expects in Transformers {transformers.__version__}: replace it there"
+    return (
+        f"{symbol} is not what hf_specgen.compat expects in Transformers {transformers.__version__}: replace it there"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +118,7 @@ def test_local_of_generate_outside_of_generate_is_none() -> None:
     assert compat.local_of_generate("streamer") is None
 
 
-@pytest.mark.parametrize(
-    "file", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix()
-)
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_private_symbols_are_used_in_compat_only(file: Path) -> None:
     """Would catch: a private symbol that breaks with the next Transformers and that no test here names."""
     if file.name == "compat.py":
