@@ -5,6 +5,9 @@ Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Spec
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,6 +18,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.heads.exit_head import load_exit_head
 from hf_specgen.state import Call
 from hf_specgen.target.early_exit import EarlyExitTarget
+from hf_specgen.target.model_parts import output_matrix
 from hf_specgen.target.requirements import TargetRequirements
 
 
@@ -49,7 +53,7 @@ class LayerSkipCandidates(Candidates):
     ):
         super().__init__(k, policy, max_k=8)
         self.exit_layer, self.adapter = exit_layer, adapter
-        self._head = adapter if isinstance(adapter, nn.Module) else None
+        self._loaded: tuple[Any, nn.Module] | None = None
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         return TargetRequirements(exit_layer=self.exit_layer)
@@ -57,10 +61,24 @@ class LayerSkipCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         if call.model is None or not isinstance(call.target, EarlyExitTarget):
             raise ValueError("LayerSkipCandidates works with generate(candidate_generator=…) only")
-        if isinstance(self.adapter, str) and self._head is None:
+        return _LayerSkipSession(call, call.target, self.k, vocabulary_size(call.model), self._head_for(call.model))
+
+    def _head_for(self, model: PreTrainedModel) -> nn.Module | None:
+        """The adapter on this model, in its dtype on its device; loaded again when the model changes."""
+        if not isinstance(self.adapter, str):
+            return self.adapter
+        weight = output_matrix(model).weight
+        key = (weakref.ref(model), weight.dtype, weight.device)
+        loaded = self._loaded
+        if loaded is None or loaded[0] != key:
             with torch.random.fork_rng():  # a new module draws its first weights: not from the noise of the call
-                self._head = load_exit_head(call.model, self.adapter)
-        return _LayerSkipSession(call, call.target, self.k, vocabulary_size(call.model), self._head)
+                head = load_exit_head(model, self.adapter)
+            if head.exit_layer != self.exit_layer:
+                raise ValueError(
+                    f"the adapter {self.adapter!r} was trained for exit_layer={head.exit_layer}, got {self.exit_layer}"
+                )
+            loaded = self._loaded = key, head
+        return loaded[1]
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         adapter = self.adapter if isinstance(self.adapter, str) else type(self.adapter).__qualname__
