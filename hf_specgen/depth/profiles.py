@@ -16,6 +16,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 
+from hf_specgen import compat
 from hf_specgen.depth.latency import LatencyModel
 from hf_specgen.version import __version__
 
@@ -63,7 +64,7 @@ def describe(model: Any, strategy: tuple[Any, ...], samples: bool) -> dict[str, 
         "hidden_size": getattr(config, "hidden_size", None),
         "vocab_size": getattr(config, "vocab_size", None),
         "dtype": str(getattr(model, "dtype", None)),
-        "attention": getattr(config, "_attn_implementation", None),
+        "attention": None if config is None else compat.attention_implementation(config),
         "ranks": getattr(model, "tp_size", None) or 1,
         "devices": [f"{name} {_device_name(name)}" for name in devices],
         "threads": torch.get_num_threads(),
