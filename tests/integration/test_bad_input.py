@@ -98,9 +98,7 @@ def test_generate_empty_prompt_raises(shape: tuple[int, int]) -> None:
 def test_generate_prompt_as_embeddings_raises() -> None:
     embeddings = torch.randn(1, 5, 64)
     with pytest.raises(ValueError, match="not as inputs_embeds"):
-        tiny_model("llama").generate(
-            inputs_embeds=embeddings, max_new_tokens=4, candidate_generator=NgramCandidates()
-        )
+        tiny_model("llama").generate(inputs_embeds=embeddings, max_new_tokens=4, candidate_generator=NgramCandidates())
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ KINDS = ["draft", "skip"]
 
 def strategy(kind: str, k: int = 4) -> Candidates:
     """A draft model or layer skip for tiny llama, of which some draft tokens are accepted."""
-    return DraftModelCandidates(perturbed_copy(tiny_model("llama")), k=k) if kind == "draft" else LayerSkipCandidates(3, k)
+    return (
+        DraftModelCandidates(perturbed_copy(tiny_model("llama")), k=k) if kind == "draft" else LayerSkipCandidates(3, k)
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -10,16 +10,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_specgen import MedusaCandidates
-from hf_specgen.adaptive import Fixed
+from hf_specgen import FixedDepth, MedusaCandidates
 from hf_specgen.cli.app import app
 from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_tuning
 from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.heads import load_medusa
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, confidence_bin
-from tests.helpers.paths import REFERENCE_LM
 from tests.helpers import prompts, tiny_model
 from tests.helpers.medusa import fitted_heads, random_heads
+from tests.helpers.paths import REFERENCE_LM
 
 
 def test_counts_stop_at_the_first_head_that_had_no_right_guess() -> None:
@@ -51,7 +50,7 @@ def test_tuned_heads_get_other_trees(tmp_path: Path) -> None:
     for curve in (CostCurve((1, 64), (1.0, 1.01), 256, 1), CostCurve((1, 2), (1.0, 1.9), 256, 1)):
         save_tuning(heads, measure_acceptance(model, heads, [{**inputs, "max_new_tokens": 24}]), curve)
         heads.save_pretrained(tmp_path)
-        candidates = MedusaCandidates(str(tmp_path), policy=Fixed())
+        candidates = MedusaCandidates(str(tmp_path), policy=FixedDepth())
         ours = model.generate(**inputs, max_new_tokens=24, candidate_generator=candidates)
         assert torch.equal(ours, model.generate(**inputs, max_new_tokens=24))
         assert candidates.speculation is not None

@@ -85,9 +85,7 @@ def test_draft_model_with_table_to_end_of_target_table_same_tokens(batch: int, e
     target, draft = tiny_model("gpt2", n_positions=24), tiny_model("gpt2", n_positions=table)
     plain = target.generate(**prompts(batch), max_length=24, **ends)
     candidates = DraftModelCandidates(draft, k=5)
-    assert torch.equal(
-        plain, target.generate(**prompts(batch), max_length=24, **ends, candidate_generator=candidates)
-    )
+    assert torch.equal(plain, target.generate(**prompts(batch), max_length=24, **ends, candidate_generator=candidates))
 
 
 def test_draft_model_with_table_shorter_than_prompt_raises() -> None:
@@ -110,9 +108,7 @@ def test_padding_behind_position_table_same_logits() -> None:
     ids = model.generate(**inputs, max_new_tokens=10)[:, 14:]
     end = int(ids[1, 2])
     assert end not in ids[0].tolist(), "another row has to continue"
-    assert_same_logits(
-        model, inputs, NgramCandidates(k=3), max_new_tokens=10, eos_token_id=[end], pad_token_id=0
-    )
+    assert_same_logits(model, inputs, NgramCandidates(k=3), max_new_tokens=10, eos_token_id=[end], pad_token_id=0)
 
 
 def test_given_cache_with_whole_prompt_same_tokens() -> None:

@@ -156,9 +156,7 @@ def test_draft_of_growing_text_equals_that_of_a_new_session(
         assert tree.parents[1] == ()
 
 
-@pytest.mark.parametrize(
-    ("k", "text", "expected"), [(7, [1, 2, 3] * 4, [1, 2, 3, 1, 2, 3, 1]), (5, [4] * 9, [4] * 5)]
-)
+@pytest.mark.parametrize(("k", "text", "expected"), [(7, [1, 2, 3] * 4, [1, 2, 3, 1, 2, 3, 1]), (5, [4] * 9, [4] * 5)])
 def test_draft_of_periodic_text_continues_past_its_end(k: int, text: list[int], expected: list[int]) -> None:
     """Would catch: a draft that ends where the text ends, although the text repeats itself."""
     assert ngram_draft(NgramCandidates(k=k), text) == (expected, tuple(range(-1, k - 1)))
