@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Tests that run side by side must not fight for cores.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test quality bench clean
+.PHONY: demo test test-fast quality bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -20,8 +20,13 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 demo: .venv/installed
 	$(BIN)/hf-specgen demo
 
+# Everything: at most 6 minutes on two cores.
 test: .venv/installed-dev
-	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --quiet
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --quiet
+
+# Unit tests and doctests of the package: about a minute on two cores.
+test-fast: .venv/installed-dev
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --quiet tests/unit hf_specgen
 
 quality: .venv/installed-dev
 	$(BIN)/ruff check .

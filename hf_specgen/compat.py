@@ -53,7 +53,7 @@ def pad_token(config: GenerationConfig) -> int | None:
 
 
 def optimized_for_decoding(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """The context in which `generate` runs decoding steps. Symbol: `PreTrainedModel._optimize_model_for_decode()`."""
+    """The context in which `generate` runs decoding steps. Symbol: `GenerationMixin._optimize_model_for_decode()`."""
     return cast(AbstractContextManager[Any], getattr(model, "_optimize_model_for_decode", nullcontext)())
 
 

@@ -19,6 +19,7 @@ from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.evaluation.measure import Total
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from tests.helpers import tiny_model
+from tests.helpers.paths import ROOT
 
 MODEL, DRAFT = str(EMBEDDED_MODEL), str(EMBEDDED_DRAFT)
 
@@ -124,7 +125,7 @@ def test_heads(tmp_path: Path) -> None:
 
 
 def test_the_readme_and_the_doctor_follow_one_tree() -> None:
-    text = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"Up to {advice.CHEAP_WIDTH:g}:" in text and f"Up to {advice.DEAR_WIDTH:g}:" in text
     assert f"at least {advice.CLEAR - 1:.0%}\n" in text
     widths = {1.2: "good", 1.7: "warning", 2.5: "warning"}

@@ -48,11 +48,12 @@ TREES: dict[str, Any] = {
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_medusa_any_tree_same_tokens(tree: str, batch: int, sampling: str) -> None:
     """Would catch: a hidden state of a wrong row or node, a tree with misplaced nodes."""
-    model = tiny_model("llama")
-    candidates = MedusaCandidates(fitted_heads(model, prompts(batch)), TREES[tree], policy=FixedDepth())
-    statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=30, **SAMPLING[sampling])
+    model, inputs = tiny_model("llama"), prompts(batch)
+    heads = fitted_heads(model, inputs, **SAMPLING[sampling])
+    candidates = MedusaCandidates(heads, TREES[tree], policy=FixedDepth())
+    statistics = assert_same_tokens(model, inputs, candidates, max_new_tokens=40, **SAMPLING[sampling])
     assert statistics.accepted > 0
-    assert sampling == "greedy" or statistics.accepted < statistics.drafted
+    assert tree == "chain" or statistics.accepted < statistics.drafted
 
 
 @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}, {"eos_token_id": list(range(30, 60))}])
@@ -60,12 +61,9 @@ def test_medusa_any_tree_same_tokens(tree: str, batch: int, sampling: str) -> No
 def test_medusa_with_rows_that_leave_the_batch_same_tokens(processors: dict, sampling: str) -> None:
     """Would catch: hidden states of other rows once ended rows have left the batch."""
     model, inputs = tiny_model("qwen3"), prompts(4)
-    candidates = MedusaCandidates(fitted_heads(model, inputs), 8)
+    candidates = MedusaCandidates(fitted_heads(model, inputs, **SAMPLING[sampling]), 8)
     arguments = {"max_new_tokens": 25, "pad_token_id": 0, **SAMPLING[sampling], **processors}
-    torch.manual_seed(1)
-    plain = model.generate(**inputs, **arguments)
-    torch.manual_seed(1)
-    assert torch.equal(plain, model.generate(**inputs, **arguments, candidate_generator=candidates))
+    assert assert_same_tokens(model, inputs, candidates, **arguments).drafted > 0
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -74,7 +72,7 @@ def test_medusa_with_rows_that_leave_the_batch_same_tokens(processors: dict, sam
 def test_medusa_beside_other_drafts_and_plain_steps_same_tokens(batch: int, sampling: str, mix: str) -> None:
     """Would catch: hidden states that are outdated after a plain step, or a step that another strategy drafted."""
     model, inputs = tiny_model("llama"), prompts(batch)
-    heads = fitted_heads(model, inputs)
+    heads = fitted_heads(model, inputs, **SAMPLING[sampling])
     candidates: Candidates = {
         "n-grams": lambda: CombinedCandidates([NgramCandidates(k=4), MedusaCandidates(heads)]),
         "schedule": lambda: MedusaCandidates(heads, policy=Schedule({1: 2, 2: 1})),

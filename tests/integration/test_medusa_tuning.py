@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_specgen.adaptive import Fixed
 from typer.testing import CliRunner
 
-from hf_specgen import MedusaCandidates
+from hf_specgen import FixedDepth, MedusaCandidates
 from hf_specgen.cli.app import app
 from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_tuning
 from hf_specgen.evaluation.cost import CostCurve
@@ -51,7 +50,7 @@ def test_tuned_heads_get_other_trees(tmp_path: Path) -> None:
     for curve in (CostCurve((1, 64), (1.0, 1.01), 256, 1), CostCurve((1, 2), (1.0, 1.9), 256, 1)):
         save_tuning(heads, measure_acceptance(model, heads, [{**inputs, "max_new_tokens": 24}]), curve)
         heads.save_pretrained(tmp_path)
-        candidates = MedusaCandidates(str(tmp_path), policy=Fixed())
+        candidates = MedusaCandidates(str(tmp_path), policy=FixedDepth())
         ours = model.generate(**inputs, max_new_tokens=24, candidate_generator=candidates)
         assert torch.equal(ours, model.generate(**inputs, max_new_tokens=24))
         assert candidates.speculation is not None

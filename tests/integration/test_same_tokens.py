@@ -81,7 +81,7 @@ def test_generate_with_less_common_processors_same_tokens(batch: int, arguments:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_generate_with_strict_grammar_same_tokens(batch: int) -> None:
-    """Would catch: a grammar that is asked about a text that plain `generate` never passes to it; a trie raises then."""
+    """Would catch: a grammar that receives a text that plain `generate` never passes to it; a trie raises then."""
 
     def allowed(row: int, ids: Any) -> list[int]:
         new = ids[12:].tolist()

@@ -47,7 +47,7 @@ def test_draft_model_every_architecture_same_tokens(architecture: str, batch: in
 def test_layer_skip_every_divisible_architecture_same_tokens(
     architecture: str, exit_layer: int, batch: int, sampling: str
 ) -> None:
-    """Would catch: a layer run twice or not at all, states used in a wrong step, layers with caches of other lengths."""
+    """Would catch: a layer run twice or not at all, states of a wrong step, layers with caches of other lengths."""
     model, candidates = tiny_model(architecture), LayerSkipCandidates(exit_layer, k=3)
     statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=16, **SAMPLING[sampling])
     assert statistics.drafted > 0

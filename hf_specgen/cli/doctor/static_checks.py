@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from hf_specgen import compat
 from hf_specgen.cli.doctor.blueprint import Blueprint, gigabytes, readable
 from hf_specgen.cli.doctor.findings import CheckResult, Finding
 from hf_specgen.target.support import check_model
@@ -16,7 +17,7 @@ FULL = 0.85
 
 def support(model: Blueprint, role: str) -> Finding:
     """Whether the model can verify trees: attention implementation, positions, a cache that can be rolled back."""
-    kind = f"{type(model.model).__name__}, attention {model.config._attn_implementation!r}"
+    kind = f"{type(model.model).__name__}, attention {compat.attention_implementation(model.config)!r}"
     try:
         check_model(model.model)
     except ValueError as error:
