@@ -80,9 +80,7 @@ def _is_speculation(method: Any) -> bool:
 class _PatchOnImport(MetaPathFinder):
     """Import hook that patches `generate` as soon as the module that defines it has been loaded."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != GENERATION:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))

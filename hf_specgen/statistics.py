@@ -1,4 +1,4 @@
-"""What happened in one speculative call: how much was guessed, how much of it stood, where the time went."""
+"""Statistics of a speculative `generate` call: drafted, accepted and emitted tokens of every step, and times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPORTED = (
 
 @dataclass
 class RowStep:
-    """One row in one verification step: draft nodes, the depth they reached, tokens accepted and emitted."""
+    """One row in one verification step: draft nodes, depth of the draft, accepted and emitted tokens."""
 
     drafted: int
     depth: int
@@ -38,16 +38,16 @@ class RowStep:
 
 @dataclass
 class Statistics:
-    """Counters of one `generate` call.
+    """Statistics of one `generate` call.
 
     A *step* of a row is one verification (a forward pass of the target) in which the row took part; a *draft* is a step
-    in which something was guessed for it. The prompt's own pass is a step for the rows that something was guessed for
-    before it. Tokens cut off by a stop do not count as accepted.
+    in which at least one token was drafted for it. The prefill is a step for rows whose first tokens were drafted before
+    it. Tokens cut off by a stop do not count as accepted.
 
     Args:
         rows: the steps of each row, in order.
-        lengths: generated tokens of each row that stand in the output, one that the prompt alone gave included.
-        seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (deciding how deep to draft), `total`.
+        lengths: generated tokens of each row in the output, including a token that the prefill alone yielded.
+        seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (choosing depths), `total`.
 
     Example:
         >>> stats = Statistics(rows=[[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2), RowStep(2, 2, 0, 1)]], lengths=[8])
@@ -61,21 +61,21 @@ class Statistics:
     lengths: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def record(self, tree: DraftTree, verdict: VerificationResult) -> list[RowStep | None]:
-        """Count one verification step; returns what it was for each row, None for one that took no part."""
+    def record(self, tree: DraftTree, result: VerificationResult) -> list[RowStep | None]:
+        """Record a verification step; returns it for each row, None for a row that took no part."""
         steps: list[RowStep | None] = [None] * len(self.rows)
-        for row, path in enumerate(verdict.paths):
+        for row, path in enumerate(result.paths):
             if path is not None:
                 parents = tree.parents[row]
                 depth = max(depths(parents), default=0)
-                step = RowStep(len(parents), depth, verdict.accepted[row], len(verdict.tokens[row]))
+                step = RowStep(len(parents), depth, result.accepted[row], len(result.tokens[row]))
                 self.rows[row].append(step)
                 steps[row] = step
         return steps
 
-    def record_prefill_draft(self, tree: DraftTree, verdict: VerificationResult) -> list[RowStep | None]:
-        """The same for the prompt's own pass, which is no step of a row that nothing was guessed for."""
-        steps = self.record(tree, verdict)
+    def record_prefill_draft(self, tree: DraftTree, result: VerificationResult) -> list[RowStep | None]:
+        """The same for the prefill, which is no step of a row without a draft."""
+        steps = self.record(tree, result)
         for row, parents in enumerate(tree.parents):
             if not parents:
                 self.rows[row].pop()
@@ -83,11 +83,11 @@ class Statistics:
         return steps
 
     def finish(self, lengths: Sequence[int], given: Sequence[int]) -> None:
-        """Settle the output's length in each row, and take out of the counts what lies behind it.
+        """Set the length of each row's output, and remove tokens after it from the counts.
 
         Args:
             lengths: generated tokens of each row.
-            given: how many of them came without a step: 1 where the prompt alone gave the first.
+            given: tokens of each row that no step yielded: 1 if the prefill alone yielded the first one.
         """
         self.lengths = list(lengths)
         for steps, length, free in zip(self.rows, lengths, given, strict=True):
@@ -108,13 +108,13 @@ class Statistics:
         emitted: Sequence[int] | None = None,
         depths: Sequence[int] | None = None,
     ) -> Statistics:
-        """The statistics of steps that were counted elsewhere.
+        """Statistics from counts per step, such as another program's log.
 
         Args:
             drafted: draft tokens of each step.
             accepted: how many of them were accepted.
-            emitted: tokens that each step brought; accepted + 1 if left out.
-            depths: longest path of each draft; `drafted` if left out, which is right for chains.
+            emitted: tokens that each step yielded; accepted + 1 if left out.
+            depths: depth of each draft; `drafted` if left out, which is right for chains.
 
         Raises:
             ValueError: if the lists differ in length, or a step accepts more than its draft is deep.
@@ -123,21 +123,21 @@ class Statistics:
         depths = drafted if depths is None else depths
         columns = (drafted, depths, accepted, emitted)
         if len({len(column) for column in columns}) != 1:
-            raise ValueError(f"need a number for each step in every list, got {[len(column) for column in columns]}")
+            raise ValueError(f"the lists must have one number per step each, got lengths {[len(c) for c in columns]}")
         steps = [RowStep(*map(int, step)) for step in zip(*columns, strict=True)]
         for step in steps:
             if not 0 <= step.accepted <= step.depth <= step.drafted:
-                raise ValueError(f"need 0 <= accepted <= depth <= drafted, got {step}")
+                raise ValueError(f"a step must have 0 <= accepted <= depth <= drafted, got {step}")
         return cls([steps], [1 + sum(step.emitted for step in steps)])
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Both calls together, their rows side by side."""
+        """The statistics of both calls, with the rows of both."""
         names = {**self.seconds, **other.seconds}
         seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
         return Statistics(self.rows + other.rows, self.lengths + other.lengths, seconds)
 
     def row(self, index: int) -> Statistics:
-        """The statistics of one row alone (times are those of the whole batch)."""
+        """The statistics of one row; times are those of the whole batch."""
         return Statistics([self.rows[index]], [self.lengths[index]], self.seconds)
 
     @property
@@ -146,12 +146,12 @@ class Statistics:
 
     @property
     def steps(self) -> int:
-        """Verifications, summed over rows."""
+        """Verification steps, summed over rows."""
         return len(self._steps)
 
     @property
     def drafts(self) -> int:
-        """Steps in which something was guessed."""
+        """Steps with a draft."""
         return sum(step.drafted > 0 for step in self._steps)
 
     @property
@@ -161,7 +161,7 @@ class Statistics:
 
     @property
     def accepted(self) -> int:
-        """Draft tokens that stand in the output."""
+        """Accepted draft tokens in the output."""
         return sum(step.accepted for step in self._steps)
 
     @property
@@ -181,34 +181,34 @@ class Statistics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafts: only steps that guessed something (vLLM's definition)."""
+        """1 + accepted / drafts: over steps with a draft only (vLLM's definition)."""
         return 1 + _ratio(self.accepted, self.drafts)
 
     @property
     def drafted_per_position(self) -> list[int]:
-        """How many drafts reached position 1, 2, …"""
+        """Number of drafts that reach position 1, 2, …"""
         return _reached([step.depth for step in self._steps])
 
     @property
     def accepted_per_position(self) -> list[int]:
-        """In how many drafts position 1, 2, … was accepted."""
+        """Number of drafts in which position 1, 2, … was accepted."""
         counts = _reached([step.accepted for step in self._steps])
         return counts + [0] * (len(self.drafted_per_position) - len(counts))
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
-        """Of the drafts that reached a position, the share in which it was accepted."""
+        """Share of accepted ones among the drafts that reach position 1, 2, …"""
         return [_ratio(a, d) for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
     def origins(self, row: int = 0) -> list[bool]:
-        """For each generated token of a row, True if it was guessed and accepted, False if the target's own."""
+        """For each generated token of a row: True for an accepted draft token, False for the target's own token."""
         marks = [False] * (self.lengths[row] - sum(step.emitted for step in self.rows[row]))
         for step in self.rows[row]:
             marks += [True] * step.accepted + [False] * (step.emitted - step.accepted)
         return marks
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers and lists, ready for JSON."""
+        """All statistics as numbers and lists, ready for JSON."""
         result: dict[str, Any] = {name: getattr(self, name) for name in REPORTED}
         result["seconds"] = dict(self.seconds)
         if len(self.rows) > 1:
@@ -216,7 +216,7 @@ class Statistics:
         return result
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """A summary in four lines."""
         times = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in self.seconds.items())
         positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
         return (
@@ -228,7 +228,7 @@ class Statistics:
         )
 
     def plot(self, path: str | Path) -> None:
-        """Draw acceptance by position and accepted tokens along the text into an image (PNG, SVG, PDF).
+        """Plot acceptance by position and accepted tokens along the text into an image (PNG, SVG, PDF).
 
         Raises:
             ImportError: without matplotlib (`pip install hf-specgen[plot]`).
@@ -241,7 +241,7 @@ class Statistics:
         return self.summary()
 
     def to_json(self) -> str:
-        """`to_dict` as a JSON text."""
+        """`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
 

@@ -35,7 +35,7 @@ def test_the_window_forgets() -> None:
     assert monitor.acceptance_rate == 1
     _watched(monitor, accuracy=0.0, batch=1)
     assert monitor.acceptance_rate == 0 and monitor.calls == 2
-    assert "0% of guesses accepted" in monitor.summary()
+    assert "0% of draft tokens accepted" in monitor.summary()
     for arguments in ({"window": 0}, {"timeline": -1}):
         with pytest.raises(ValueError, match="must be at least 1"):
             SpeculationMonitor(**arguments)
@@ -71,7 +71,7 @@ def test_one_log_line_per_call(caplog) -> None:
 
 def test_plot(tmp_path) -> None:
     monitor = SpeculationMonitor(prometheus=False)
-    with pytest.raises(ValueError, match="has seen no step"):
+    with pytest.raises(ValueError, match="has no steps"):
         monitor.plot(tmp_path / "m.png")
     _watched(monitor)
     monitor.plot(tmp_path / "m.png")

@@ -1,4 +1,4 @@
-"""Where the benchmark is: it comes with the repository, not with the package."""
+"""Finds the benchmark suite, which comes with the repository, not with the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def command() -> typer.Typer:
     """The command of `benchmarks/run.py`.
 
     Raises:
-        SystemExit: with a sentence, if this is an installed package without its repository.
+        SystemExit: with one sentence, if the package was installed without its repository.
     """
     if not (REPOSITORY / "benchmarks" / "run.py").exists():
         raise SystemExit("the benchmark comes with the repository, not the package; run it from a clone")

@@ -1,8 +1,8 @@
-"""What speculation can bring: expected tokens per step, expected speedup, the best draft length.
+"""Expected tokens per step, expected speedup and the best draft length, by formulas.
 
-The quantity behind all of it is the probability alpha that a guess is accepted, given that all before it in the draft
-were. Leviathan et al. take it to be the same at every position and every step; what was measured per position may be
-given instead.
+All of them depend on alpha, the probability that a draft token is accepted, given that all before it in the draft were.
+Leviathan et al. assume the same alpha at every position and in every step; measured rates per position may be given
+instead.
 
 Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), section 3.1, equation 1
 (expected tokens), theorem 3.8 (speedup), section 3.5 (best draft length); Chen et al., "Sequoia" (2024), section 3.2
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
 
 Acceptance = float | Sequence[float]
 Cost = Callable[[int], float]
-LONGEST = 64
+MAX_DRAFT_LENGTH = 64
+"""Longest draft that `optimal_k` considers unless told otherwise."""
 
 
 def free_verification(queries: int) -> float:
-    """The cost curve that Leviathan et al. assume: verifying any number of tokens costs as much as one."""
+    """The cost curve that Leviathan et al. assume: verifying any number of tokens takes as long as one."""
     return 1.0
 
 
 def expected_accepted(acceptance: Acceptance, k: int) -> float:
-    """How many of k guesses are accepted on average; a step brings one token more, the target's own.
+    """Expected number of accepted draft tokens of k; a step yields one token more, the bonus token.
 
     With one alpha: alpha (1 - alpha^k) / (1 - alpha). With a list: the sum of its first k entries.
 
     Args:
         acceptance: alpha; or, for position 1, 2, …, the share of drafts in which it and all before it were accepted
             (`Statistics.acceptance_rate_per_position`).
-        k: length of the draft, in tokens; 0 is plain decoding.
+        k: length of the draft in tokens; 0 is plain decoding.
 
     Raises:
         ValueError: for a probability outside 0 to 1, shares that rise, a negative k, or fewer shares than k.
@@ -45,7 +46,7 @@ def expected_accepted(acceptance: Acceptance, k: int) -> float:
         >>> expected_accepted(0.5, 3), expected_accepted([0.8, 0.5, 0.4], 2)
         (0.875, 1.3)
 
-    Source: Leviathan et al. (2023), equation 1, less the token that is the target's own.
+    Source: Leviathan et al. (2023), equation 1, less the bonus token.
     """
     if k < 0:
         raise ValueError(f"k must be at least 0, got {k}")
@@ -59,7 +60,7 @@ def expected_accepted(acceptance: Acceptance, k: int) -> float:
 def expected_speedup(
     acceptance: Acceptance, k: int, cost: Cost = free_verification, draft_cost: float = 0.0, overhead: float = 0.0
 ) -> float:
-    """Tokens per second over those of plain decoding, if every step drafts k tokens.
+    """Expected speedup over plain decoding if every step drafts k tokens.
 
         (1 + expected_accepted) T(1) / (T(k + 1) + k draft_cost + overhead)
 
@@ -68,7 +69,7 @@ def expected_speedup(
         k: length of the draft.
         cost: T(q), the time of a pass over q tokens, e.g. a measured `CostCurve`.
         draft_cost: time of one draft token, in the unit of `cost` (seconds with a `CostCurve`).
-        overhead: time of a speculative step beyond that, in the same unit.
+        overhead: any further time of a step with a draft, in the same unit.
 
     Raises:
         ValueError: as `expected_accepted`, and for a negative cost.
@@ -91,13 +92,13 @@ def optimal_k(
     cost: Cost = free_verification,
     draft_cost: float = 0.0,
     overhead: float = 0.0,
-    max_k: int = LONGEST,
+    max_k: int = MAX_DRAFT_LENGTH,
 ) -> int:
-    """The draft length with the highest expected speedup; 0 where no draft pays. Of equals the shortest.
+    """The draft length with the highest expected speedup; 0 if plain decoding is fastest. Of equals the shortest.
 
     Args:
-        acceptance, cost, draft_cost: as for `expected_speedup`; with shares per position, at most as many are drafted.
-        overhead: time that a step pays as soon as it drafts at all.
+        acceptance, cost, draft_cost: as for `expected_speedup`; with shares per position, drafts are no longer than these.
+        overhead: any further time of a step with a draft; a step without one does not have it.
         max_k: the longest draft considered.
 
     Example:
@@ -117,13 +118,13 @@ def optimal_k(
 
 
 def speedup_limit(tokens_per_step: float, verification: float, drafting: float, plain_token: float) -> float:
-    """The speedup that so many tokens per step would bring if a step cost its draft and its forward pass only.
+    """Speedup at so many tokens per step if a step took the time of its draft and its forward pass only.
 
     Args:
-        tokens_per_step: mean over all steps, the target's own token included.
+        tokens_per_step: mean over all steps, the bonus token included.
         verification: mean time of a step's forward pass.
         drafting: mean time of a step's draft.
-        plain_token: time that plain decoding takes for a token, in the same unit.
+        plain_token: time of a token in plain decoding, in the same unit.
 
     Example:
         >>> speedup_limit(2.0, verification=0.012, drafting=0.004, plain_token=0.010)
@@ -135,11 +136,11 @@ def speedup_limit(tokens_per_step: float, verification: float, drafting: float, 
 
 
 def estimated_alpha(statistics: Statistics) -> float:
-    """The alpha under which the counts of a call are most likely: accepted / (accepted + rejections).
+    """Maximum-likelihood estimate of alpha: accepted / (accepted + rejections).
 
-    A rejection hides what comes after it in the draft, so accepted / drafted is too low an estimate; only the guesses
-    up to and including the first rejected one were really tried. Drafts cut off by a stop, and those accepted whole,
-    saw no rejection. For chains; nothing tried gives 0.
+    A rejection hides whether later tokens of the draft were right, so accepted / drafted is too low an estimate: only
+    draft tokens up to and including the first rejected one were tried. Drafts that were accepted whole or cut off by a
+    stop contain no rejection. For chains; 0 if nothing was tried.
 
     Example:
         >>> from hf_specgen.statistics import RowStep, Statistics

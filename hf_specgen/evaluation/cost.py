@@ -1,20 +1,20 @@
-"""Measures T(q): the latency of one forward pass of the target, by the number of tokens that it reads at once.
+"""Measures T(q): the latency of one forward pass of the target over q tokens per row.
 
-Speculation is fast where T(q) is nearly flat, which holds only while decoding is bound by reading the weights. So it is
-measured on the machine at hand, never assumed.
+Speculative decoding is fast if T(q) is nearly constant, as long as decoding is bound by reading the weights. That
+depends on model and machine, so it is measured, never assumed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from statistics import median
 from time import perf_counter
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.depth import CostCurve
+from hf_specgen.depth.cost import CostCurve as CostCurve
+from hf_specgen.depth.cost import check_queries
 from hf_specgen.evaluation.measure import wait
 from hf_specgen.target.base import Target
 from hf_specgen.tree import DraftTree
@@ -29,25 +29,25 @@ def measure_cost_curve(
     batch: int = 1,
     repeats: int = 7,
 ) -> CostCurve:
-    """Time the target's forward pass as the decoding loop runs it: our cache, our masks, a chain of guesses.
+    """Time the target's forward pass as the decoding loop runs it: with our cache and masks, on a chain of draft tokens.
 
-    The numbers of tokens take turns within each repeat, so that a slow moment of the machine touches them all; the
-    first turn warms up and is not counted; each time is the median over the repeats.
+    All numbers of tokens are timed in each repeat, one after the other, so that a slow moment of the machine affects
+    all of them; the first repeat warms up and is not counted. Each time is the median over the repeats.
 
     Args:
         model: the target.
-        queries: how many tokens per row to time, increasing from 1 (q guesses need T(q + 1)).
+        queries: numbers of tokens per row, increasing from 1 (verifying q draft tokens takes T(q + 1)).
         context: cached tokens in each row.
         batch: rows.
-        repeats: counted turns.
+        repeats: counted repeats.
 
     Raises:
-        ValueError: if a number is out of range, or the model's positions end before context + queries.
+        ValueError: if a number is out of range, or the model has fewer positions than context + queries.
 
     Example:
-        >>> # curve = measure_cost_curve(model); curve.relative(6)  # what verifying 5 guesses costs
+        >>> # curve = measure_cost_curve(model); curve.relative(6)  # time of verifying 5 draft tokens, in plain steps
     """
-    _check_queries(queries)
+    check_queries(queries)
     for name, value in (("context", context), ("batch", batch), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -78,7 +78,7 @@ def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
 
 
 def _forward(target: Target, tokens: torch.Tensor, queries: int) -> float:
-    """Seconds of one pass over the pending token and `queries - 1` guesses, of which nothing is kept."""
+    """Seconds of one pass over the pending token and `queries - 1` draft tokens, all of which are rolled back."""
     tree = DraftTree.chains([row[: queries - 1] for row in tokens.repeat(1, 1 + queries // tokens.shape[1]).tolist()])
     pending = tokens[:, 0].to(target.device)
     wait(target.device)
@@ -88,8 +88,3 @@ def _forward(target: Target, tokens: torch.Tensor, queries: int) -> float:
     seconds = perf_counter() - begin
     target.rewind([0] * len(tokens))
     return seconds
-
-
-def _check_queries(queries: Sequence[int]) -> None:
-    if not queries or queries[0] != 1 or any(b <= a for a, b in pairwise(queries)):
-        raise ValueError(f"queries must increase from 1, got {list(queries)}")

@@ -1,4 +1,4 @@
-"""How sure a speedup is: bootstrap confidence intervals of a ratio of sums."""
+"""Bootstrap confidence intervals of a speedup, a ratio of sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio with the interval that holds it.
+    """A ratio and its confidence interval.
 
     Args:
         value: the ratio over all samples.
@@ -27,7 +27,7 @@ class Interval:
 
     @property
     def differs(self) -> bool:
-        """False if the interval includes 1: then nothing was shown."""
+        """False if the interval includes 1: then no difference was shown."""
         return not self.low <= 1 <= self.high
 
     def __str__(self) -> str:
@@ -45,10 +45,10 @@ def speedup_interval(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Tokens per second over those of the other side, each the sum of tokens over the sum of time.
+    """Speedup of one side over another, with its interval; throughput is the sum of tokens over the sum of time.
 
-    Whole requests are drawn again, with both sides' times together: they ran on the same prompts at the same time, so
-    what a prompt or a slow moment does to both sides is not taken for a difference.
+    Whole requests are resampled, with the times of both sides together (a paired bootstrap): they ran on the same
+    prompts at about the same time, so the influence of a prompt or a slow moment on both sides is no difference.
 
     Args:
         tokens, seconds: of each request.

@@ -1,4 +1,4 @@
-"""The most memory that was in use since a certain moment, on the host and on the device."""
+"""Peak memory of the process, on the host and on the device, since a chosen moment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes; None where this system does not tell.
+    """Bytes; None if the system does not report them.
 
     Args:
         host: resident memory of the process.
-        device: memory that torch holds on the accelerator.
+        device: memory that PyTorch has allocated on the accelerator.
     """
 
     host: int | None = None
@@ -23,7 +23,7 @@ class Peak:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Count peaks from now on."""
+    """Measure peaks from now on."""
     with suppress(OSError):  # Linux only: sets the peak of resident memory to what it is now
         Path("/proc/self/clear_refs").write_text("5")
     if device.type == "cuda":
