@@ -59,6 +59,7 @@ def _with_keyword(original: Callable[..., Any]) -> Any:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not patched._hf_specgen_enabled:
             return original(self, *args, **kwargs)
+        _check_configs(getattr(self, "generation_config", None), kwargs.get("generation_config"))
         if kwargs.get("candidate_generator") is None and not _is_speculation(kwargs.get("custom_generate")):
             kwargs.pop("candidate_generator", None)
             return original(self, *args, **kwargs)
@@ -69,6 +70,16 @@ def _with_keyword(original: Callable[..., Any]) -> Any:
     patched: Any = generate
     patched._hf_specgen_original, patched._hf_specgen_patched = original, patched
     return patched
+
+
+def _check_configs(*configs: Any) -> None:
+    """Raise for a strategy in a generation config, where it would be ignored and could not be saved."""
+    for config in configs:
+        if getattr(config, "candidate_generator", None) is not None:
+            raise ValueError(
+                "candidate_generator belongs to generate(candidate_generator=…), not into a GenerationConfig: there it "
+                "would be ignored, and the config could not be saved"
+            )
 
 
 def _is_speculation(method: Any) -> bool:

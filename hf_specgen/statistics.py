@@ -1,4 +1,4 @@
-"""Statistics of a speculative `generate` call: drafted, accepted and emitted tokens of every step, and times."""
+"""Counters of one speculative `generate` call: draft tokens proposed and accepted, forward passes, wall time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPORTED = (
 
 @dataclass
 class RowStep:
-    """One row in one verification step: draft nodes, depth of the draft, accepted and emitted tokens."""
+    """One row in one verification step: draft nodes, the depth they reached, tokens accepted and emitted."""
 
     drafted: int
     depth: int
@@ -36,18 +36,37 @@ class RowStep:
     emitted: int
 
 
+@dataclass(frozen=True, slots=True)
+class StepPasses:
+    """The forward passes of one decoding step, for all rows together: what its latency depends on.
+
+    Args:
+        rows: rows that took part.
+        context: tokens in the longest row, prompt included.
+        target: tokens in the target's pass: the pending token of every row, and the nodes of the largest draft.
+        drafter: tokens in each forward pass of the drafter, without the pass that reads its prompt. Empty if drafting
+            needed no forward pass; None if no draft was requested.
+    """
+
+    rows: int
+    context: int
+    target: int
+    drafter: tuple[int, ...] | None
+
+
 @dataclass
 class Statistics:
-    """Statistics of one `generate` call.
+    """Counters of one `generate` call.
 
     A *step* of a row is one verification (a forward pass of the target) in which the row took part; a *draft* is a step
-    in which at least one token was drafted for it. The prefill is a step for rows whose first tokens were drafted before
-    it. Tokens cut off by a stop do not count as accepted.
+    in which at least one token was proposed for it. The prefill is a step for the rows whose draft was verified in it.
+    Tokens cut off by a stop do not count as accepted.
 
     Args:
         rows: the steps of each row, in order.
-        lengths: generated tokens of each row in the output, including a token that the prefill alone yielded.
-        seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (choosing depths), `total`.
+        lengths: generated tokens of each row in the output, including one that came from the prefill without a step.
+        seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (choosing draft depths), `total`.
+        passes: the forward passes of each step of the batch, in order.
 
     Example:
         >>> stats = Statistics(rows=[[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2), RowStep(2, 2, 0, 1)]], lengths=[8])
@@ -60,9 +79,10 @@ class Statistics:
     rows: list[list[RowStep]]
     lengths: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    passes: list[StepPasses] = field(default_factory=list)
 
     def record(self, tree: DraftTree, result: VerificationResult) -> list[RowStep | None]:
-        """Record a verification step; returns it for each row, None for a row that took no part."""
+        """Count one verification step; returns the outcome of each row, None for a row that took no part."""
         steps: list[RowStep | None] = [None] * len(self.rows)
         for row, path in enumerate(result.paths):
             if path is not None:
@@ -74,7 +94,7 @@ class Statistics:
         return steps
 
     def record_prefill_draft(self, tree: DraftTree, result: VerificationResult) -> list[RowStep | None]:
-        """The same for the prefill, which is no step of a row without a draft."""
+        """The same for the prefill, which is a step only for the rows that had a draft."""
         steps = self.record(tree, result)
         for row, parents in enumerate(tree.parents):
             if not parents:
@@ -83,11 +103,11 @@ class Statistics:
         return steps
 
     def finish(self, lengths: Sequence[int], given: Sequence[int]) -> None:
-        """Set the length of each row's output, and remove tokens after it from the counts.
+        """Set the final length of each row, and remove tokens beyond it from the counts.
 
         Args:
             lengths: generated tokens of each row.
-            given: tokens of each row that no step yielded: 1 if the prefill alone yielded the first one.
+            given: how many of them came without a step: 1 where the first came from the prefill without a draft.
         """
         self.lengths = list(lengths)
         for steps, length, free in zip(self.rows, lengths, given, strict=True):
@@ -108,12 +128,12 @@ class Statistics:
         emitted: Sequence[int] | None = None,
         depths: Sequence[int] | None = None,
     ) -> Statistics:
-        """Statistics from counts per step, such as another program's log.
+        """The statistics of steps counted elsewhere.
 
         Args:
             drafted: draft tokens of each step.
             accepted: how many of them were accepted.
-            emitted: tokens that each step yielded; accepted + 1 if left out.
+            emitted: tokens that each step added to the output; accepted + 1 if left out.
             depths: depth of each draft; `drafted` if left out, which is right for chains.
 
         Raises:
@@ -123,22 +143,23 @@ class Statistics:
         depths = drafted if depths is None else depths
         columns = (drafted, depths, accepted, emitted)
         if len({len(column) for column in columns}) != 1:
-            raise ValueError(f"the lists must have one number per step each, got lengths {[len(c) for c in columns]}")
+            raise ValueError(f"need a number for each step in every list, got {[len(column) for column in columns]}")
         steps = [RowStep(*map(int, step)) for step in zip(*columns, strict=True)]
         for step in steps:
             if not 0 <= step.accepted <= step.depth <= step.drafted:
-                raise ValueError(f"a step must have 0 <= accepted <= depth <= drafted, got {step}")
+                raise ValueError(f"need 0 <= accepted <= depth <= drafted, got {step}")
         return cls([steps], [1 + sum(step.emitted for step in steps)])
 
     def __add__(self, other: Statistics) -> Statistics:
-        """The statistics of both calls, with the rows of both."""
+        """Both calls together: the rows of the second call follow those of the first."""
         names = {**self.seconds, **other.seconds}
         seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
-        return Statistics(self.rows + other.rows, self.lengths + other.lengths, seconds)
+        passes = self.passes + other.passes
+        return Statistics(self.rows + other.rows, self.lengths + other.lengths, seconds, passes)
 
     def row(self, index: int) -> Statistics:
-        """The statistics of one row; times are those of the whole batch."""
-        return Statistics([self.rows[index]], [self.lengths[index]], self.seconds)
+        """The statistics of one row alone; times and forward passes are those of the whole batch."""
+        return Statistics([self.rows[index]], [self.lengths[index]], self.seconds, self.passes)
 
     @property
     def _steps(self) -> list[RowStep]:
@@ -146,7 +167,7 @@ class Statistics:
 
     @property
     def steps(self) -> int:
-        """Verification steps, summed over rows."""
+        """Verifications, summed over rows."""
         return len(self._steps)
 
     @property
@@ -161,7 +182,7 @@ class Statistics:
 
     @property
     def accepted(self) -> int:
-        """Accepted draft tokens in the output."""
+        """Draft tokens that are part of the output."""
         return sum(step.accepted for step in self._steps)
 
     @property
@@ -181,34 +202,34 @@ class Statistics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafts: over steps with a draft only (vLLM's definition)."""
+        """1 + accepted / drafts: only steps with a draft (vLLM's definition)."""
         return 1 + _ratio(self.accepted, self.drafts)
 
     @property
     def drafted_per_position(self) -> list[int]:
-        """Number of drafts that reach position 1, 2, …"""
+        """How many drafts reached position 1, 2, …"""
         return _reached([step.depth for step in self._steps])
 
     @property
     def accepted_per_position(self) -> list[int]:
-        """Number of drafts in which position 1, 2, … was accepted."""
+        """In how many drafts position 1, 2, … was accepted."""
         counts = _reached([step.accepted for step in self._steps])
         return counts + [0] * (len(self.drafted_per_position) - len(counts))
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
-        """Share of accepted ones among the drafts that reach position 1, 2, …"""
+        """Of the drafts that reached a position, the share in which it was accepted."""
         return [_ratio(a, d) for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
     def origins(self, row: int = 0) -> list[bool]:
-        """For each generated token of a row: True for an accepted draft token, False for the target's own token."""
+        """For each generated token of a row, True if it is an accepted draft token, False if it is the target's own."""
         marks = [False] * (self.lengths[row] - sum(step.emitted for step in self.rows[row]))
         for step in self.rows[row]:
             marks += [True] * step.accepted + [False] * (step.emitted - step.accepted)
         return marks
 
     def to_dict(self) -> dict[str, Any]:
-        """All statistics as numbers and lists, ready for JSON."""
+        """Everything as plain numbers and lists, ready for JSON."""
         result: dict[str, Any] = {name: getattr(self, name) for name in REPORTED}
         result["seconds"] = dict(self.seconds)
         if len(self.rows) > 1:
@@ -216,7 +237,7 @@ class Statistics:
         return result
 
     def summary(self) -> str:
-        """A summary in four lines."""
+        """The main counters in a few lines of text."""
         times = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in self.seconds.items())
         positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
         return (
@@ -228,7 +249,7 @@ class Statistics:
         )
 
     def plot(self, path: str | Path) -> None:
-        """Plot acceptance by position and accepted tokens along the text into an image (PNG, SVG, PDF).
+        """Save a figure of acceptance by position and of accepted tokens along the text (PNG, SVG, PDF).
 
         Raises:
             ImportError: without matplotlib (`pip install hf-specgen[plot]`).
@@ -241,7 +262,7 @@ class Statistics:
         return self.summary()
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """`to_dict` as a JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
 

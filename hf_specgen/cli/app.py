@@ -74,11 +74,10 @@ def doctor(settings: DoctorSettings) -> None:
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
-    """Measure acceptance and speed per task domain: `benchmarks/run.py`, with its options; see `bench --help`."""
-    from hf_specgen.cli.bench import command as benchmark_command
+    """Measure acceptance and speed by task domain: `python -m benchmarks suite` in a clone; see `bench --help`."""
+    from hf_specgen.cli.bench import run
 
-    with errors():
-        benchmark_command()(context.args, prog_name="hf-specgen bench")
+    run(context.args)
 
 
 @profile.command("list")

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates.tree_plan import MAX_NODES
+from hf_specgen.candidates.tree_shape import MAX_NODES
 from hf_specgen.cli.profile import latency_table
 from hf_specgen.cli.settings import TuneSettings
 from hf_specgen.depth import profiles

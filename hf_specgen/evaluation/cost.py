@@ -1,20 +1,19 @@
-"""Measures T(q): the latency of one forward pass of the target over q tokens per row.
+"""Measures T(q): the latency of a forward pass of the target over q tokens per row.
 
-Speculative decoding is fast if T(q) is nearly constant, as long as decoding is bound by reading the weights. That
-depends on model and machine, so it is measured, never assumed.
+Speculative decoding is fast where T(q) is nearly flat, which holds while decoding is limited by memory bandwidth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.depth.cost import CostCurve as CostCurve
-from hf_specgen.depth.cost import check_queries
+from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.measure import wait
 from hf_specgen.target.base import Target
 from hf_specgen.tree import DraftTree
@@ -29,14 +28,14 @@ def measure_cost_curve(
     batch: int = 1,
     repeats: int = 7,
 ) -> CostCurve:
-    """Time the target's forward pass as the decoding loop runs it: with our cache and masks, on a chain of draft tokens.
+    """Time the target's forward pass as the decoding loop runs it: the same cache and masks, a chain of draft tokens.
 
-    All numbers of tokens are timed in each repeat, one after the other, so that a slow moment of the machine affects
-    all of them; the first repeat warms up and is not counted. Each time is the median over the repeats.
+    The sizes are interleaved within each repeat, so that a disturbance of the machine affects all of them; the first
+    repeat is a warm-up and not counted; each time is the median over the repeats.
 
     Args:
         model: the target.
-        queries: numbers of tokens per row, increasing from 1 (verifying q draft tokens takes T(q + 1)).
+        queries: tokens per row to time, increasing from 1 (verifying k draft tokens takes T(k + 1)).
         context: cached tokens in each row.
         batch: rows.
         repeats: counted repeats.
@@ -45,9 +44,9 @@ def measure_cost_curve(
         ValueError: if a number is out of range, or the model has fewer positions than context + queries.
 
     Example:
-        >>> # curve = measure_cost_curve(model); curve.relative(6)  # time of verifying 5 draft tokens, in plain steps
+        >>> # curve = measure_cost_curve(model); curve.relative(6)  # T(6) / T(1): verification of 5 draft tokens
     """
-    check_queries(queries)
+    _check_queries(queries)
     for name, value in (("context", context), ("batch", batch), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -88,3 +87,8 @@ def _forward(target: Target, tokens: torch.Tensor, queries: int) -> float:
     seconds = perf_counter() - begin
     target.rewind([0] * len(tokens))
     return seconds
+
+
+def _check_queries(queries: Sequence[int]) -> None:
+    if not queries or queries[0] != 1 or any(b <= a for a, b in pairwise(queries)):
+        raise ValueError(f"queries must increase from 1, got {list(queries)}")

@@ -27,7 +27,7 @@ class Interval:
 
     @property
     def differs(self) -> bool:
-        """False if the interval includes 1: then no difference was shown."""
+        """False if the interval includes 1: the measurement shows no difference."""
         return not self.low <= 1 <= self.high
 
     def __str__(self) -> str:
@@ -45,20 +45,20 @@ def speedup_interval(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Speedup of one side over another, with its interval; throughput is the sum of tokens over the sum of time.
+    """Ratio of two throughputs, each the sum of tokens divided by the sum of time, with its confidence interval.
 
-    Whole requests are resampled, with the times of both sides together (a paired bootstrap): they ran on the same
-    prompts at about the same time, so the influence of a prompt or a slow moment on both sides is no difference.
+    The bootstrap resamples whole requests, with the times of both sides together: both ran on the same prompts at the
+    same time, so variation that affects both sides alike does not widen the interval.
 
     Args:
         tokens, seconds: of each request.
-        plain_tokens, plain_seconds: of the same requests, on the other side.
-        resamples: bootstrap samples.
-        confidence: of the interval, between 0 and 1.
+        plain_tokens, plain_seconds: of the same requests with plain decoding.
+        resamples: number of bootstrap samples.
+        confidence: level of the interval, between 0 and 1.
         seed: of the resampling.
 
     Raises:
-        ValueError: if the lists are empty, differ in length, hold a time of 0, or a number is out of range.
+        ValueError: if the lists are empty, differ in length, contain a time of 0, or a number is out of range.
 
     Example:
         >>> speedup_interval([10, 10], [1, 1], [10, 10], [2, 2])
