@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plan import Plan
+from benchmarks.runner import Outcome, run
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.plan import Plan
 from benchmarks.results import result
-from benchmarks.runner import Outcome, run
 
 SMALL = Plan(
     strategies=("ngram", "layerskip", "medusa"),

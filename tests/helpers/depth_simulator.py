@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-
 from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel, Policy, StepRecord
 from hf_specgen.statistics import RowStep
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.replay import tokens_per_forward
+from benchmarks.widen import widen
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks.replay import tokens_per_forward
-from benchmarks.widen import widen
 from hf_specgen import NgramCandidates
 from hf_specgen.cli import demo
 from hf_specgen.cli.app import app

@@ -8,7 +8,6 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
-
 from benchmarks.domains import CATALOGUE, DomainError, load_domain, names_of
 
 LOCAL = [name for name, spec in yaml.safe_load(CATALOGUE.read_text())["domains"].items() if "data" in spec]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specgen.target import attention as module_under_test
 from hf_specgen.target.attention import fold_mask, grouped_attention, grouped_sdpa
-from hf_specgen.target.base import Target
-from tests.helpers import reference, reference_attention
-from tests.helpers import ARCHITECTURES, plain_and_speculative, prompts, tiny_model
+from tests.helpers import (
+    ARCHITECTURES,
+    Oracle,
+    plain_and_speculative,
+    prompts,
+    reference,
+    reference_attention,
+    tiny_model,
+)
 from tests.helpers.models import SPEC
 
 # A row of a step: cached slots, parents of the draft's nodes, padding in front.
@@ -62,18 +69,6 @@ def folded_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(module_under_test, "grouped_sdpa", counted)
     return calls
-
-
-@pytest.fixture
-def grouped_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step of a target runs with grouped attention."""
-    run = Target._run
-
-    def grouped(*args: Any) -> Any:
-        with grouped_attention():
-            return run(*args)
-
-    monkeypatch.setattr(Target, "_run", grouped)
 
 
 @pytest.fixture
@@ -309,7 +304,6 @@ def test_grouped_attention_does_not_enter_compiled_models(folded_calls: list[int
 UNGROUPED = {"deepseek_v3", "falcon", "gpt2", "gpt_neox", "opt", "phi"}
 
 
-@pytest.mark.usefixtures("grouped_steps")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("oracle", [{"accuracy": 0.6}, {"accuracy": 0.7, "branching": True}], ids=["chain", "tree"])
@@ -318,23 +312,23 @@ def test_grouped_attention_keeps_the_tokens(
 ) -> None:
     """Would catch: windows, sinks, caps or padding that folding ignores, in any architecture."""
     model = tiny_model(architecture)
-    plain, output = plain_and_speculative(model, prompts(batch), oracle, max_new_tokens=14)
+    plain, output = plain_and_speculative(model, prompts(batch), partial(Oracle, **oracle), max_new_tokens=14)
     assert torch.equal(plain, output.sequences)
     assert 0 < output.speculation.accepted < output.speculation.drafted
     assert bool(folded_calls) == (architecture not in {*SPEC["eager_only"], *UNGROUPED})
 
 
-@pytest.mark.usefixtures("grouped_steps")
 def test_grouped_attention_keeps_sampled_tokens(folded_calls: list[int]) -> None:
     sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
-    plain, output = plain_and_speculative(tiny_model("llama"), prompts(3), {"accuracy": 0.6}, **sampling)
+    plain, output = plain_and_speculative(tiny_model("llama"), prompts(3), partial(Oracle, accuracy=0.6), **sampling)
     assert folded_calls and torch.equal(plain, output.sequences)
 
 
-@pytest.mark.usefixtures("grouped_steps")
 @pytest.mark.parametrize("batch", [1, 2])
 def test_grouped_attention_keeps_the_tokens_of_a_long_text(batch: int, folded_calls: list[int]) -> None:
     """Would catch: an error that begins where the kernel divides the keys into blocks (of 512 on a CPU)."""
     model = tiny_model("llama", max_position_embeddings=2048)
-    plain, output = plain_and_speculative(model, prompts(batch, length=1100), {"accuracy": 0.6}, max_new_tokens=24)
+    plain, output = plain_and_speculative(
+        model, prompts(batch, length=1100), partial(Oracle, accuracy=0.6), max_new_tokens=24
+    )
     assert folded_calls and torch.equal(plain, output.sequences)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from benchmarks.prompts import first_turns, followups, of_length
 from benchmarks.strategies import PLAIN, StrategyError, build
+
 from hf_specgen import LayerSkipCandidates, NgramCandidates
 from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.evaluation.memory import peak_memory, reset_peak_memory

@@ -1,8 +1,7 @@
-"""Medusa heads on disk: our own format, Medusa v1 and v2, TGI, vLLM; and files that are none of these."""
+"""Medusa heads on disk: the format of this package, Medusa v1 and v2, TGI, vLLM; and files that are none of these."""
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 from pathlib import Path
@@ -25,19 +24,19 @@ from tests.helpers import VOCAB, prompts, tiny_model
 from tests.helpers.medusa import random_heads
 
 
-def same(a: MedusaHeads, b: MedusaHeads) -> bool:
+def have_equal_weights(a: MedusaHeads, b: MedusaHeads) -> bool:
     left, right = a.state_dict(), b.state_dict()
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.mark.parametrize("shape", [{}, {"own_outputs": True}, {"reads_token": True, "num_layers": 2}])
-def test_our_own_format(shape: dict, tmp_path: Path) -> None:
+def test_save_pretrained_round_trip_keeps_weights_and_config(shape: dict, tmp_path: Path) -> None:
     heads = random_heads(tiny_model("llama"), **shape)
     table = [[list(ranks) for ranks in bins] for bins in Acceptance.untuned(3).table]
     heads.config.acceptance = table
     heads.save_pretrained(tmp_path)
     loaded = load_medusa(tmp_path, tiny_model("llama"))
-    assert same(heads, loaded)
+    assert have_equal_weights(heads, loaded)
     assert loaded.config.acceptance == table and loaded.config.base == heads.config.base
     assert isinstance(AutoModel.from_pretrained(tmp_path), MedusaHeads)
     assert AutoConfig.from_pretrained(tmp_path).num_heads == 3
@@ -46,8 +45,8 @@ def test_our_own_format(shape: dict, tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["medusa", "tgi", "vllm"])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_round_trips(to: str, own: bool, num_layers: int, tmp_path: Path) -> None:
-    """Tensor by tensor, biases included."""
+def test_export_round_trip_keeps_every_tensor(to: str, own: bool, num_layers: int, tmp_path: Path) -> None:
+    """Biases included."""
     model = tiny_model("llama")
     heads = random_heads(model, own_outputs=own, num_layers=num_layers)
     if to == "tgi" and not own and num_layers == 2:
@@ -57,11 +56,11 @@ def test_round_trips(to: str, own: bool, num_layers: int, tmp_path: Path) -> Non
     files = export_medusa(heads, tmp_path, to, model)
     assert all(file.exists() for file in files)
     loaded = load_medusa(tmp_path, model)
-    assert same(heads, loaded)
+    assert have_equal_weights(heads, loaded)
     assert (loaded.config.num_heads, loaded.config.num_layers, loaded.config.own_outputs) == (3, num_layers, own)
 
 
-def test_names_that_other_programs_read(tmp_path: Path) -> None:
+def test_export_writes_the_names_that_other_programs_read(tmp_path: Path) -> None:
     model = tiny_model("llama")
     shared, own = random_heads(model, num_heads=1), random_heads(model, num_heads=1, own_outputs=True)
     export_medusa(shared, tmp_path / "v2", "medusa")
@@ -77,15 +76,15 @@ def test_names_that_other_programs_read(tmp_path: Path) -> None:
     assert "architectures" not in json.loads((tmp_path / "v2" / "config.json").read_text())
 
 
-def test_the_number_of_heads_is_that_of_the_tensors(tmp_path: Path) -> None:
-    """Would catch: believing the config (a published set says 2 and holds 5)."""
+def test_load_medusa_counts_heads_in_the_tensors(tmp_path: Path) -> None:
+    """Would catch: trust in the config (a published set says 2 and contains 5)."""
     export_medusa(random_heads(tiny_model("llama"), num_heads=5, own_outputs=True), tmp_path, "medusa")
     config = json.loads((tmp_path / "config.json").read_text()) | {"medusa_num_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_medusa(tmp_path).config.num_heads == 5
 
 
-def test_heads_without_biases(tmp_path: Path) -> None:
+def test_load_medusa_without_biases_fills_in_zeros(tmp_path: Path) -> None:
     """vLLM's `medusa_fc_bias=False`."""
     model = tiny_model("llama")
     heads = random_heads(model)
@@ -97,7 +96,7 @@ def test_heads_without_biases(tmp_path: Path) -> None:
     assert torch.equal(loaded.blocks[0].layers[0].weight, heads.blocks[0].layers[0].weight)  # type: ignore[union-attr, index]
 
 
-def test_another_chat_template_is_noticed() -> None:
+def test_other_chat_template_is_detected() -> None:
     class Tokenizer:
         chat_template: Any = "{{ messages }}"
 
@@ -108,7 +107,7 @@ def test_another_chat_template_is_noticed() -> None:
     assert "another chat template" in str(other_chat_template(base, named))
 
 
-def test_loaded_heads_generate(tmp_path: Path) -> None:
+def test_medusa_from_pretrained_same_tokens(tmp_path: Path) -> None:
     model = tiny_model("llama")
     export_medusa(random_heads(model), tmp_path, "medusa")
     inputs = prompts(2)
@@ -117,19 +116,25 @@ def test_loaded_heads_generate(tmp_path: Path) -> None:
     assert torch.equal(ours, model.generate(**inputs, max_new_tokens=10))
 
 
-def test_heads_of_another_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "by folder"])
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "difference"),
+    [
+        ("qwen2", {}, "architecture llama"),
+        ("llama", {"hidden_size": 32}, "hidden size 64"),
+        ("llama", {"vocab_size": 120}, "vocabulary size 99"),
+        ("llama", {"num_hidden_layers": 2}, "number of layers 4"),
+    ],
+    ids=["architecture", "hidden size", "vocabulary", "layers"],
+)
+def test_medusa_heads_of_another_target_raise(
+    architecture: str, overrides: dict[str, int], difference: str, loaded: bool, tmp_path: Path
+) -> None:
     heads = random_heads(tiny_model("llama"))
     heads.save_pretrained(tmp_path)
-    inputs = prompts(1)
-    for other, difference in (
-        (tiny_model("qwen2"), "architecture llama"),
-        (tiny_model("llama", hidden_size=32), "hidden size 64"),
-        (tiny_model("llama", vocab_size=120), "vocabulary size 99"),
-        (tiny_model("llama", num_hidden_layers=2), "number of layers 4"),
-    ):
-        for given in (heads, str(tmp_path)):
-            with pytest.raises(ValueError, match=difference):
-                other.generate(**inputs, candidate_generator=MedusaCandidates(given))  # type: ignore[arg-type]
+    candidates = MedusaCandidates(heads if loaded else str(tmp_path))
+    with pytest.raises(ValueError, match=difference):
+        tiny_model(architecture, **overrides).generate(**prompts(1), candidate_generator=candidates)
 
 
 class _Code:
@@ -137,26 +142,35 @@ class _Code:
         return print, ("this must not run",)
 
 
-def test_files_that_are_no_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_medusa_empty_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no Medusa heads"):
         load_medusa(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch"])
+def test_load_medusa_pickled_code_is_not_run(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "medusa_lm_head.pt"
-    file.write_bytes(pickle.dumps({"0.0.linear.weight": _Code()}))
-    with pytest.raises(ValueError, match="cannot be read as tensors"):
-        load_medusa(tmp_path)
-    torch.save({"0.0.linear.weight": _Code()}, file)
+    if how == "pickle":
+        file.write_bytes(pickle.dumps({"0.0.linear.weight": _Code()}))
+    else:
+        torch.save({"0.0.linear.weight": _Code()}, file)
     with pytest.raises(ValueError, match="cannot be read as tensors"):
         load_medusa(tmp_path)
     assert "must not run" not in capsys.readouterr().out
-    torch.save([1, 2], file)
-    with pytest.raises(ValueError, match="not a dictionary of tensors"):
-        load_medusa(tmp_path)
-    torch.save({"something": torch.zeros(2)}, file)
-    with pytest.raises(ValueError, match="no Medusa layers"):
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [([1, 2], "not a dictionary of tensors"), ({"something": torch.zeros(2)}, "no Medusa layers")],
+    ids=["list", "other tensors"],
+)
+def test_load_medusa_file_without_heads_raises(content: Any, message: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match=message):
         load_medusa(tmp_path)
 
 
-def test_truncated_and_incomplete_files(tmp_path: Path) -> None:
+def test_load_medusa_truncated_or_incomplete_file_raises(tmp_path: Path) -> None:
     heads = random_heads(tiny_model("llama"))
     export_medusa(heads, tmp_path, "medusa")
     file = tmp_path / "medusa_lm_head.safetensors"
@@ -190,7 +204,7 @@ def damaged(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tenso
 @pytest.mark.parametrize(
     "how", ["an output matrix is missing", "head 0 is missing", "a head of a large number", "integers", "no dimensions"]
 )
-def test_damaged_tensors_get_a_sentence(how: str, tmp_path: Path) -> None:
+def test_load_medusa_damaged_tensors_raise(how: str, tmp_path: Path) -> None:
     export_medusa(random_heads(tiny_model("llama"), own_outputs=True), tmp_path, "tgi")
     file = tmp_path / "medusa_lm_head.safetensors"
     save_file(damaged(load_file(file), how), file)
@@ -198,7 +212,7 @@ def test_damaged_tensors_get_a_sentence(how: str, tmp_path: Path) -> None:
         load_medusa(tmp_path)
 
 
-def test_our_own_format_damaged(tmp_path: Path) -> None:
+def test_load_medusa_damaged_own_format_raises(tmp_path: Path) -> None:
     heads = random_heads(tiny_model("llama"))
     heads.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -215,20 +229,8 @@ def test_our_own_format_damaged(tmp_path: Path) -> None:
         load_medusa(tmp_path)
 
 
-def test_a_model_that_moves_and_heads_that_stay(tmp_path: Path) -> None:
-    """Heads follow their target's dtype from call to call; the user's own are not rounded."""
-    model = copy.deepcopy(tiny_model("llama"))
-    heads = random_heads(model)
-    before = copy.deepcopy(heads.state_dict())
-    candidates = MedusaCandidates(heads)
-    for dtype in (torch.float32, torch.bfloat16, torch.float32):
-        model.to(dtype)
-        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
-    assert all(torch.equal(before[name], tensor) for name, tensor in heads.state_dict().items())
-
-
-def test_loading_takes_no_noise(tmp_path: Path) -> None:
-    """The first sampled call loads heads and LoRA matrices: the text is still that of its seed."""
+def test_medusa_loading_does_not_change_the_random_state(tmp_path: Path) -> None:
+    """The first sampled call loads heads and LoRA matrices, and still gives the text of its seed."""
     model, _, _ = _lora_heads(tmp_path)
     for _ in range(2):
         torch.manual_seed(3)
@@ -239,17 +241,7 @@ def test_loading_takes_no_noise(tmp_path: Path) -> None:
         assert torch.equal(plain, ours)
 
 
-def test_a_vocabulary_smaller_than_the_ranks() -> None:
-    """Would catch: a rank that reaches into the next head's guesses."""
-    model = tiny_model("llama", vocab_size=6)
-    inputs = {"input_ids": torch.tensor([[1, 2, 3, 4]])}
-    for heads in (1, 3):
-        candidates = MedusaCandidates(random_heads(model, num_heads=heads), tree=20)
-        ours = model.generate(**inputs, max_new_tokens=12, candidate_generator=candidates)
-        assert torch.equal(ours, model.generate(**inputs, max_new_tokens=12))
-
-
-def test_what_cannot_be_made(tmp_path: Path) -> None:
+def test_medusa_heads_of_impossible_shape_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="take no LoRA"):
         random_heads(tiny_model("llama"), own_outputs=True, lora_rank=2)
     with pytest.raises(ValueError, match="has a bias"):
@@ -259,7 +251,7 @@ def test_what_cannot_be_made(tmp_path: Path) -> None:
         export_medusa(random_heads(tiny_model("llama")), tmp_path, "tgi")
 
 
-def test_what_cannot_be_exported(tmp_path: Path) -> None:
+def test_export_medusa_unsupported_heads_raise(tmp_path: Path) -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="unknown format 'onnx'"):
         export_medusa(random_heads(model), tmp_path, "onnx")
@@ -281,8 +273,8 @@ def _lora_heads(tmp_path: Path) -> tuple[Any, MedusaHeads, Any]:
     return model, load_medusa(tmp_path, model), lora
 
 
-def test_lora_deltas(tmp_path: Path) -> None:
-    """The stacked product against PEFT's own forward pass, loaded from disk; the target is not touched."""
+def test_medusa_runner_lora_deltas_agree_with_peft(tmp_path: Path) -> None:
+    """The stacked product against PEFT's own forward pass, loaded from disk; the target does not change."""
     model, heads, lora = _lora_heads(tmp_path)
     before = model.lm_head.weight.clone()
     loaded = load_lora(model.lm_head, 3, str(tmp_path))
@@ -297,7 +289,7 @@ def test_lora_deltas(tmp_path: Path) -> None:
     assert [tuple(delta.shape) for delta in stacked_deltas(loaded)] == [(3, 64, 4), (3, 4, VOCAB)]
 
 
-def test_lora_deltas_are_merged_on_export(tmp_path: Path) -> None:
+def test_export_medusa_merges_lora_deltas(tmp_path: Path) -> None:
     model, heads, lora = _lora_heads(tmp_path / "ours")
     with pytest.raises(ValueError, match="give the target"):
         export_medusa(heads, tmp_path / "v1", "medusa")
@@ -308,8 +300,8 @@ def test_lora_deltas_are_merged_on_export(tmp_path: Path) -> None:
     torch.testing.assert_close(MedusaRunner(merged, model).logits(hidden, tokens), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_custom_generate_from_a_folder(tmp_path: Path) -> None:
-    """`generate(custom_generate=FOLDER, trust_remote_code=True)` is the same as our keyword."""
+def test_custom_generate_from_a_folder_same_tokens(tmp_path: Path) -> None:
+    """`generate(custom_generate=FOLDER, trust_remote_code=True)` equals the keyword."""
     model = tiny_model("llama")
     random_heads(model).save_pretrained(tmp_path)
     write_custom_generate(tmp_path, str(tmp_path))
@@ -320,7 +312,7 @@ def test_custom_generate_from_a_folder(tmp_path: Path) -> None:
     assert ours.speculation.steps > 0
 
 
-def test_custom_generate_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_generate_without_the_package_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     write_custom_generate(tmp_path, "user/medusa-heads")

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from hf_specgen.adaptive import Fixed
 from typer.testing import CliRunner
 
 from hf_specgen import MedusaCandidates
-from hf_specgen.adaptive import Fixed
 from hf_specgen.cli.app import app
 from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_tuning
 from hf_specgen.evaluation.cost import CostCurve
 from hf_specgen.heads import load_medusa
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, confidence_bin
-from tests.helpers.paths import REFERENCE_LM
 from tests.helpers import prompts, tiny_model
 from tests.helpers.medusa import fitted_heads, random_heads
+from tests.helpers.paths import REFERENCE_LM
 
 
 def test_counts_stop_at_the_first_head_that_had_no_right_guess() -> None:

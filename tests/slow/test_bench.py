@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
-
-from benchmarks import summary
 from benchmarks.domains import Domain
 from benchmarks.plan import Plan
-from benchmarks.results import differing
 from benchmarks.runner import choose
 from benchmarks.strategies import Family, build
 from benchmarks.synthetic import synthetic
 from benchmarks.units import tuning_units
+from rich.console import Console
+
+from benchmarks import summary
+from benchmarks.results import differing
 from hf_specgen.evaluation.cost import CostCurve
 from tests.helpers.bench_run import SMALL
 

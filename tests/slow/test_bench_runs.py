@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.journal import Journal, JournalError
+from benchmarks.runner import run
 from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import runner
-from benchmarks.journal import Journal, JournalError
 from benchmarks.results import result
-from benchmarks.runner import run
 from hf_specgen.cli import bench as benchmark
 from hf_specgen.cli.app import app
 from tests.helpers.bench_run import SMALL

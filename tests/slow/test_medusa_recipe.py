@@ -17,9 +17,9 @@ from hf_specgen import MedusaCandidates
 from hf_specgen.heads import MedusaHeads, load_medusa
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.target.model_parts import decoder, output_logits
-from tests.helpers.paths import ROOT
 from tests.helpers import VOCAB, tiny_model
 from tests.helpers.medusa import random_heads
+from tests.helpers.paths import ROOT
 from tests.helpers.recipes import arguments, run_in_processes, stop_at
 from tests.helpers.reference import naive_medusa_loss
 

@@ -25,8 +25,8 @@ from corpus import LengthGroupedBatches, collate, encode_row
 from distillation import draft_states, kl_sum, target_states
 from hf_specgen.heads import ExitHead, load_exit_head
 from hf_specgen.target.model_parts import decoder, layer_outputs, output_logits
-from tests.helpers.paths import ROOT
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
+from tests.helpers.paths import ROOT
 from tests.helpers.recipes import FAST, arguments, run_in_processes, stop_at
 
 CONFIGS = ROOT / "recipes" / "configs"

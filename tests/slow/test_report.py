@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
-
 from benchmarks.core import SECTIONS
 from benchmarks.domains import FIELDS
-from benchmarks.report import _speed_cell
 from benchmarks.tables import BEGIN, END, cell, markdown
 from benchmarks.tables import main as write_tables
+
+from benchmarks.report import _speed_cell
 from tests.helpers.bench_run import SMALL
 from tests.helpers.paths import ROOT
 

@@ -138,11 +138,12 @@ def test_ragged_layer_with_a_window_keeps_what_later_queries_see(window: int) ->
     layer, full = RaggedLayer(window), RaggedLayer()
     for step in range(1500):
         states = torch.full((2, 1, 1, 2), float(step))
+        announced = layer.get_mask_sizes(1) if step else (1, 0)
         keys, _ = layer.update(states, states)
         everything, _ = full.update(states, states)
+        assert announced[0] == keys.shape[2] and announced[0] + announced[1] == step + 1
         seen = min(window + module.MAX_ROLLBACK, everything.shape[2])
         assert torch.equal(keys[:, :, -seen:], everything[:, :, -seen:])
-        assert layer.get_mask_sizes(0) == (keys.shape[2], layer.first)
     assert layer.keys is not None
     assert layer.keys.shape[2] <= 2 * window + module.MAX_ROLLBACK + 3 * module.MIN_SPARE_SLOTS
 

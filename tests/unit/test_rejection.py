@@ -25,7 +25,7 @@ from tests.helpers.goodness_of_fit import (
     warpers,
 )
 
-TRIALS = 200_000
+TRIALS = 50_000
 CHAIN: Parents = (-1, 0, 1)
 TREE: Parents = (-1, -1, -1, 0, 0, 1)
 """Three siblings; the first has two children, the second one."""
@@ -96,11 +96,11 @@ def test_rejection_verify_has_the_distribution_of_the_target(processors: list) -
 
 
 def test_rejection_acceptance_rate_is_the_overlap_of_p_and_q() -> None:
-    """alpha = sum_v min(p_v, q_v) (Leviathan et al., theorem 3.5); 5 sigma of 200,000 trials is below 0.006."""
+    """alpha = sum_v min(p_v, q_v) (Leviathan et al., theorem 3.5); 5 sigma of 50,000 trials is below 0.012."""
     p, q = (warped(sign * target_logits())[FIRST] for sign in (1, -1))
     texts = emitted_by_choose(RejectionVerifier(), sampled, (-1,), TRIALS)
     accepted = (texts[:, 1] >= 0).float().mean()
-    assert float(accepted) == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.006)
+    assert float(accepted) == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.012)
 
 
 def test_goodness_of_fit_misreported_q_is_detected() -> None:

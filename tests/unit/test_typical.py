@@ -123,6 +123,6 @@ def test_typical_token_after_a_rejected_one_is_sampled_from_p() -> None:
     def unlikely(trials: int, parents: Parents) -> tuple[torch.Tensor, None]:
         return warped(target_logits())[FIRST].argsort()[VOCAB - 12].expand(trials, 1).clone(), None
 
-    texts = emitted_by_choose(TypicalVerifier(epsilon=1.0, alpha=1.0), unlikely, (-1,), 200_000)
-    assert 1_000 < int((texts[:, 1] >= 0).sum()) < 10_000
+    texts = emitted_by_choose(TypicalVerifier(epsilon=1.0, alpha=1.0), unlikely, (-1,), 50_000)
+    assert 500 < int((texts[:, 1] >= 0).sum()) < 5_000
     assert min(p_values(texts)) > 1e-5
