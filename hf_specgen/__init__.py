@@ -79,8 +79,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "candidates": "Candidates CombinedCandidates DraftModelCandidates DraftSession LayerSkipCandidates MedusaCandidates "
-    "NgramCandidates NgramHistory",
+    "candidates": "Candidates CombinedCandidates DraftModelCandidates DraftSession LayerSkipCandidates "
+    "MedusaCandidates NgramCandidates NgramHistory",
     "decoding": "SpeculativeOutput",
     "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
     "generate": "speculate",

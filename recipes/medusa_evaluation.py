@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from answers import answer_batch, batches_by_domain
 from corpus import Batch, chat_prompt, collate, encode_row, read_rows
 from distillation import DistillationSettings, target_states
-from hf_specgen import MedusaCandidates
-from hf_specgen import FixedDepth
+from hf_specgen import FixedDepth, MedusaCandidates
 from hf_specgen.evaluation.calibration import measure_acceptance, measure_cost, save_tuning
 from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.heads.medusa import MedusaHeads

@@ -55,14 +55,14 @@ def check_vocabularies(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """
     if draft is target or draft.name_or_path == target.name_or_path != "":
         return
-    names = draft.name_or_path, target.name_or_path
+    names = str(draft.name_or_path or ""), str(target.name_or_path or "")
     of_draft, of_target = (vocabulary_of(name) for name in names)
     if of_draft is None or of_target is None:
         sizes = [model.config.get_text_config().vocab_size for model in (draft, target)]
         if sizes[0] != sizes[1]:
             raise ValueError(
-                f"the draft has a vocabulary of {sizes[0]}, the target of {sizes[1]}, and their tokenizers could not be "
-                f"compared ({_reason(names)}); load both models from folders that hold their tokenizers"
+                f"the draft has a vocabulary of {sizes[0]}, the target of {sizes[1]}, and their tokenizers could not "
+                f"be compared ({_reason(names)}); load both models from folders that hold their tokenizers"
             )
     elif of_draft != of_target:
         raise ValueError(

@@ -1,9 +1,9 @@
 """Acceptance rates of draft heads by confidence and rank, and the draft tree with the most expected tokens per second.
 
 A head is right more often when its confidence is high, so acceptance is kept by confidence: entry `[h][c][r]` is the
-share of steps in which the token of rank r of head h was right, where the head's confidence lay in bin c and the tokens
-before it were right. A path in the tree is a list of ranks: `[0, 2]` is the best token of head 0, then the third of head
-1. The product of its entries is the probability that the path is accepted.
+share of steps in which the token of rank r of head h was right, of those in which the head's confidence lay in bin c
+and the tokens before it were right. A path in the tree is a list of ranks: `[0, 2]` is the best token of head 0, then
+the third of head 1. The product of its entries is the probability that the path is accepted.
 
 Source: Cai et al., "Medusa" (2024), section 2.3.3 (optimised tree construction); choosing by confidence is after
 Li et al., "EAGLE-2" (2024), section 4.1.

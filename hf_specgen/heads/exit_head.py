@@ -91,8 +91,8 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
         trained = number_field(config, name, path)
         if trained != value:
             raise ValueError(
-                f"{source} was trained for {config.get('base_model')!r:.120} with {name} {trained}, but this target has "
-                f"{value}; load the head that belongs to it"
+                f"{source} was trained for {config.get('base_model')!r:.120} with {name} {trained}, but this target "
+                f"has {value}; load the head that belongs to it"
             )
     matrix = output_matrix(target)
     new = ExitHead.from_target(target, number_field(config, "exit_layer", path))

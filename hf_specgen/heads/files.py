@@ -1,8 +1,8 @@
 """Reading files of models, heads and adapters that are not trusted, from a folder or a repository of the Hub.
 
-Every problem is reported as one `ValueError` or `OSError` that names the file. JSON is limited in size. Tensors are read
-from safetensors, or by `torch.load(weights_only=True)`; their shapes are known before any of them is allocated, and no
-tensor can take more memory than its file has bytes.
+Every problem is reported as one `ValueError` or `OSError` that names the file. JSON is limited in size. Tensors are
+read from safetensors, or by `torch.load(weights_only=True)`; their shapes are known before any of them is allocated,
+and no tensor can take more memory than its file has bytes.
 """
 
 from __future__ import annotations

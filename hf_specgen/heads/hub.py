@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-CUSTOM_GENERATE = '''"""Speculative decoding with the Medusa heads of this repository: the tokens of plain generate(), faster."""
+CUSTOM_GENERATE = '''\
+"""Speculative decoding with the Medusa heads in this repository; the tokens are those of plain generate()."""
 
 from functools import lru_cache
 from typing import Any

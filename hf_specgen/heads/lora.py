@@ -1,7 +1,7 @@
 """LoRA adapters: loading any from files that are not trusted, and one for each Medusa head on the shared output matrix.
 
-PEFT builds modules of the sizes that a config states. So the config and the tensors' shapes are compared first, and PEFT
-receives a config of our own with the few fields that matter.
+PEFT builds modules of the sizes that a config states. So the config and the tensors' shapes are compared first, and
+PEFT receives a config of our own with the few fields that matter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UNSUPPORTED = ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
 
 
 def shared_linear(matrix: nn.Linear) -> nn.Linear:
-    """A linear layer in the memory of another one, with parameters of its own: freezing these leaves the other's alone."""
+    """A linear layer in the memory of another one, whose own parameters can be frozen without freezing the other's."""
     twin = nn.Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None, device="meta")
     twin.weight = nn.Parameter(matrix.weight.detach(), requires_grad=False)
     if matrix.bias is not None:

@@ -1,4 +1,4 @@
-"""Damaged or hostile files of heads and adapters: one `ValueError` that names the file, and no memory taken (D11, D15)."""
+"""Damaged or hostile files of heads and adapters: one `ValueError` that names the file, and no memory taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculative decoding with the Medusa heads of this repository: the tokens of plain generate(), faster."""
+"""Speculative decoding with the Medusa heads in this repository; the tokens are those of plain generate()."""
 
 from functools import lru_cache
 from typing import Any
