@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks.replay import tokens_per_forward
-from benchmarks.widen import widen
+from benchmarks.micro.trace_replay import tokens_per_forward
+from benchmarks.workloads.widen import widen
 from hf_specgen import NgramCandidates
 from hf_specgen.cli import demo
 from hf_specgen.cli.app import app
