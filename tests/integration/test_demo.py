@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.replay import tokens_per_forward
-from benchmarks.widen import widen
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from benchmarks.micro.trace_replay import tokens_per_forward
+from benchmarks.workloads.widen import widen
 from hf_specgen import NgramCandidates
 from hf_specgen.cli import demo
 from hf_specgen.cli.app import app
 from hf_specgen.evaluation.measure import Sample, Total
-from tests.helpers.paths import REFERENCE_LM, ROOT
+from tests.conftest import REFERENCE_LM, ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
