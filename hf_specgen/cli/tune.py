@@ -132,6 +132,6 @@ def _report(counts: Counts, cost: CostCurve, output: Path) -> RenderableType:
     tree = f"{[list(path) for path in sorted(paths)]}" if paths else "none: plain decoding is faster"
     text = (
         f"Best fixed tree: {len(paths)} nodes, {expected:.2f} tokens per step, at most {gain:.2f}x plain decoding.\n"
-        f"[dim]{tree}[/]\nSaved with the heads in {output}. MedusaCandidates chooses a tree in each step, by confidence."
+        f"[dim]{tree}[/]\nSaved with the heads in {output}. MedusaCandidates chooses a tree in each step."
     )
     return Group(view, times, text)

@@ -19,7 +19,7 @@ from benchmarks.report.tables import by_domain
 from benchmarks.suites import SUITES
 from benchmarks.workloads.domains import Domain
 from hf_specgen.evaluation.cost import CostCurve
-from tests.bench_run import SMALL
+from tests.helpers.bench_run import SMALL
 
 
 def quiet() -> Console:

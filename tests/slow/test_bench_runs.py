@@ -31,8 +31,8 @@ from hf_specgen.cli import bench as benchmark
 from hf_specgen.cli.app import app
 from hf_specgen.depth import CostCurve
 from hf_specgen.depth.latency import DraftLatency, LatencyModel, Slice
-from tests.bench_run import SMALL
-from tests.conftest import ROOT
+from tests.helpers.bench_run import SMALL
+from tests.helpers.paths import ROOT
 
 
 def quiet() -> Console:

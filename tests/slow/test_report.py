@@ -18,8 +18,8 @@ from benchmarks.__main__ import main
 from benchmarks.report import page as report
 from benchmarks.report.tables import BEGIN, END, cell, markdown, recorded
 from benchmarks.workloads.domains import FIELDS
-from tests.bench_run import SMALL
-from tests.conftest import ROOT
+from tests.helpers.bench_run import SMALL
+from tests.helpers.paths import ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -77,7 +77,7 @@ def test_model_rows_count_as_tokens() -> None:
 
 def test_selecting_a_drafter_that_the_profile_lacks_raises() -> None:
     model = LatencyModel.load(GPU_LIKE)
-    with pytest.raises(ValueError, match="no drafter 'crystal_ball'; it has .*'draft_model'"):
+    with pytest.raises(ValueError, match=r"no drafter 'crystal_ball'; it has .*'draft_model'"):
         model.select("crystal_ball")
     free = model.select("crystal_ball", negligible_draft_cost=True).at(1, 1).drafter
     assert free.draft([1, 1, 1]) == 0.0
