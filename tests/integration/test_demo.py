@@ -19,7 +19,7 @@ from hf_specgen import NgramCandidates
 from hf_specgen.cli import demo
 from hf_specgen.cli.app import app
 from hf_specgen.evaluation.measure import Sample, Total
-from tests.conftest import REFERENCE_LM, ROOT
+from tests.helpers.paths import REFERENCE_LM, ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
