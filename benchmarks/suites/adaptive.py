@@ -30,6 +30,7 @@ from benchmarks.report.adaptive import tables
 from benchmarks.report.tables import Rows
 from benchmarks.workloads.widen import widen
 from hf_specgen.evaluation.measure import Variant, measure_round
+from hf_specgen.candidates.base import Depth
 from hf_specgen.evaluation.workloads import DOMAINS, WorkloadSettings, domain_prompts, encode, load
 
 BATCHES, TEMPERATURES, HIGH_TEMPERATURE = (1, 4, 16), (0.0, 1.0), 1.3
@@ -129,7 +130,7 @@ def measure(cell: Cell, settings: Settings, journal: Journal) -> list[Record]:
 def variants_of(strategy: str, bench: Bench) -> list[Variant]:
     """Plain decoding, twice, every fixed depth, and adaptive depth."""
     made = load_strategy(strategy, bench.model)
-    depths = (*DEPTHS[strategy], AUTO)
+    depths: tuple[Depth, ...] = (*DEPTHS[strategy], AUTO)
     return [PLAIN, PLAIN_AGAIN, *(Variant(str(depth), ours(made.make(depth, None))) for depth in depths)]
 
 

@@ -17,6 +17,8 @@ MAX_BEAM = 8
 """Nodes of a row that are expanded in one pass of the drafter at most."""
 MAX_CHILDREN = 8
 """Children of a node at most: the eighth most likely token is accepted in about 1% of the cases."""
+MIN_GAIN = 0.001
+"""Relative gain in expected tokens per second below which a pass of the drafter is not made, even if it costs nothing."""
 EXPECTED_CHILD = 0.6
 """Assumed probability that one of a node's children is accepted, before a node was expanded in this draft."""
 
@@ -91,24 +93,27 @@ class FastestSize:
         widths = self.rows * np.arange(1.0, MAX_BEAM + 1)
         self._pass = np.maximum.accumulate(self.latency.drafter.by_tokens(widths))
         self._spent = self.latency.drafter.draft([self.rows])
-        self._seen = 0
+        self._seen = self._expanded = 0
         self._child = EXPECTED_CHILD
 
     def beam(self, builder: TreeBuilder) -> int:
         self._measure_children(builder)
         tokens, rate, best = self._best(builder)
-        frontier = builder.frontier_joint(MAX_BEAM).sum(axis=0)  # expected rows that reach the j-th node to expand
-        frontier = frontier[frontier > 0]
-        if not len(frontier):
+        weakest = builder.sorted_joint(self.max_nodes)
+        helps = weakest.shape[1] < self.max_nodes or (builder.frontier_joint(1)[:, 0] > weakest[:, -1]).any()
+        frontier = builder.frontier_joint(min(MAX_BEAM, self.max_nodes - self._expanded)).sum(axis=0)
+        frontier = frontier[frontier > 0]  # expected rows that reach the j-th node to expand
+        if not helps or not len(frontier):
             return 0
         gain = self._child * np.cumsum(frontier)
         width = np.arange(1, len(frontier) + 1)
         nodes = np.minimum(best + width, self.max_nodes)
         promised = (tokens + gain) / (self._target[nodes] + self._spent + self._pass[: len(frontier)])
         beam = int(np.argmax(promised)) + 1
-        if promised[beam - 1] <= rate:
+        if promised[beam - 1] <= rate * (1 + MIN_GAIN):
             return 0
         self._spent += float(self._pass[beam - 1])
+        self._expanded += beam
         return beam
 
     def nodes(self, builder: TreeBuilder) -> int:

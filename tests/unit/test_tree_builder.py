@@ -151,3 +151,17 @@ def test_fixed_size_stops_when_no_better_node_can_come() -> None:
     builder.add(builder.frontier(1), Proposals(np.zeros((1, 1, 3), dtype=int), np.array([[[0.1, 0.05, 0.01]]])))
     assert FixedSize(2).beam(builder) == 0
     assert Chain().nodes(builder) == 9
+
+
+def test_fastest_size_with_a_drafter_that_costs_nothing_stops() -> None:
+    """Would catch: passes without end, since each promises a little more."""
+    builder, passes = TreeBuilder([10_000]), 0
+    builder.add_root(Proposals(np.arange(8).reshape(1, 1, 8), np.full((1, 1, 8), 0.12)))
+    shape = FastestSize(curve(0.0, 0.0).at(1, 100), rows=1)
+    while beam := shape.beam(builder):
+        nodes = builder.frontier(beam)
+        builder.add(
+            nodes, Proposals(np.zeros((1, nodes.shape[1], 8), dtype=int), np.full((1, nodes.shape[1], 8), 0.12))
+        )
+        passes += 1
+    assert passes <= 64
