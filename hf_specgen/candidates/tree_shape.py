@@ -18,7 +18,7 @@ MAX_BEAM = 8
 MAX_CHILDREN = 8
 """Children of a node at most: the eighth most likely token is accepted in about 1% of the cases."""
 MIN_GAIN = 0.001
-"""Relative gain in expected tokens per second below which a pass of the drafter is not made, even if it costs nothing."""
+"""Relative gain in expected tokens per second below which no pass of the drafter is made, even if it costs nothing."""
 EXPECTED_CHILD = 0.6
 """Assumed probability that one of a node's children is accepted, before a node was expanded in this draft."""
 
