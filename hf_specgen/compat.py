@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 
 def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:
@@ -53,7 +53,7 @@ def pad_token(config: GenerationConfig) -> int | None:
 
 
 def optimized_for_decoding(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """The context in which `generate` runs decoding steps. Symbol: `PreTrainedModel._optimize_model_for_decode()`."""
+    """The context in which `generate` runs decoding steps. Symbol: `GenerationMixin._optimize_model_for_decode()`."""
     return cast(AbstractContextManager[Any], getattr(model, "_optimize_model_for_decode", nullcontext)())
 
 
@@ -72,7 +72,7 @@ def cached_file_or_none(source: str, name: str, **hub: Any) -> str | None:
 
     Symbol: the argument `_raise_exceptions_for_missing_entries` of `transformers.utils.cached_file`.
     """
-    return cast("str | None", cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub))
+    return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
 
 
 def local_of_generate(name: str) -> Any:

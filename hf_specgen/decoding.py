@@ -73,7 +73,9 @@ def speculative_decode(
     Returns:
         `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
     """
-    state = GenerationState.of_call(input_ids, model_kwargs.get("attention_mask"), stopping_criteria, generation_config)
+    state = GenerationState.of_call(
+        input_ids, model_kwargs.get("attention_mask"), stopping_criteria, compat.pad_token(generation_config)
+    )
     returns_dict = bool(generation_config.return_dict_in_generate)
     call = Call(
         model,

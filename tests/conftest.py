@@ -24,9 +24,15 @@ TIERS = ("unit", "integration", "slow")
 _profile_directories = itertools.count()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test with the name of its folder; doctests count as unit tests."""
+    """Mark every test with the name of its folder; doctests count as unit tests.
+
+    Tests that share one benchmark run go to one process.
+    """
     for item in items:
+        if "finished" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("benchmark run"))
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.unit)
         for tier in TIERS:

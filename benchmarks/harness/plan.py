@@ -20,7 +20,7 @@ QUICK = {
 }
 """Replaced by `Plan.quick`, except where a plan leaves the part out."""
 DTYPES = ("float32", "bfloat16", "float16")
-WIDE = {"widen": 300_000_000, "dtype": "bfloat16"}
+WIDE: dict[str, Any] = {"widen": 300_000_000, "dtype": "bfloat16"}
 """`--wide`: the embedded model widened to 300M parameters, as a latency model of a larger target."""
 
 

@@ -27,8 +27,8 @@ from benchmarks.workloads.domains import Domain
 from benchmarks.workloads.prompts import first_turns
 from benchmarks.workloads.widen import widen
 from hf_specgen import Candidates
-from hf_specgen.depth import LatencyModel
-from hf_specgen.evaluation.cost import QUERIES, CostCurve, measure_cost_curve
+from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.projection import latency_for, project
 from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load

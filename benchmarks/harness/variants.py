@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -30,7 +30,7 @@ from hf_specgen.heads import load_medusa
 from hf_specgen.heads.exit_head import exit_layer_of
 
 Arguments = Callable[[], dict[str, Any]]
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 PLAIN = Variant("plain", dict)
 PLAIN_AGAIN = Variant("plain again", dict)
 """Its speedup over `PLAIN` shows how far a speedup may be off without any cause."""

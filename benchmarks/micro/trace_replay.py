@@ -47,7 +47,7 @@ def trace_replay(repeats: int, quick: bool = False, texts: int | None = None) ->
 
 def _variants() -> dict[str, Arguments]:
     """By name; the history is empty at first and learns from one text for the next."""
-    lookup = partial(dict, prompt_lookup_num_tokens=10)
+    lookup: partial[dict[str, Any]] = partial(dict, prompt_lookup_num_tokens=10)
     return {
         BASELINE: partial(lookup, max_matching_ngram_size=2),
         "prompt lookup n=3": partial(lookup, max_matching_ngram_size=3),

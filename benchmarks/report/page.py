@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from benchmarks.report.figures import figures, inline, save
 from benchmarks.report.summary import ALL
-from benchmarks.report.tables import Rows, cell, columns, short_commit
+from benchmarks.report.tables import Rows, cell, columns, short_commit, tables_of
 
 FOLDER = Path(__file__).parent
 
@@ -50,7 +50,7 @@ def html(result: dict[str, Any], svg: dict[str, str]) -> str:
         undefined=StrictUndefined,
     )
     environment.filters |= {"cell": cell, "short_commit": short_commit}
-    tables: dict[str, Rows] = result["tables"]
+    tables = tables_of(result)
     return environment.get_template("report.html.j2").render(
         result=result,
         tables=tables,

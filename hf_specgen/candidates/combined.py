@@ -113,7 +113,8 @@ def _for_member(result: VerificationResult, tree: DraftTree) -> VerificationResu
         if path is None:
             paths.append(None)
             continue
-        node, nodes, emitted = -1, [], iter(result.tokens[row])
+        node, emitted = -1, iter(result.tokens[row])
+        nodes: list[int] = []
         wanted = next(emitted)
         for child, parent in enumerate(tree.parents[row]):
             if parent == node and tokens[row][child] == wanted and len(nodes) < len(path):

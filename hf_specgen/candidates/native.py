@@ -35,7 +35,7 @@ class NativeCandidates(Candidates):
         self.generator = generator
 
     @property
-    def speculation(self) -> Statistics | None:  # type: ignore[override]
+    def speculation(self) -> Statistics | None:
         return getattr(self.generator, "speculation", None)
 
     @speculation.setter

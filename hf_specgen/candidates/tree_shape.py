@@ -24,8 +24,9 @@ EXPECTED_CHILD = 0.6
 class TreeShape(Protocol):
     """Decides how a tree grows, and how much of it is verified."""
 
-    children: int
-    """How many children are proposed for a node."""
+    @property
+    def children(self) -> int:
+        """How many children are proposed for a node."""
 
     def beam(self, builder: TreeBuilder) -> int:
         """How many nodes of each row to expand in the next pass of the drafter; 0 to stop.

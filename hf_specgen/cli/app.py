@@ -1,4 +1,4 @@
-"""The commands of `hf-specgen`. PyTorch and Transformers are imported inside commands only, so that `--help` is fast."""
+"""The commands of `hf-specgen`. PyTorch and Transformers are imported inside commands, so that `--help` is fast."""
 
 from __future__ import annotations
 

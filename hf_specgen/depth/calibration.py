@@ -88,7 +88,7 @@ class CalibrationMemory:
     def recall(self, model: Any, key: Hashable) -> Calibration:
         """A calibration to start a call with; `model` may be None."""
         with self._lock:
-            known = None if model is None else self._known.get(model, {}).get(key)
+            known = self._known[model].get(key) if model is not None and model in self._known else None
             return Calibration() if known is None else known.copy()
 
     def store(self, model: Any, key: Hashable, calibration: Calibration) -> None:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 MAX_DRAFT_DEPTH = 32
 """Deepest draft that is considered: with an acceptance of 0.9 a token, 3% of drafts reach beyond it."""
 REPLAN_EVERY = 8
-"""Steps between plans, which take about 0.1 ms; fully rejected drafts, trials and the first drafts renew them at once."""
+"""Steps between plans, which take about 0.1 ms; the first drafts, and trials that are accepted, renew them at once."""
+REJECTED_DRAFT_WEIGHT = 4
+"""Steps that a fully rejected draft counts for: drafting that ceases to pay is noticed after two."""
 REMEMBERED_TRIALS = 8.0
 """Weight, in trials, of the acceptance in earlier calls: texts differ from call to call."""
 PROPOSED_PRIOR = 0.9
@@ -114,7 +116,7 @@ class AdaptiveSession(PolicySession):
         self._look_up_latency(sum(active))
         if self._wants_plain_step:
             return [0] * len(room)
-        if self._renew or active != self._active or self._plan_age >= REPLAN_EVERY:
+        if self._renew or active != self._active or (self._new and self._plan_age >= REPLAN_EVERY):
             self._make_plan(room, active)
         self._plan_age += 1
         depths, prefill = self._plan.depths, self._prefill_cost * self._unread
@@ -137,19 +139,17 @@ class AdaptiveSession(PolicySession):
             return
         drafted = [row for row in step.rows if row is not None and row.drafted]
         accepted = sum(row.accepted for row in drafted)
-        cost = self._cost_of(step)
         if self._exploring:
-            prefill = self._prefill_cost * self._unread
-            trial = max(MIN_TRIAL_COST, cost - 1) if drafted else cost - 1
-            self._exploration += accepted / max(1, step.batch) - trial - prefill
-        if drafted:
+            self._exploration += accepted / max(1, step.batch) - self._trial_cost(step, bool(drafted))
+        if drafted and self._candidates.adaptive_tree:
+            self._tree_cost += SIZE_UPDATE * (self._cost_of(step) - self._empty_draft_cost - self._tree_cost)
+        elif drafted:
             breadth = max(row.drafted for row in drafted) / step.depth
             self._nodes_per_level += SIZE_UPDATE * (breadth - self._nodes_per_level)
-            self._tree_cost += SIZE_UPDATE * (cost - self._empty_draft_cost - self._tree_cost)
         self._unread, self._drafts = 0, self._drafts + 1
         self._new.append(step)
-        rejected = bool(drafted) and not accepted
-        self._renew = self._renew or self._exploring or rejected or self._drafts < REPLAN_EVERY
+        self._renew = self._renew or (self._exploring and accepted > 0) or self._drafts < REPLAN_EVERY
+        self._plan_age += REJECTED_DRAFT_WEIGHT - 1 if drafted and not accepted and not self._exploring else 0
 
     def _look_up_latency(self, rows: int) -> None:
         """Follow the number of rows and the context; while latencies are learnt, also what was learnt."""
@@ -193,6 +193,10 @@ class AdaptiveSession(PolicySession):
         self._cost = np.maximum(seconds / plain, 1.0)
         self._empty_draft_cost = drafter.overhead / plain
         self._prefill_cost = rows * drafter.prefill / plain
+
+    def _trial_cost(self, step: StepRecord, drafted: bool) -> float:
+        cost = self._cost_of(step) - 1
+        return (max(MIN_TRIAL_COST, cost) if drafted else cost) + self._prefill_cost * self._unread
 
     def _cost_of(self, step: StepRecord) -> float:
         """What a step took by the latency model, in plain steps."""

@@ -45,7 +45,7 @@ def strategies(draft: str = "", heads: str = "", adapter: str = "", *, dtype: An
     """Every strategy that can be built, the cheapest to draft with first: n-grams always, the others if they are named.
 
     Args:
-        draft, heads, adapter: folder or Hub id of a draft model, Medusa heads, an exit adapter; "" for none. Draft model
+        draft, heads, adapter: folder or Hub id of a draft model, heads, an exit adapter; "" for none. Draft model
             and heads are loaded by the first call.
         dtype: of the draft model.
 

@@ -27,7 +27,7 @@ def plot_statistics(statistics: Statistics, path: str | Path) -> None:
     rates = statistics.acceptance_rate_per_position
     by_position.bar(range(1, len(rates) + 1), rates, color=ACCEPTED)
     by_position.set(
-        title=f"{statistics.tokens_per_step:.2f} tokens per step, {statistics.acceptance_rate:.0%} of draft tokens accepted",
+        title=f"{statistics.tokens_per_step:.2f} tokens per step, acceptance rate {statistics.acceptance_rate:.0%}",
         xlabel="position in the draft",
         ylabel="accepted",
         ylim=(0, 1),
@@ -45,7 +45,7 @@ def plot_statistics(statistics: Statistics, path: str | Path) -> None:
 
 
 def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
-    """Plot maximum depth, drafted and accepted tokens of the last steps, and the histogram of accepted tokens per draft.
+    """Plot depth, drafted and accepted tokens of the last steps, and the histogram of accepted tokens per draft.
 
     Args:
         monitor: with at least one recorded step.

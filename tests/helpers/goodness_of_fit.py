@@ -24,6 +24,8 @@ FIRST = 3
 """The last token of the prompt, in every trial."""
 SMALLEST_CELL = 8.0
 """Cells that are expected to hold fewer counts are pooled: there the chi-square approximation is poor."""
+MIN_DEGREES_OF_FREEDOM = 8
+"""Fewer would test little."""
 
 Draw = Callable[[int, Parents], tuple[torch.Tensor, torch.Tensor | None]]
 """From the number of trials and the parents to `[trials, nodes]` tokens and `[trials, nodes, VOCAB]` q."""
@@ -145,5 +147,5 @@ def goodness_of_fit(observed: np.ndarray, expected: np.ndarray) -> float:
             found += cells
             wanted += [scale * value for value in expectations]
             strata += 1
-    assert len(found) - strata >= observed.shape[1] / 2, "too few trials reached this position for a test"
+    assert len(found) - strata >= MIN_DEGREES_OF_FREEDOM, "too few trials reached this position for a test"
     return float(chisquare(found, wanted, ddof=strata - 1).pvalue)

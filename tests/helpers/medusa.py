@@ -8,6 +8,7 @@ import torch
 
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.target.model_parts import output_matrix
+from tests.helpers.comparison import SEED
 
 
 def random_heads(model: Any, num_heads: int = 3, **shape: Any) -> MedusaHeads:
@@ -31,12 +32,13 @@ def hidden_states(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Te
     return read[0]
 
 
-def fitted_heads(model: Any, inputs: dict[str, torch.Tensor], num_heads: int = 3) -> MedusaHeads:
-    """Heads that often predict the greedy output for these inputs.
+def fitted_heads(model: Any, inputs: dict[str, torch.Tensor], num_heads: int = 3, **sampling: Any) -> MedusaHeads:
+    """Heads that often predict the output for these inputs and the seed of `plain_and_speculative`.
 
-    Output matrices by ridge regression from the hidden states of the greedy text to the tokens h + 2 places later.
+    Output matrices by ridge regression from the hidden states of that output to the tokens h + 2 places later.
     """
-    text = model.generate(**inputs, max_new_tokens=40, eos_token_id=None)
+    torch.manual_seed(SEED)
+    text = model.generate(**inputs, max_new_tokens=40, eos_token_id=None, **sampling)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(text[:, inputs["input_ids"].shape[1] :])], dim=1)
     states = hidden_states(model, text, mask)
     start = inputs["input_ids"].shape[1] - 1

@@ -24,13 +24,10 @@ from hf_specgen import (
     Schedule,
 )
 from hf_specgen.candidates.rank_tree import RankTree
-from hf_specgen.candidates.tree_plan import ConfidentTree
-from hf_specgen.depth import CostCurve
 from hf_specgen.heads import MedusaHeads
-from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, Acceptance, best_tree, confidence_bin
-from hf_specgen.heads.medusa_runner import MedusaReader
+from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, best_tree, confidence_bin
+from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.target.hidden_states import HiddenStateTarget
-from hf_specgen.tree import children
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.goodness_of_fit import goodness_of_fit
 from tests.helpers.medusa import fitted_heads, hidden_states, random_heads
@@ -51,11 +48,12 @@ TREES: dict[str, Any] = {
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_medusa_any_tree_same_tokens(tree: str, batch: int, sampling: str) -> None:
     """Would catch: a hidden state of a wrong row or node, a tree with misplaced nodes."""
-    model = tiny_model("llama")
-    candidates = MedusaCandidates(fitted_heads(model, prompts(batch)), TREES[tree], policy=FixedDepth())
-    statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=30, **SAMPLING[sampling])
+    model, inputs = tiny_model("llama"), prompts(batch)
+    heads = fitted_heads(model, inputs, **SAMPLING[sampling])
+    candidates = MedusaCandidates(heads, TREES[tree], policy=FixedDepth())
+    statistics = assert_same_tokens(model, inputs, candidates, max_new_tokens=40, **SAMPLING[sampling])
     assert statistics.accepted > 0
-    assert sampling == "greedy" or statistics.accepted < statistics.drafted
+    assert tree == "chain" or statistics.accepted < statistics.drafted
 
 
 @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}, {"eos_token_id": list(range(30, 60))}])
@@ -63,12 +61,9 @@ def test_medusa_any_tree_same_tokens(tree: str, batch: int, sampling: str) -> No
 def test_medusa_with_rows_that_leave_the_batch_same_tokens(processors: dict, sampling: str) -> None:
     """Would catch: hidden states of other rows once ended rows have left the batch."""
     model, inputs = tiny_model("qwen3"), prompts(4)
-    candidates = MedusaCandidates(fitted_heads(model, inputs), 8)
+    candidates = MedusaCandidates(fitted_heads(model, inputs, **SAMPLING[sampling]), 8)
     arguments = {"max_new_tokens": 25, "pad_token_id": 0, **SAMPLING[sampling], **processors}
-    torch.manual_seed(1)
-    plain = model.generate(**inputs, **arguments)
-    torch.manual_seed(1)
-    assert torch.equal(plain, model.generate(**inputs, **arguments, candidate_generator=candidates))
+    assert assert_same_tokens(model, inputs, candidates, **arguments).drafted > 0
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -77,7 +72,7 @@ def test_medusa_with_rows_that_leave_the_batch_same_tokens(processors: dict, sam
 def test_medusa_beside_other_drafts_and_plain_steps_same_tokens(batch: int, sampling: str, mix: str) -> None:
     """Would catch: hidden states that are outdated after a plain step, or a step that another strategy drafted."""
     model, inputs = tiny_model("llama"), prompts(batch)
-    heads = fitted_heads(model, inputs)
+    heads = fitted_heads(model, inputs, **SAMPLING[sampling])
     candidates: Candidates = {
         "n-grams": lambda: CombinedCandidates([NgramCandidates(k=4), MedusaCandidates(heads)]),
         "schedule": lambda: MedusaCandidates(heads, policy=Schedule({1: 2, 2: 1})),
@@ -195,7 +190,7 @@ def test_medusa_exception_leaves_no_hooks_on_the_model(monkeypatch: pytest.Monke
     def failing(*_: Any) -> None:
         raise RuntimeError("the heads failed")
 
-    monkeypatch.setattr(MedusaReader, "logits", failing)
+    monkeypatch.setattr(MedusaRunner, "logits", failing)
     with pytest.raises(RuntimeError, match="the heads failed"):
         model.generate(**prompts(1), max_new_tokens=9, candidate_generator=MedusaCandidates(random_heads(model), 8))
     after = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
@@ -310,18 +305,3 @@ def test_best_tree_is_optimal(price: float) -> None:
 
 def test_confidence_bin_of_almost_certain_token_is_the_last() -> None:
     assert confidence_bin(0.99) == len(CONFIDENCE_EDGES)
-
-
-def test_confident_tree_of_confident_heads_is_deeper_and_narrower() -> None:
-    plan = ConfidentTree(Acceptance.untuned(4), CostCurve((1, 64), (1.0, 1.1), 256, 1))
-    confident, uncertain = plan.tree([1.0] * 4, 1), plan.tree([0.1] * 4, 1)
-    assert confident.depth == 4
-    assert len(children(confident.parents)[0]) <= len(children(uncertain.parents)[0])
-
-
-def test_confident_tree_of_expensive_target_is_smaller() -> None:
-    acceptance = Acceptance.untuned(4)
-    cheap, expensive = CostCurve((1, 64), (1.0, 1.1), 256, 1), CostCurve((1, 2), (1.0, 2.0), 256, 1)
-    assert len(ConfidentTree(acceptance, expensive).tree([0.1] * 4, 1).ranks) == 0
-    one_row, eight_rows = (ConfidentTree(acceptance, cheap).tree([0.5] * 4, rows) for rows in (1, 8))
-    assert len(eight_rows.ranks) < len(one_row.ranks)

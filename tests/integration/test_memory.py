@@ -20,7 +20,10 @@ KEEP: dict[str, dict[str, Any]] = {
     "scores": {"output_scores": True},
     "scores and logits": {"output_scores": True, "output_logits": True},
 }
-PROCESSORS: dict[str, dict[str, Any]] = {"at once": {"suppress_tokens": [5]}, "column walk": {"repetition_penalty": 1.2}}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "at once": {"suppress_tokens": [5]},
+    "column walk": {"repetition_penalty": 1.2},
+}
 
 
 def logits_bytes() -> int:

@@ -36,7 +36,7 @@ def run_both(model: Any, inputs: dict[str, torch.Tensor], **arguments: Any) -> t
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_output_scores_and_logits_are_those_of_plain_generate(batch: int, arguments: str) -> None:
-    """Would catch: scores of rejected nodes, missing columns, rows mixed up, no scores for the padding of ended rows."""
+    """Would catch: scores of rejected nodes, missing columns, rows mixed up, no scores for padding of ended rows."""
     both = {"output_scores": True, "output_logits": True}
     plain, ours = run_both(tiny_model("llama"), prompts(batch), max_new_tokens=16, **both, **ARGUMENTS[arguments])
     assert isinstance(ours, GenerateDecoderOnlyOutput)

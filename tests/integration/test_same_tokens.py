@@ -72,7 +72,7 @@ def test_generate_with_guidance_scale_same_tokens(batch: int) -> None:
         {"do_sample": True, "min_p": 0.05, "typical_p": 0.9, "top_k": 0},
         {"do_sample": True, "epsilon_cutoff": 0.005, "eta_cutoff": 0.005, "top_h": 0.6, "top_k": 0},
     ],
-    ids=lambda arguments: next(iter(arguments.keys() - {"do_sample", "make_processors"}), "row_wise"),
+    ids=lambda arguments: next((key for key in arguments if key not in ("do_sample", "make_processors")), "row_wise"),
 )
 def test_generate_with_less_common_processors_same_tokens(batch: int, arguments: dict[str, Any]) -> None:
     """Would catch: one of the processors that `generate` builds put into the wrong class of processors."""
@@ -81,7 +81,7 @@ def test_generate_with_less_common_processors_same_tokens(batch: int, arguments:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_generate_with_strict_grammar_same_tokens(batch: int) -> None:
-    """Would catch: a grammar that is asked about a text that plain `generate` never passes to it; a trie raises then."""
+    """Would catch: a grammar that receives a text that plain `generate` never passes to it; a trie raises then."""
 
     def allowed(row: int, ids: Any) -> list[int]:
         new = ids[12:].tolist()

@@ -56,7 +56,7 @@ def identical(model: Any, candidates: Any, batch: int = 2) -> bool:
 )
 def test_layer_skip_on_a_model_that_cannot_be_divided_is_refused(kind: str) -> None:
     """Would catch: positions or scales that are added before the first layer a second time; wrong tokens, silently."""
-    with pytest.raises(ValueError, match="cannot (draft with its own first layers|verify)|takes no position_ids"):
+    with pytest.raises(ValueError, match=r"cannot (draft with its own first layers|verify)|takes no position_ids"):
         identical(model_of(kind), LayerSkipCandidates(2, k=2))
 
 

@@ -102,7 +102,7 @@ def test_keep_accepted_moves_the_accepted_nodes() -> None:
 
 
 def test_keep_accepted_of_chains_moves_nothing() -> None:
-    """Would catch: a copy in every step of strategies that draft chains, whose nodes are in their final slots already."""
+    """Would catch: a copy in every step of strategies that draft chains: their nodes are in place already."""
     cache = filled([[1], [1, 2]])
     write(cache, [[10, 20, 21]] * 2)
     with patch.object(RaggedLayer, "move") as move:
@@ -255,7 +255,7 @@ def test_from_dynamic_does_not_change_the_original() -> None:
 
 
 def test_to_dynamic_makes_layers_and_copies_their_states() -> None:
-    """Would catch: a returned cache that keeps the whole buffer alive; a failure for one that was given without layers."""
+    """Would catch: a returned cache that keeps the whole buffer alive; a failure for a cache without layers."""
     cache, dynamic = filled([[1, 2]]), DynamicCache()
     cache.to_dynamic(dynamic)
     for index, layer in enumerate(dynamic.layers):

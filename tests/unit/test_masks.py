@@ -38,7 +38,7 @@ def as_rows(mask: torch.Tensor) -> list[list[str]]:
 
 
 def test_full_mask_of_rows_of_different_lengths() -> None:
-    """Would catch: this step's tokens expected in the same slots of every row. The example of the module's docstring."""
+    """Would catch: this step's tokens expected in the same slots of every row. As in the module's docstring."""
     step = layout([3, 1], [(-1,), (-1,)])
     assert as_rows(full_mask(step)) == [
         # c c c P d

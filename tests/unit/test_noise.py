@@ -84,7 +84,7 @@ def test_noise_buffer_second_read_draws_nothing() -> None:
 
 
 def test_release_frees_the_past_only() -> None:
-    """Would catch: a buffer that grows with the text by one `[batch, vocab]` tensor and one generator state per token."""
+    """Would catch: a buffer that grows by one `[batch, vocab]` tensor and one generator state per token."""
     buffer = NoiseBuffer(1, VOCAB, CPU)
     ahead = buffer.at([[0, 1, 2, 3]])
     buffer.release(2)

@@ -58,7 +58,7 @@ class Speed:
 
     @property
     def plausible(self) -> bool:
-        """Whether the speedup is possible: a step takes at least as long as a plain one, so it is at most tokens/step."""
+        """Whether the speedup is possible: a step takes no less than a plain one, so it is at most tokens per step."""
         return self.interval.value <= MEASUREMENT_ERROR * max(1.0, self.tokens_per_step)
 
     @property
@@ -132,7 +132,7 @@ def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[st
         return LINE.format(codes[best]), f"the fastest in the quick benchmark: {speeds[best].speedup}"
     first = next(iter(codes))
     return LINE.format(codes[first]), (
-        'no strategy was clearly faster on these prompts; k="auto" then drafts next to nothing, and more where the text '
+        'no strategy was clearly faster on these prompts; k="auto" then drafts almost nothing, and more where text '
         "repeats itself"
     )
 
@@ -148,5 +148,5 @@ def _explanation(measured: Speed) -> str:
     if not measured.interval.differs:
         return "the interval includes 1: no difference was shown; more --rounds make it smaller"
     if measured.acceptance_rate < LOW_ACCEPTANCE:
-        return "few draft tokens are accepted: text without repetition, a high temperature, or a draft trained on other text"
+        return "few draft tokens are accepted: text without repetition, a high temperature, or an unrelated draft"
     return "draft tokens are accepted, but drafting and verifying them takes too long; a larger target gains more"

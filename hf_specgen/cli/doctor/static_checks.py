@@ -20,7 +20,7 @@ TIGHT_MEMORY = 0.85
 
 
 def support(model: Blueprint, role: str) -> Finding:
-    """Whether the model can verify draft trees: attention implementation, positions, a cache that can be rolled back."""
+    """Whether the model can verify draft trees: attention implementation, positions, a cache with rollback."""
     kind = f"{type(model.model).__name__}, attention {attention_implementation(model.config)!r}"
     try:
         check_model(model.model)
