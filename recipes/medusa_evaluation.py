@@ -13,7 +13,7 @@ from answers import answer_batch, batches_by_domain
 from corpus import Batch, chat_prompt, collate, encode_row, read_rows
 from distillation import DistillationSettings, target_states
 from hf_specgen import FixedDepth, MedusaCandidates
-from hf_specgen.evaluation.calibration import measure_acceptance, measure_cost, save_tuning
+from hf_specgen.evaluation.calibration import measure_acceptance, save_acceptance
 from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.heads.medusa_runner import MedusaRunner
@@ -146,10 +146,10 @@ class Evaluation:
         }
 
     def tune(self) -> None:
-        """Put acceptance by rank and confidence, and T(q) on this machine, into the heads' config."""
+        """Store acceptance by confidence and rank in the heads' config."""
         calls = [self._call(row) for rows in self._rows.values() for row in rows[-TUNED_PER_DOMAIN:]]
         counts = measure_acceptance(self._target, self._heads, calls, self._lora)
-        save_tuning(self._heads, counts, measure_cost(self._target))
+        save_acceptance(self._heads, counts)
 
 
 def evaluation_section(prompts: str | None, results: dict[str, HeadScores]) -> str:

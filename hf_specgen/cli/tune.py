@@ -7,18 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates.tree_shape import MAX_NODES
+from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.cli.profile import latency_table
 from hf_specgen.cli.settings import TuneSettings
 from hf_specgen.depth import profiles
-from hf_specgen.depth.cost import CostCurve
-from hf_specgen.evaluation.calibration import Counts, measure_acceptance, measure_cost, save_tuning
+from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_acceptance
 from hf_specgen.evaluation.latency import measure_profile
 from hf_specgen.evaluation.strategies import Strategy, strategies
 from hf_specgen.evaluation.workloads import (
@@ -30,12 +30,11 @@ from hf_specgen.evaluation.workloads import (
     read_prompts,
     torch_dtype,
 )
-from hf_specgen.heads.acceptance import best_tree
 from hf_specgen.heads.compatibility import other_chat_template
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import copy_lora
 
-SHOWN_RANKS = 5
+SHOWN_RANKS, SHOWN_NODES = 5, (1, 2, 4, 8, 16, 32, 64)
 
 
 def show(settings: TuneSettings) -> None:
@@ -83,7 +82,7 @@ def tune_heads(
     prompts: dict[str, list[str]],
     console: Console,
 ) -> RenderableType:
-    """Measure the acceptance of Medusa heads and the target's T(q), and save both with the heads.
+    """Measure the acceptance of Medusa heads, and save it with the heads.
 
     Returns:
         tables of what was measured.
@@ -91,18 +90,16 @@ def tune_heads(
     heads = load_medusa(settings.heads, model)
     if warning := other_chat_template(heads.config.base, tokenizer):
         console.print(f"[yellow]{warning}[/]")
-    console.print("timing the target's forward pass …")
-    cost = measure_cost(model)
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         calls = progress.track(list(_calls(prompts, tokenizer, settings.max_new_tokens, model.device)))
         counts = measure_acceptance(model, heads, calls)
     tuned = load_medusa(settings.heads, model)  # in the dtype of its file; the other set was moved to the target's
-    save_tuning(tuned, counts, cost)
+    save_acceptance(tuned, counts)
     tuned.save_pretrained(output)
     if tuned.config.lora_rank:
         copy_lora(settings.heads, output)
-    return _report(counts, cost, output)
+    return _report(counts, output)
 
 
 def _calls(
@@ -114,8 +111,8 @@ def _calls(
             yield {**tensors, "max_new_tokens": max_new_tokens, **DOMAINS.get(domain, GREEDY)}
 
 
-def _report(counts: Counts, cost: CostCurve, output: Path) -> RenderableType:
-    """Acceptance by rank, T(q), and the best tree for heads of average confidence."""
+def _report(counts: Counts, output: Path) -> RenderableType:
+    """Acceptance by rank, and the expected tokens per step of the best trees for heads of average confidence."""
     by_rank = counts.by_rank()
     view = Table(box=SIMPLE, title="acceptance of each head's tokens, by rank", title_style="bold")
     view.add_column("head")
@@ -123,15 +120,11 @@ def _report(counts: Counts, cost: CostCurve, output: Path) -> RenderableType:
         view.add_column(f"rank {rank}", justify="right")
     for head, shares in enumerate(by_rank.tolist()):
         view.add_row(str(head), *[f"{share:.0%}" for share in shares[:SHOWN_RANKS]])
-    times = Table(box=SIMPLE, title="T(q) / T(1), latency of a forward pass over q tokens", title_style="bold")
-    for queries in cost.queries:
-        times.add_column(str(queries), justify="right")
-    times.add_row(*[f"{cost.relative(queries):.2f}" for queries in cost.queries])
-    paths, expected = best_tree(by_rank.tolist(), lambda nodes: cost(1 + nodes), MAX_NODES)
-    gain = expected / cost.relative(1 + len(paths))
-    tree = f"{[list(path) for path in sorted(paths)]}" if paths else "none: plain decoding is faster"
-    text = (
-        f"Best fixed tree: {len(paths)} nodes, {expected:.2f} tokens per step, at most {gain:.2f}x plain decoding.\n"
-        f"[dim]{tree}[/]\nSaved with the heads in {output}. MedusaCandidates chooses a tree in each step."
+    trees = Table(box=SIMPLE, title="expected tokens per step of the best draft tree, by its nodes", title_style="bold")
+    builder = TreeBuilder.from_marginals(
+        [counts.heads], np.zeros((1, *by_rank.shape), dtype=np.int64), by_rank.numpy()[None], SHOWN_NODES[-1]
     )
-    return Group(view, times, text)
+    for nodes in SHOWN_NODES:
+        trees.add_column(str(nodes), justify="right")
+    trees.add_row(*[f"{1 + builder.sorted_joint(nodes)[0].sum():.2f}" for nodes in SHOWN_NODES])
+    return Group(view, trees, f"Saved with the heads in {output}. MedusaCandidates chooses a tree in each step.")

@@ -8,7 +8,7 @@ its first `RANKS`: in others its token could not have been accepted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,14 +16,11 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.medusa import MedusaCandidates, MedusaSession
-from hf_specgen.depth.cost import CostCurve
-from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, RANKS, Acceptance, confidence_bin
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 
-QUERIES = (1, 2, 4, 8, 16, 32, 64)
 PRIOR_WEIGHT = 10.0
 """Steps that the assumption about unmeasured heads counts for, where few were measured."""
 PROBE_NODES = 16
@@ -95,7 +92,7 @@ class _RecordingSession(DraftSession):
             for row, depth in enumerate(budget):
                 if depth:
                     known = len(self.call.state.generated[row])
-                    self._steps.append((row, known, tokens[row].tolist(), confidences[row]))
+                    self._steps.append((row, known, tokens[row].tolist(), confidences[row, :, 0].tolist()))
         return self._session.draft(budget)
 
     def end(self) -> None:
@@ -127,12 +124,6 @@ def measure_acceptance(
     return counts
 
 
-def save_tuning(heads: MedusaHeads, counts: Counts, cost: CostCurve) -> None:
-    """Store measurements in the heads' config; `save_pretrained` writes them."""
+def save_acceptance(heads: MedusaHeads, counts: Counts) -> None:
+    """Store acceptance rates in the heads' config; `save_pretrained` writes them."""
     heads.config.acceptance = [[list(ranks) for ranks in bins] for bins in counts.acceptance().table]
-    heads.config.cost = asdict(cost)
-
-
-def measure_cost(model: PreTrainedModel, context: int = 256) -> CostCurve:
-    """T(q) up to the size of the largest draft tree."""
-    return measure_cost_curve(model, QUERIES, context=context)

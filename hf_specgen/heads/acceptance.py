@@ -1,23 +1,20 @@
-"""Acceptance rates of draft heads by confidence and rank, and the draft tree with the most expected tokens per second.
+"""Acceptance rates of Medusa heads by confidence and rank: the prior by which draft trees are built.
 
 A head is right more often when its confidence is high, so acceptance is kept by confidence: entry `[h][c][r]` is the
 share of steps in which the token of rank r of head h was right, of those in which the head's confidence lay in bin c
-and the tokens before it were right. A path in the tree is a list of ranks: `[0, 2]` is the best token of head 0, then
-the third of head 1. The product of its entries is the probability that the path is accepted.
+and the tokens before it were right.
 
-Source: Cai et al., "Medusa" (2024), section 2.3.3 (optimised tree construction); choosing by confidence is after
-Li et al., "EAGLE-2" (2024), section 4.1.
+Source: Cai et al., "Medusa" (2024), section 2.3.3 (acceptance by rank); by confidence after Li et al., "EAGLE-2" (2024),
+section 4.1.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-Path = tuple[int, ...]
 CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.8, 0.95)
 RANKS = 10
 """Tokens of each head that are counted: the tenth of the embedded heads' first head is right in about 1% of steps."""
@@ -96,43 +93,3 @@ class Acceptance:
     def cut(self, ranks: int) -> Acceptance:
         """The same for the first ranks only."""
         return Acceptance(tuple(tuple(row[:ranks] for row in bins) for bins in self.table))
-
-    def at(self, bins: Sequence[int]) -> list[tuple[float, ...]]:
-        """`[heads][ranks]` probabilities, where each head's confidence lies in the given bin."""
-        return [self.table[head][bin_] for head, bin_ in enumerate(bins)]
-
-
-def best_tree(
-    probabilities: Sequence[Sequence[float]], cost: Callable[[int], float], max_nodes: int
-) -> tuple[list[Path], float]:
-    """The tree with the most expected tokens per unit of time.
-
-    It grows by the most likely path; of all its sizes the one with the best ratio is returned.
-
-    Args:
-        probabilities: `[heads][ranks]`, falling with the rank.
-        cost: time of a step that verifies n nodes, in any unit.
-        max_nodes: largest tree.
-
-    Returns:
-        its paths, the most likely first, and the expected tokens of a step, the bonus token included.
-
-    Example:
-        >>> best_tree([[0.8, 0.1], [0.5, 0.2]], lambda nodes: 1 + 0.1 * nodes, max_nodes=4)
-        ([(0,), (0, 0)], 2.2)
-    """
-    heap: list[tuple[float, Path]] = [(-probabilities[0][0], (0,))]
-    grown: list[Path] = []
-    expected, best_size, best_expected = 1.0, 0, 1.0
-    while heap and len(grown) < max_nodes:
-        negative, path = heapq.heappop(heap)
-        grown.append(path)
-        expected -= negative
-        if expected / cost(len(grown)) > best_expected / cost(best_size):
-            best_size, best_expected = len(grown), expected
-        last, head = path[-1], len(path) - 1
-        if last + 1 < len(probabilities[head]) and (here := probabilities[head][last]) > 0:
-            heapq.heappush(heap, (negative / here * probabilities[head][last + 1], (*path[:-1], last + 1)))
-        if head + 1 < len(probabilities):
-            heapq.heappush(heap, (negative * probabilities[head + 1][0], (*path, 0)))
-    return grown[:best_size], round(best_expected, 6)

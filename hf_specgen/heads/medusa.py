@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from hf_specgen.depth.cost import CostCurve
 from hf_specgen.heads.acceptance import Acceptance
 from hf_specgen.heads.compatibility import fingerprint
 from hf_specgen.target.model_parts import output_matrix
@@ -40,7 +39,6 @@ class MedusaConfig(PreTrainedConfig):
         lora_rank: rank of a PEFT adapter in the folder `lora`, on each head's copy of the output matrix; 0: none.
         base: the target that the heads were trained for, see `hf_specgen.heads.compatibility`.
         acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `hf_specgen.heads.acceptance`.
-        cost: T(q) of the target, measured at the same time: the fields of a `CostCurve`.
 
     Raises:
         ValueError: if a value has the wrong type or is out of range.
@@ -61,35 +59,22 @@ class MedusaConfig(PreTrainedConfig):
     lora_rank: int = 0
     base: dict[str, Any] | None = None
     acceptance: list[list[list[float]]] | None = None
-    cost: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        for name, least in (
-            ("hidden_size", 0),
-            ("vocab_size", 0),
-            ("lora_rank", 0),
-            ("num_heads", 1),
-            ("num_layers", 1),
-        ):
-            value = getattr(self, name)
+        for name in ("hidden_size", "vocab_size", "lora_rank", "num_heads", "num_layers"):
+            value, least = getattr(self, name), 1 if name in ("num_heads", "num_layers") else 0
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r:.80}")
         for name in ("own_outputs", "reads_token"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r:.80}")
-        for name in ("base", "cost"):
-            if not isinstance(getattr(self, name), dict | None):
-                raise ValueError(f"{name} must be an object, got {getattr(self, name)!r:.80}")
+        if not isinstance(self.base, dict | None):
+            raise ValueError(f"base must be an object, got {self.base!r:.80}")
         if self.own_outputs and self.lora_rank:
             raise ValueError(f"heads with their own output matrices take no LoRA, got lora_rank={self.lora_rank}")
         if self.acceptance is not None and Acceptance.from_lists(self.acceptance).heads != self.num_heads:
             raise ValueError(f"acceptance is given for {len(self.acceptance)} heads, but there are {self.num_heads}")
-        if self.cost is not None:
-            try:
-                CostCurve(**self.cost)
-            except TypeError as error:
-                raise ValueError(f"cost must hold the fields of a CostCurve ({error}); run `hf-specgen tune`") from None
 
 
 class ResidualBlock(nn.Module):

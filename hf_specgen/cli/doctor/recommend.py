@@ -1,4 +1,4 @@
-"""From measurements to a line of code, by the decision tree of the README's "When it helps, when it does not"."""
+"""From measurements to a line of code, and to explanations of what was measured."""
 
 from __future__ import annotations
 

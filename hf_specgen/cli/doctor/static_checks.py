@@ -89,7 +89,7 @@ def heads(name: str, target: Blueprint) -> list[Finding]:
         config = inspect_medusa(name).config
     except (OSError, ValueError) as error:
         return [Finding("heads", CheckResult.BAD, f"{name!r} cannot be read", str(error))]
-    findings = [Finding("heads", CheckResult.GOOD, f"{config.num_heads} heads of {config.num_layers} layers")]
+    findings = [Finding("heads", CheckResult.GOOD, f"{config.num_heads} heads, layers in each: {config.num_layers}")]
     config.vocab_size = config.vocab_size or target.config.vocab_size  # Medusa v2 does not state it
     try:
         check_heads(config, target.model, "this set of heads")
