@@ -102,7 +102,8 @@ class AcceptanceEstimator:
         for succeeded, tried in zip(all_successes, all_trials, strict=True):
             mean = (succeeded + SHRINKAGE * mean) / (tried + SHRINKAGE)
             pooled.append(mean)
-        return np.cumprod((successes + SHRINKAGE * np.array(pooled)) / (trials + SHRINKAGE), axis=1)
+        shares: Array = (successes + SHRINKAGE * np.array(pooled)) / (trials + SHRINKAGE)
+        return np.multiply.accumulate(shares, axis=1)
 
     def snapshot(self, exploration: float = 0.0) -> Snapshot:
         """The counts over all rows, for `restore` in another call."""

@@ -17,7 +17,7 @@ from hf_specgen.depth.ranks import from_first_rank, is_first_rank, lockstep_grou
 from hf_specgen.depth.schedules import context_length
 
 if TYPE_CHECKING:
-    from hf_specgen.depth.call import Call
+    from hf_specgen.state import Call
 
 MAX_DRAFT_DEPTH = 32
 """Deepest draft that is considered: with an acceptance of 0.9 a token, 3% of drafts reach beyond it."""

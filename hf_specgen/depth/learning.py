@@ -18,8 +18,8 @@ from hf_specgen.depth.cost import CostCurve
 from hf_specgen.depth.latency import MAX_SLICES, DraftLatency, LatencyModel, Slice, StepLatency
 
 if TYPE_CHECKING:
-    from hf_specgen.depth.call import Call
     from hf_specgen.depth.policy import StepRecord
+    from hf_specgen.state import Call
 
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Tokens per row under which times are collected: half octaves, as kernels change at such sizes."""

@@ -11,7 +11,7 @@ from hf_specgen.depth.latency import LatencyModel
 from hf_specgen.statistics import RowStep
 
 if TYPE_CHECKING:
-    from hf_specgen.depth.call import Call
+    from hf_specgen.state import Call
 
 
 @dataclass(slots=True)

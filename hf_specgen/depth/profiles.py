@@ -17,6 +17,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 
+from hf_specgen import compat
 from hf_specgen.depth.latency import LatencyModel
 from hf_specgen.version import __version__
 
@@ -48,7 +49,7 @@ def describe(model: Any, strategy: tuple[Any, ...], samples: bool) -> dict[str, 
         "parameters": sum(parameter.numel() for parameter in parameters),
         "bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         "dtype": str(getattr(model, "dtype", None)),
-        "attention": getattr(config, "_attn_implementation", None),
+        "attention": None if config is None else compat.attention_implementation(config),
         "ranks": getattr(model, "tp_size", None) or 1,
         "devices": [f"{one}: {_device_name(one)}" for one in sorted({str(one.device) for one in parameters})],
         "threads": torch.get_num_threads(),

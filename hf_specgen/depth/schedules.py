@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hf_specgen.depth.policy import FixedDepth, Policy, PolicySession, StepRecord
 
 if TYPE_CHECKING:
-    from hf_specgen.depth.call import Call
+    from hf_specgen.state import Call
 
 
 def context_length(call: Call) -> int:

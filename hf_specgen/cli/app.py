@@ -1,0 +1,125 @@
+"""The commands of `hf-specgen`. PyTorch and Transformers are imported inside commands, so that `--help` is fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_specgen.cli.options import command, errors
+from hf_specgen.cli.settings import DemoSettings, DoctorSettings, ExportSettings, TuneSettings
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Lossless speculative decoding for Transformers.")
+profile = typer.Typer(help="List, show, export and delete latency profiles, by which draft depths are chosen.")
+app.add_typer(profile, name="profile")
+
+
+@app.callback()
+def main() -> None:
+    """Lossless speculative decoding for Transformers."""
+
+
+@command(app, DemoSettings)
+def demo(settings: DemoSettings) -> None:
+    """Compare plain generate, Transformers' prompt lookup and our strategies on the same prompts.
+
+    Exit code 1 if a token differs in float32.
+    """
+    from hf_specgen.cli.demo import show
+
+    if not show(settings):
+        raise typer.Exit(1)
+
+
+@command(app, TuneSettings)
+def tune(settings: TuneSettings) -> None:
+    """Measure latencies on this machine and store them as the profiles by which draft depths are chosen.
+
+    For Medusa heads with --output, also measure their acceptance on a dataset and save it with them.
+    """
+    from hf_specgen.cli.tune import show
+
+    show(settings)
+
+
+@command(app, ExportSettings)
+def export(settings: ExportSettings) -> None:
+    """Write Medusa heads in the format of the original Medusa, TGI or vLLM."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_specgen.heads import load_medusa
+    from hf_specgen.heads.export import export_medusa
+    from hf_specgen.heads.files import source_errors
+
+    model = None
+    if settings.target:
+        with source_errors(settings.target):
+            model = AutoModelForCausalLM.from_pretrained(settings.target, dtype="auto")
+    for file in export_medusa(load_medusa(settings.heads, model), settings.output, settings.to, model):
+        typer.echo(file)
+
+
+@command(app, DoctorSettings)
+def doctor(settings: DoctorSettings) -> None:
+    """Check whether speculation works and is faster here, and recommend a strategy.
+
+    Exit code 1 if a problem has to be solved first.
+    """
+    from hf_specgen.cli.doctor import show
+
+    if not show(settings):
+        raise typer.Exit(1)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Measure acceptance and speed by task domain: `python -m benchmarks suite` in a clone; see `bench --help`."""
+    from hf_specgen.cli.bench import run
+
+    run(context.args)
+
+
+@profile.command("list")
+def list_profiles() -> None:
+    """List the latency profiles of this machine's cache directory."""
+    from hf_specgen.cli.profile import show_all
+
+    with errors():
+        show_all()
+
+
+@profile.command("show")
+def show_profile(key: Annotated[str, typer.Argument(help="The profile's key, as listed.")]) -> None:
+    """Show what a profile depends on, and its latencies."""
+    from hf_specgen.cli.profile import show_one
+
+    with errors():
+        show_one(key)
+
+
+@profile.command("export")
+def export_profile(
+    key: Annotated[str, typer.Argument(help="The profile's key, as listed.")],
+    file: Annotated[Path, typer.Argument(help="File to write, for AdaptiveDepth(latency=...).")],
+) -> None:
+    """Copy a profile to a file that can be given to a policy."""
+    with errors():
+        from hf_specgen.depth import profiles
+
+        profiles.export(key, file)
+        typer.echo(file)
+
+
+@profile.command("delete")
+def delete_profile(key: Annotated[list[str], typer.Argument(help="Keys of profiles, as listed.")]) -> None:
+    """Delete profiles; latencies are then learnt again from the next calls."""
+    with errors():
+        from hf_specgen.depth import profiles
+
+        for one in key:
+            if not profiles.delete(one):
+                raise ValueError(
+                    f"there is no profile {one!r} in {profiles.directory()}; see `hf-specgen profile list`"
+                )
+            typer.echo(f"deleted {one}")

@@ -1,0 +1,1 @@
+"""Measuring: timing several ways to generate, acceptance and latency, workloads, intervals, memory, provenance."""

@@ -1,0 +1,129 @@
+"""Measures the acceptance rates of Medusa heads on a dataset, from which the best draft tree is chosen.
+
+The target generates with the decoding settings of each domain; the tokens that the heads propose in each step are
+compared with the generated text. Head h counts only in steps in which every head before it had the right token among
+its first `RANKS`: in others its token could not have been accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.medusa import MedusaCandidates, MedusaSession
+from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, RANKS, Acceptance, confidence_bin
+from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.state import Call
+from hf_specgen.tree import DraftTree
+
+PRIOR_WEIGHT = 10.0
+"""Steps that the assumption about unmeasured heads counts for, where few were measured."""
+PROBE_NODES = 16
+"""Nodes of the draft trees that are verified meanwhile; they change the number of steps, not the counts."""
+
+
+@dataclass
+class Counts:
+    """How often the tokens of each head were right, by confidence and rank.
+
+    Args:
+        heads: number of heads.
+
+    Example:
+        >>> counts = Counts(heads=1)
+        >>> counts.add([[7, 8]], [0.9], [8])  # head 0 proposed 7 (rank 0) and 8 (rank 1); 8 was generated
+        >>> int(counts.seen[0, confidence_bin(0.9)]), counts.hits[0, confidence_bin(0.9), 1].item()
+        (1, 1.0)
+    """
+
+    heads: int
+    hits: torch.Tensor = field(init=False)  # [heads, bins, ranks]
+    seen: torch.Tensor = field(init=False)  # [heads, bins]
+
+    def __post_init__(self) -> None:
+        bins = len(CONFIDENCE_EDGES) + 1
+        self.hits, self.seen = torch.zeros(self.heads, bins, RANKS), torch.zeros(self.heads, bins)
+
+    def add(self, proposals: list[list[int]], confidences: list[float], generated: list[int]) -> None:
+        """Count one step: the tokens of each head, best first, and the tokens that were generated."""
+        for head, (tokens, confidence, token) in enumerate(zip(proposals, confidences, generated, strict=False)):
+            bin_ = confidence_bin(confidence)
+            self.seen[head, bin_] += 1
+            if token not in tokens[:RANKS]:
+                return
+            self.hits[head, bin_, tokens.index(token)] += 1
+
+    def acceptance(self) -> Acceptance:
+        """Acceptance rates; with few counts they are shrunk towards the assumption about unmeasured heads."""
+        prior = torch.tensor(Acceptance.untuned(self.heads).table)
+        shares = (self.hits + PRIOR_WEIGHT * prior) / (self.seen.unsqueeze(-1) + PRIOR_WEIGHT)
+        return Acceptance.from_lists(shares.sort(dim=-1, descending=True).values.tolist())
+
+    def by_rank(self) -> torch.Tensor:
+        """`[heads, ranks]` acceptance rates over all confidences."""
+        return self.hits.sum(dim=1) / self.seen.sum(dim=1).clamp(min=1).unsqueeze(-1)
+
+
+class _Recording(MedusaCandidates):
+    """Counts which of its draft tokens were generated."""
+
+    def __init__(self, heads: MedusaHeads, counts: Counts, lora: Any):
+        super().__init__(heads, tree=PROBE_NODES, lora=lora)
+        self._counts = counts
+
+    def start(self, call: Call) -> DraftSession:
+        return _RecordingSession(call, cast(MedusaSession, super().start(call)), self._counts)
+
+
+class _RecordingSession(DraftSession):
+    def __init__(self, call: Call, session: MedusaSession, counts: Counts):
+        super().__init__(call)
+        self._session, self._counts = session, counts
+        self._steps: list[tuple[int, int, list[list[int]], list[float]]] = []
+
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        if max(budget):
+            _, tokens, confidences = self._session.head_tokens()
+            for row, depth in enumerate(budget):
+                if depth:
+                    known = len(self.call.state.generated[row])
+                    self._steps.append((row, known, tokens[row].tolist(), confidences[row, :, 0].tolist()))
+        return self._session.draft(budget)
+
+    def end(self) -> None:
+        for row, known, tokens, confidences in self._steps:
+            self._counts.add(tokens, confidences, self.call.state.generated[row][known:])
+
+
+def measure_acceptance(
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    calls: Iterable[dict[str, Any]],
+    lora: Any = None,
+    seed: int = 0,
+) -> Counts:
+    """Generate, and count how often the heads were right.
+
+    Args:
+        model: the target.
+        heads: its heads.
+        calls: arguments of `generate` for each call: inputs, decoding settings, `max_new_tokens`.
+        lora: the `PeftModel` with the heads' LoRA matrices, if they are not in the folder of the heads.
+        seed: of the first call; each further call uses the next number.
+    """
+    counts = Counts(heads.config.num_heads)
+    recording = _Recording(heads, counts, lora)
+    for number, arguments in enumerate(calls):
+        torch.manual_seed(seed + number)
+        cast(Any, model).generate(**arguments, candidate_generator=recording)
+    return counts
+
+
+def save_acceptance(heads: MedusaHeads, counts: Counts) -> None:
+    """Store acceptance rates in the heads' config; `save_pretrained` writes them."""
+    heads.config.acceptance = [[list(ranks) for ranks in bins] for bins in counts.acceptance().table]

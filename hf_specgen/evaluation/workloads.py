@@ -1,0 +1,179 @@
+"""Workloads of demo, doctor, tuning and benchmarks: loading models, the embedded models, prompts by domain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specgen.evaluation.measure import Sample
+from hf_specgen.evaluation.settings import DTYPES
+from hf_specgen.evaluation.settings import WorkloadSettings as WorkloadSettings
+from hf_specgen.heads.files import source_errors
+
+ASSETS = Path(__file__).resolve().parents[2] / "benchmarks" / "assets"
+EMBEDDED_MODEL = ASSETS / "reference-lm"
+EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
+EMBEDDED_DRAFT = ASSETS / "draft-lm"
+EMBEDDED_ADAPTER = ASSETS / "exit-adapter"
+EMBEDDED_HEADS = ASSETS / "medusa-heads"
+PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
+OURS = (NGRAM, DRAFT, SKIP, MEDUSA)
+
+# Greedy decoding of a small model falls into repetition where the answer is open, which favours every n-gram method:
+# those domains are sampled with a seed, so that tokens can still be compared one by one.
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
+DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "prose": SAMPLED}
+OWN_PROMPTS = "prompts"
+"""Domain of prompts that name none."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which our text differs from the plain one, and the target's logits of both tokens there."""
+
+    row: int
+    position: int
+    plain_token: int
+    our_token: int
+    plain_logit: float
+    our_logit: float
+
+
+def load(settings: WorkloadSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target in evaluation mode, and its tokenizer for left-padded batches.
+
+    Raises:
+        FileNotFoundError: if there is no such folder; or no model was named, and the embedded one is not there.
+        OSError: if a repository does not exist or cannot be reached.
+        ValueError: for an unknown dtype or device, or damaged files.
+    """
+    if not settings.model and not EMBEDDED_MODEL.exists():
+        raise FileNotFoundError("the embedded model comes with the repository, not the package; name one with --model")
+    return load_model(settings.model or str(EMBEDDED_MODEL), torch_dtype(settings.dtype), settings.device)
+
+
+def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model in evaluation mode, and its tokenizer for left-padded batches.
+
+    Args:
+        name: Hub id or folder.
+        dtype: "auto" for that of the checkpoint.
+        device: such as "cpu" or "cuda:1".
+
+    Raises:
+        OSError, ValueError: as `load`.
+    """
+    check_device(device)
+    with source_errors(name):
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return cast(Any, model).to(device).eval(), tokenizer
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The floating-point type of this name.
+
+    Raises:
+        ValueError: for any other name.
+
+    Example:
+        >>> torch_dtype("bfloat16")
+        torch.bfloat16
+    """
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {name!r}")
+    return cast(torch.dtype, getattr(torch, name))
+
+
+def check_device(name: str) -> None:
+    """Raise a `ValueError` unless PyTorch has this device here."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise ValueError(f"device {name!r} cannot be used here ({reason}); try cpu or cuda") from None
+
+
+def domain_prompts(settings: WorkloadSettings) -> dict[str, list[str]]:
+    """The prompts of each domain: the user's own, or the embedded ones.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_prompts`.
+    """
+    if settings.prompt:
+        return {OWN_PROMPTS: list(settings.prompt)}
+    found = read_prompts(settings.prompts or EMBEDDED_PROMPTS, settings.prompts_per_domain)
+    return {domain: found[domain] for domain in (*DOMAINS, *found) if domain in found}
+
+
+def read_prompts(path: Path, per_domain: int) -> dict[str, list[str]]:
+    """The first prompts of each domain in a file.
+
+    Args:
+        path: JSON Lines with rows {prompt, domain}, where the domain may be left out; or a text file (.txt) with a
+            prompt in each line.
+        per_domain: the number of prompts from each domain.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if a line is no such row, or there are no prompts.
+    """
+    if not path.is_file():
+        hint = f"; for the number of prompts use --prompts-per-domain {path}" if str(path).isdecimal() else ""
+        raise FileNotFoundError(f"there is no file {str(path)!r} of JSONL rows {{prompt, domain}}{hint}")
+    chosen: dict[str, list[str]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        if not line.strip():
+            continue
+        domain, prompt = (OWN_PROMPTS, line) if path.suffix == ".txt" else _row(line, f"{path}, line {number}")
+        if len(chosen.setdefault(domain, [])) < per_domain:
+            chosen[domain].append(prompt)
+    if not chosen:
+        raise ValueError(f"{path} has no prompts; give JSONL rows {{prompt, domain}}")
+    return chosen
+
+
+def _row(line: str, where: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+        prompt, domain = row["prompt"], row.get("domain", OWN_PROMPTS)
+        if isinstance(prompt, str) and isinstance(domain, str):
+            return domain, prompt
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ValueError(f"{where}: expected a JSON object with the key prompt, got {line[:60]!r}")
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of prompts, in the model's chat format if it has one."""
+    for first in range(0, len(prompts), batch_size):
+        texts = list(prompts[first : first + batch_size])
+        if tokenizer.chat_template:
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            texts = cast(list[str], tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False))
+        encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not tokenizer.chat_template)
+        yield {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def first_difference(model: PreTrainedModel, plain: Sample, ours: Sample) -> Difference | None:
+    """Where our ids first differ from the plain ones, with both tokens' logits; None if they are identical."""
+    width = min(plain.ids.shape[1], ours.ids.shape[1])
+    differs = (plain.ids[:, :width] != ours.ids[:, :width]).nonzero()
+    if len(differs) == 0:
+        return None
+    row, position = min(((int(r), int(p)) for r, p in differs), key=lambda place: place[1])
+    with torch.no_grad():
+        logits = model(plain.ids[row : row + 1, :position].to(model.device)).logits[0, -1].float()
+    tokens = int(plain.ids[row, position]), int(ours.ids[row, position])
+    return Difference(row, position, *tokens, *(float(logits[token]) for token in tokens))

@@ -1,0 +1,1 @@
+"""Monitors of running calls: statistics over a window, Prometheus counters, plots."""

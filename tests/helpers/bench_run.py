@@ -1,0 +1,35 @@
+"""One small benchmark run with all parts, for several test files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.runner import Outcome, run
+from benchmarks.report import page
+from benchmarks.report.results import result
+
+SMALL = Plan(
+    strategies=("ngram", "layerskip", "medusa"),
+    domains=("edit", "chat"),
+    prompts=1,
+    tuning_prompts=1,
+    max_new_tokens=5,
+    repeats=2,
+    sweep_prompts=1,
+    batches=(3,),
+    temperatures=(1.3,),
+    contexts=(64,),
+    trace_texts=1,
+)
+
+
+def measured(folder: Path) -> tuple[Outcome, dict[str, Any], Path]:
+    """The outcome, the dictionary that is saved of it, and its page."""
+    outcome = run(SMALL, folder, Console(quiet=True))
+    assert outcome is not None
+    found = result(outcome)
+    return outcome, found, page.write(found, folder)

@@ -1,0 +1,108 @@
+"""Many threads that generate with one model and shared strategy objects; every text is checked."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+
+from hf_specgen import (
+    CombinedCandidates,
+    DraftModelCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+    NgramHistory,
+    SpeculationMonitor,
+)
+from hf_specgen.verification import CoupledVerifier, RejectionVerifier
+from tests.helpers.medusa import fitted_heads
+from tests.helpers.models import fresh_model, perturbed_copy, prompts
+from tests.helpers.processors import PrefixReader, RowWisePrefixReader
+
+
+@dataclass
+class Job:
+    """A call of `generate` whose result is known.
+
+    Args:
+        name: of the strategy; "plain" without one.
+        inputs, arguments: of `generate`.
+        expected: the ids of plain `generate`.
+    """
+
+    name: str
+    inputs: dict[str, torch.Tensor]
+    arguments: dict[str, Any]
+    expected: torch.Tensor
+
+
+@dataclass
+class Outcome:
+    """How often each strategy ran, and what went wrong."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+
+def mixed_jobs() -> tuple[Any, list[Job]]:
+    """A model, and greedy calls with every strategy that may run in threads, each strategy object shared by all calls.
+
+    Layer skip is left out: it changes the layer list of the model while it drafts.
+    """
+    model = fresh_model("llama")
+    heads = fitted_heads(model, prompts(1))
+    draft = perturbed_copy(model)
+    verifier, monitor = CoupledVerifier(), SpeculationMonitor(prometheus=False)
+    strategies: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "ngram auto": {"candidate_generator": NgramCandidates()},
+        "ngram tree": {"candidate_generator": NgramCandidates(k=5, branches=3), "verification": verifier},
+        "history": {"candidate_generator": NgramCandidates(k=5, history=NgramHistory())},
+        "draft": {"candidate_generator": DraftModelCandidates(draft, k=4), "verification": verifier},
+        "draft auto": {"candidate_generator": DraftModelCandidates(draft), "monitor": monitor},
+        "medusa": {"candidate_generator": MedusaCandidates(heads, [[0], [0, 0], [1]]), "monitor": monitor},
+        "medusa auto": {"candidate_generator": MedusaCandidates(heads), "verification": RejectionVerifier()},
+        "combined": {"candidate_generator": CombinedCandidates([NgramCandidates(k=4), MedusaCandidates(heads, 8)])},
+    }
+    settings: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = [
+        (prompts(1, length=8), {"max_new_tokens": 16}),
+        (prompts(1, length=20), {"max_new_tokens": 24}),
+        (prompts(3), {"max_new_tokens": 20, "eos_token_id": list(range(30, 40)), "pad_token_id": 0}),
+        (prompts(2), {"max_new_tokens": 12, "repetition_penalty": 1.3}),
+        (prompts(2), {"max_new_tokens": 12, "logits_processor": LogitsProcessorList([RowWisePrefixReader()])}),
+        (prompts(2), {"max_new_tokens": 12, "logits_processor": LogitsProcessorList([PrefixReader()])}),
+    ]
+    jobs = []
+    for inputs, arguments in settings:
+        expected = model.generate(**inputs, **arguments)
+        jobs += [Job(name, inputs, {**arguments, **strategy}, expected) for name, strategy in strategies.items()]
+    return model, jobs
+
+
+def run_in_threads(model: Any, jobs: Sequence[Job], threads: int, seconds: float) -> Outcome:
+    """Run randomly chosen jobs in several threads until the time is over, or a text is wrong."""
+    outcome, end = Outcome(), time.monotonic() + seconds
+
+    def work(seed: int) -> None:
+        choose = random.Random(seed)
+        while time.monotonic() < end and not outcome.failures:
+            job = choose.choice(jobs)
+            try:
+                ids = model.generate(**job.inputs, **job.arguments)
+            except Exception as error:
+                outcome.failures.append(f"{job.name}: {error!r}")
+                return
+            outcome.calls[job.name] += 1
+            if not torch.equal(ids, job.expected):
+                outcome.failures.append(f"{job.name}: {ids.tolist()} instead of {job.expected.tolist()}")
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))
+    return outcome

@@ -1,0 +1,150 @@
+"""`hf-specgen demo`, and the workloads that demo, doctor, tuning and benchmarks share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_specgen.cli import demo
+from hf_specgen.cli.app import app
+from hf_specgen.evaluation.measure import Sample, Total
+from hf_specgen.evaluation.workloads import (
+    EMBEDDED_PROMPTS,
+    WorkloadSettings,
+    domain_prompts,
+    load,
+    read_prompts,
+    torch_dtype,
+)
+from tests.helpers.paths import REFERENCE_LM
+
+
+def output_of(*arguments: str, exit_code: int = 0) -> str:
+    """The output of a command, with single spaces."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == exit_code, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_demo_prints_identical_rows_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ["demo", "--prompts-per-domain", "1", "--max-new-tokens", "12", "--json", str(tmp_path / "demo.json")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "demo.json").read_text())
+    assert set(saved["domains"]) == {"math", "code", "edit", "json", "prose"}
+    variants = [d["variants"][name] for d in saved["domains"].values() for name in demo.OURS]
+    assert len(variants) == 5 * len(demo.OURS) and all(variant["identical"] for variant in variants)
+    assert {"commit", "versions", "machine", "argv"} <= set(saved["provenance"])
+    assert saved["settings"]["prompts_per_domain"] == 1
+    for domain in saved["domains"]:
+        assert domain in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert "…" not in result.output.split("One answer.")[0], "the table does not fit 80 columns"
+    assert "guess" not in result.output.lower()
+
+
+def test_demo_with_own_prompts_in_a_batch() -> None:
+    arguments = ["demo", "--model", str(REFERENCE_LM), "--prompt", "Hello there.", "--prompt", "And you?"]
+    output = output_of(*arguments, "--batch-size", "2", "--max-new-tokens", "8", "--branches", "2")
+    assert "one row" in output and "n-grams" in output
+
+
+def test_demo_with_prompts_from_a_file_and_a_mode_that_is_not_exact(tmp_path: Path) -> None:
+    """Would catch: sampled tokens of rejection sampling reported as wrong ones."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"domain": "prose", "prompt": "Tell a story."}) + "\n")
+    command = ["demo", "--model", str(REFERENCE_LM), "--prompts", str(file), "--max-new-tokens", "8"]
+    output = output_of(*command, "--verification", "rejection")
+    assert "prose" in output and "not promised" in output and "first difference" not in output
+
+
+def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "first_difference", lambda *_: demo.Difference(0, 9, 1, 2, 0.5, 0.25))
+    output = output_of("demo", "--prompt", "Hello.", "--max-new-tokens", "4", exit_code=1)
+    assert "first difference at position 9" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "int3"], "'int3' is not one of 'float32', 'bfloat16', 'float16'"),
+        (["--verification", "maybe"], "'maybe' is not one of 'exact', 'rejection', 'typical'"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--k", "0"], "--k"),
+        (["--model", "./no-such-folder"], "there is no folder './no-such-folder'"),
+        (["--model", "/nonexistent/dir"], "there is no folder '/nonexistent/dir'"),
+        (["--model", "org/none"], "cannot load 'org/none'"),
+        (["--device", "toaster"], "device 'toaster' cannot be used here"),
+        (["--adapter", "/nonexistent"], "there is no folder '/nonexistent'"),
+    ],
+)
+def test_demo_bad_argument_is_one_sentence_and_exit_code_2(arguments: list[str], message: str) -> None:
+    assert message in output_of("demo", "--prompt", "Hello.", *arguments, exit_code=2)
+
+
+def test_demo_number_for_the_prompts_file_names_the_right_option() -> None:
+    """Would catch: "is not a valid integer" for a file, or the reverse."""
+    assert "use --prompts-per-domain 5" in output_of("demo", "--prompts", "5", exit_code=2)
+
+
+@pytest.mark.parametrize("name", ["auto", "fp16", "int8", "__name__", ""])
+def test_torch_dtype_unknown_name_is_a_value_error_with_the_known_ones(name: str) -> None:
+    """Would catch: an AttributeError of torch, or something that is no dtype (defect B15)."""
+    with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16"):
+        torch_dtype(name)
+    with pytest.raises(ValueError, match="dtype must be"):
+        load(WorkloadSettings(dtype=name))
+
+
+def test_domain_prompts_of_the_embedded_file_come_in_the_order_of_the_domains() -> None:
+    found = domain_prompts(WorkloadSettings(prompts_per_domain=2))
+    assert list(found) == ["math", "code", "edit", "json", "prose"] and all(len(texts) == 2 for texts in found.values())
+    assert domain_prompts(WorkloadSettings(prompt=("a", "b"), prompts=EMBEDDED_PROMPTS)) == {"prompts": ["a", "b"]}
+
+
+def test_read_prompts_of_a_text_file_takes_a_prompt_from_each_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("first\n\nsecond\nthird\n")
+    assert read_prompts(file, 2) == {"prompts": ["first", "second"]}
+
+
+@pytest.mark.parametrize(
+    "line", ["nonsense", "{}", "[1]", '"text"', '{"prompt": 3}', '{"prompt": "a", "domain": 1}', "[" * 100_000]
+)
+def test_read_prompts_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: expected a JSON object with the key prompt"):
+        read_prompts(file, 2)
+
+
+def test_read_prompts_of_an_empty_or_missing_file_raises(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="has no prompts"):
+        read_prompts(tmp_path / "empty.jsonl", 2)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        read_prompts(tmp_path / "none.jsonl", 2)
+
+
+def test_first_difference_is_the_earliest_position_of_any_row(reference_model) -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
+    other = ids.clone()
+    other[1, 3] = 4
+    plain, ours = Sample(4, 1.0, ids, None), Sample(4, 1.0, other, None)
+    found = demo.first_difference(reference_model, plain, ours)
+    assert (found.row, found.position, found.plain_token, found.our_token) == (1, 3, 9, 4)
+    assert demo.first_difference(reference_model, plain, plain) is None
+
+
+def test_totals_are_sums_of_tokens_over_sums_of_time() -> None:
+    ids = torch.zeros(1, 2)
+    fast, slow = Sample(10, 1.0, ids, None), Sample(10, 4.0, ids, None)
+    total = Total()
+    total.add(fast, fast)
+    total.add(slow, slow)
+    assert total.tokens_per_second == 4.0  # and not 6.25, the mean of the rates

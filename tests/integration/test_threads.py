@@ -1,0 +1,59 @@
+"""Any number of threads may generate with one model and shared objects; a longer run is in `tests/slow`."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specgen import DraftModelCandidates, NgramCandidates, Verifier, speculate
+from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier
+from tests.helpers import perturbed_copy, prompts, tiny_model
+from tests.helpers.threads import mixed_jobs, run_in_threads
+
+LENGTHS = (8, 12, 16, 20)
+
+
+def generate_in_threads(arguments: dict[str, Any], repeats: int = 2) -> list[torch.Tensor]:
+    """The outputs of calls with prompts of different lengths, each length in a thread of its own."""
+    model = tiny_model("llama")
+    inputs = [prompts(1, length=length) for length in LENGTHS] * repeats
+    with ThreadPoolExecutor(len(LENGTHS)) as pool:
+        calls = [pool.submit(model.generate, **each, max_new_tokens=24, **arguments) for each in inputs]
+    return [call.result(timeout=60) for call in calls]
+
+
+@pytest.mark.parametrize(
+    "verifier", [CoupledVerifier(), RejectionVerifier(), TypicalVerifier(epsilon=0.1)], ids=lambda v: type(v).__name__
+)
+def test_verifier_shared_by_threads_same_texts(verifier: Verifier) -> None:
+    """Would catch: a verifier that keeps the state of a call. Typical acceptance is compared with itself."""
+    model = tiny_model("llama")
+    arguments = {
+        "candidate_generator": DraftModelCandidates(perturbed_copy(model), k=4),
+        "verification": verifier,
+    }
+    alone = {} if not isinstance(verifier, TypicalVerifier) else arguments
+    expected = [model.generate(**prompts(1, length=n), max_new_tokens=24, **alone) for n in LENGTHS] * 2
+    for ids, wanted in zip(generate_in_threads(arguments), expected, strict=True):
+        assert torch.equal(ids, wanted)
+
+
+@pytest.mark.parametrize("keyword", ["candidate_generator", "custom_generate"])
+def test_strategy_shared_by_threads_same_texts(keyword: str) -> None:
+    """Would catch: a strategy, or what `speculate` returns, that keeps the state of a call."""
+    model, ngram = tiny_model("llama"), NgramCandidates(k=4)
+    expected = [model.generate(**prompts(1, length=n), max_new_tokens=24) for n in LENGTHS] * 2
+    arguments = {keyword: ngram if keyword == "candidate_generator" else speculate(ngram)}
+    for ids, wanted in zip(generate_in_threads(arguments), expected, strict=True):
+        assert torch.equal(ids, wanted)
+
+
+def test_eight_threads_with_all_strategies_same_texts() -> None:
+    """Would catch: hidden states, latencies or acceptance of one thread used in another."""
+    model, jobs = mixed_jobs()
+    outcome = run_in_threads(model, jobs, threads=8, seconds=10)
+    assert outcome.failures == []
+    assert len(outcome.calls) >= 3, "several strategies must have run"
