@@ -190,7 +190,7 @@ class Profile:
         key = profiles.key_of(self._description)
         warnings.warn(
             f"the times of steps depart by a factor of {factor:.1f} from the latency profile {key!r}: draft depths may "
-            f"not be the best ones. `hf-specgen profile --delete {key}` deletes it, and it is learnt again; "
+            f"not be the best ones. `hf-specgen profile delete {key}` deletes it, and it is learnt again; "
             "`hf-specgen tune MODEL` renews it at once.",
             stacklevel=2,
         )

@@ -23,20 +23,15 @@ from hf_specgen.depth import (
     plan_depths,
 )
 from hf_specgen.statistics import RowStep
-from tests.depth_simulator import Candidates, Simulation, Target, make_call
+from tests.helpers.depth_simulator import Candidates, Simulation, Target, make_call
 
 FLAT = CostCurve((1, 8, 16, 32), (0.010, 0.0118, 0.0125, 0.0166), 256, 1)
 STEEP = CostCurve((1, 2, 4, 8, 16), (0.010, 0.0115, 0.0135, 0.0159, 0.0183), 256, 1)
 LINEAR = CostCurve((1, 2, 16), (0.010, 0.013, 0.055), 256, 1)
 CURVES = {"flat": FLAT, "steep": STEEP, "linear": LINEAR}
-GPU_LIKE = Path(__file__).parents[1] / "benchmarks" / "profiles" / "gpu_like.json"
+GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 SEEDS = range(4)
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_SPECGEN_CACHE", str(tmp_path))
 
 
 def _for_rows(curve: CostCurve, rows: int) -> CostCurve:

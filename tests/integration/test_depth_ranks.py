@@ -17,7 +17,7 @@ import json, os, sys
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from hf_specgen.depth import AdaptiveDepth, CostCurve
-from tests.depth_simulator import Candidates, Simulation
+from tests.helpers.depth_simulator import Candidates, Simulation
 
 rank, store, out, layout = int(sys.argv[1]), *sys.argv[2:5]
 os.environ["HF_SPECGEN_CACHE"] = out + ".cache"  # as on machines of their own
@@ -34,7 +34,8 @@ replica = rank // model.tp_size
 # Verifying and drafting are cheap on the first rank and expensive on the others: alone, these would draft otherwise.
 cheap = rank % model.tp_size == 0
 curve = CostCurve((1, 16), (0.010, 0.012 if cheap else 0.060), 256, 1)
-simulation = Simulation(lambda step, row, i: 0.7 if step < 60 else 0.2, curve, Candidates(8, False), noise=0.2, model=model)
+candidates = Candidates(8, negligible_draft_cost=False)
+simulation = Simulation(lambda step, row, i: 0.7 if step < 60 else 0.2, curve, candidates, noise=0.2, model=model)
 simulation.draft_token, simulation.prefill = (0.0003, 0.0001) if cheap else (0.004, 0.003)
 simulation.seed = replica
 steps = 100 + 50 * replica  # replicas take different numbers of steps
@@ -48,7 +49,7 @@ dist.destroy_process_group()
 
 def _run(tmp_path: Path, layout: str) -> list[list[list[int]]]:
     outs = [tmp_path / f"{rank}.json" for rank in range(4)]
-    start, root = [sys.executable, "-c", WORKER], Path(__file__).resolve().parents[1]
+    start, root = [sys.executable, "-c", WORKER], Path(__file__).resolve().parents[2]
     commands = [[*start, str(rank), str(tmp_path / "store"), str(out), layout] for rank, out in enumerate(outs)]
     workers = [subprocess.Popen(command, cwd=root) for command in commands]
     try:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_specgen.depth import AdaptiveDepth, CostCurve, DraftLatency, LatencyModel, Slice, profiles
-from tests.depth_simulator import Candidates, Simulation, Target
+from tests.helpers.depth_simulator import Candidates, Simulation, Target
 
 FLAT = CostCurve((1, 8, 16, 32), (0.010, 0.0118, 0.0125, 0.0166), context=512, batch=1)
 MODEL = LatencyModel((Slice(FLAT, {"draft_model": DraftLatency(seconds=(0.001,))}),), "draft_model")
@@ -195,7 +195,7 @@ def test_profile_that_times_contradict_is_reported_once(draft_token: float, slow
     (key,) = profiles.list_profiles()
     messages = _run_with_other_times(model, draft_token, slower)
     assert len(messages) == reports
-    assert all(f"hf-specgen profile --delete {key}" in message for message in messages)
+    assert all(f"hf-specgen profile delete {key}" in message for message in messages)
 
 
 def test_profile_of_one_process_is_merged_with_what_another_wrote(cache: Path) -> None:
