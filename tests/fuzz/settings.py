@@ -1,0 +1,289 @@
+"""What a case gives to `generate`: prompts, settings, processors, stopping criteria, streamer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import product
+from random import Random
+from string import ascii_lowercase
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from tests.fuzz.cases import Case
+from tests.fuzz.models import VOCAB
+from tests.helpers import PrefixReader, RowWisePrefixReader, StatefulReader
+
+PROCESSORS = {"prefix": PrefixReader, "row_wise": RowWisePrefixReader, "stateful": StatefulReader}
+
+
+class Fault(RuntimeError):
+    """Raised on purpose."""
+
+
+class Interrupt(KeyboardInterrupt):
+    """Raised on purpose, and no `Exception`."""
+
+
+class Ends(NamedTuple):
+    """What depends on the text that plain `generate` writes."""
+
+    eos_ids: tuple[int, ...]
+    stop_string: str | None
+
+
+# Prompts
+
+
+def prompts(case: Case) -> dict[str, torch.Tensor]:
+    """Left-padded random prompts."""
+    random = Random(case.seed)
+    width = max(case.lengths)
+    rows, mask = [], []
+    for length in case.lengths:
+        pattern = [random.randrange(1, VOCAB) for _ in range(3 if case.repetitive else length)]
+        row = [pattern[place % len(pattern)] for place in range(length)]
+        if case.pad_in_prompt:
+            row[length // 2] = case.pad_id
+        rows.append([case.pad_id] * (width - length) + row)
+        mask.append([0] * (width - length) + [1] * length)
+    inputs = {"input_ids": torch.tensor(rows)}
+    if case.give_mask:
+        inputs["attention_mask"] = torch.tensor(mask)
+    return inputs
+
+
+def next_prompts(inputs: dict[str, torch.Tensor], text: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+    """The prompts of the next turn: the whole text, and two tokens more."""
+    random = Random(seed)
+    question = torch.tensor([[random.randrange(1, VOCAB) for _ in range(2)] for _ in range(len(text))])
+    following = {"input_ids": torch.cat([text, question], dim=1)}
+    mask = inputs.get("attention_mask")
+    if mask is not None:
+        new = following["input_ids"].shape[1] - mask.shape[1]
+        following["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), new)], dim=1)
+    return following
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A letter or a syllable for each token id."""
+    syllables = map("".join, product("bcdfghjklmnpqrst", "aeiou"))
+    words = {text: token for token, text in zip(range(VOCAB), [*ascii_lowercase, *syllables], strict=False)}
+    backend = Tokenizer(WordLevel(words, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a")
+
+
+# Settings
+
+
+def arguments(case: Case, ends: Ends, prompt_length: int, fault: Fault | Interrupt | None = None) -> dict[str, Any]:
+    """Fresh arguments for one `generate` call, except prompts, cache and speculation.
+
+    Args:
+        case: to be run.
+        ends: as found by `find_ends`.
+        prompt_length: columns of the prompt.
+        fault: raised in the processor, criterion or streamer that the case names; nowhere if left out.
+    """
+    settings = _settings(case, ends)
+    processors = [PROCESSORS[name]() for name in case.processors]
+    criteria: list[StoppingCriteria] = [_CRITERIA[name](prompt_length) for name in case.criteria if name in _CRITERIA]
+    streamer = Recorder() if case.streamer else None
+    if fault is not None and case.fault == "processor":
+        processors.append(_RaisingProcessor(case.fault_call, fault))
+    if fault is not None and case.fault == "criterion":
+        criteria.append(_RaisingCriterion(case.fault_call, fault))
+    if fault is not None and case.fault == "streamer" and streamer is not None:
+        streamer.fault, streamer.fault_call = fault, case.fault_call
+    objects = {
+        "logits_processor": LogitsProcessorList(processors),
+        "stopping_criteria": StoppingCriteriaList(criteria),
+        "streamer": streamer,
+    }
+    if "stop_strings" in settings:
+        objects["tokenizer"] = tokenizer()
+    if "allowed_tokens" in case.options:
+        objects["prefix_allowed_tokens_fn"] = _allowed_tokens
+    given = {name: value for name, value in objects.items() if value}
+    if case.config_object:
+        return {**given, "generation_config": GenerationConfig(**settings)}
+    return {**given, **settings}
+
+
+def _settings(case: Case, ends: Ends) -> dict[str, Any]:
+    """The part that fits into a `GenerationConfig`; what has its default is left out."""
+    given = Case()
+    names = ("min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "num_return_sequences")
+    names += ("output_scores", "output_logits", "prefill_chunk_size")
+    settings: dict[str, Any] = {n: getattr(case, n) for n in names if getattr(case, n) != getattr(given, n)}
+    settings |= {"max_new_tokens": case.max_new_tokens, "pad_token_id": case.pad_id, "do_sample": case.do_sample}
+    settings["return_dict_in_generate"] = case.return_dict
+    if case.do_sample:
+        settings |= {"temperature": case.temperature, "top_k": case.top_k, "top_p": case.top_p}
+        settings |= {"min_p": case.min_p} if case.min_p else {}
+        settings |= {"typical_p": case.typical_p} if case.typical_p < 1 else {}
+    if ends.eos_ids:
+        settings["eos_token_id"] = list(ends.eos_ids)
+    if ends.stop_string is not None:
+        settings["stop_strings"] = [ends.stop_string]
+    if case.bad_words:
+        settings["bad_words_ids"] = [list(words) for words in case.bad_words]
+    if "max_time" in case.criteria:
+        settings["max_time"] = 0.0
+    for name in case.options:
+        if name != "decay" or ends.eos_ids:  # `generate` raises without an end token
+            settings |= _OPTIONS.get(name, {})
+    return settings
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "begin_suppress": {"begin_suppress_tokens": list(range(1, 60))},
+    "decay": {"exponential_decay_length_penalty": (2, 1.6)},
+    "encoder_no_repeat": {"encoder_no_repeat_ngram_size": 2},
+    "encoder_repetition": {"encoder_repetition_penalty": 1.3},
+    "forced_eos": {"forced_eos_token_id": 11},
+    "guidance": {"guidance_scale": 1.5},
+    "remove_invalid": {"remove_invalid_values": True},
+    "renormalize": {"renormalize_logits": True},
+    "sequence_bias": {"sequence_bias": [[[5], 1.5], [[6, 7], 2.0], [[8], -3.0]]},
+    "suppress": {"suppress_tokens": list(range(60, 99))},
+}
+
+
+def _allowed_tokens(row: int, ids: torch.Tensor) -> list[int]:
+    return [(int(ids[-1]) + step + row) % VOCAB for step in (1, 2, 5, 7)]
+
+
+def find_ends(case: Case, text: list[list[int]]) -> Ends:
+    """End tokens and stop string of a case.
+
+    Args:
+        case: to be run.
+        text: what plain `generate` writes without them.
+    """
+    columns = len(text[0])
+    found = {text[column % len(text)][column] for column in case.eos_columns if column < columns}
+    stop_string = None
+    column = case.stop_string_column
+    if column is not None and column < columns:
+        here, following = text[0][column], text[0][min(column + 1, columns - 1)]
+        decoded = tokenizer().decode([here, following])
+        stop_string = decoded[1:3] if column + 1 < columns else decoded[:2]
+    return Ends(tuple(sorted(found | set(case.eos_ids))), stop_string)
+
+
+# Objects that `generate` calls
+
+
+class Recorder(BaseStreamer):
+    """Keeps what is streamed."""
+
+    fault: Fault | Interrupt | None = None
+    fault_call = 0
+
+    def __init__(self) -> None:
+        self.chunks: list[Any] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.fault is not None and len(self.chunks) == self.fault_call:
+            raise self.fault
+        self.chunks.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class _RaisingProcessor(LogitsProcessor):
+    """Changes nothing, and raises in its n-th call."""
+
+    def __init__(self, call: int, fault: Fault | Interrupt):
+        self._left, self._fault = call, fault
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._left -= 1
+        if self._left == 0:
+            raise self._fault
+        return scores
+
+
+class _RaisingCriterion(StoppingCriteria):
+    """Never stops, and raises in its n-th call."""
+
+    def __init__(self, call: int, fault: Fault | Interrupt):
+        self._left, self._fault = call, fault
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._left -= 1
+        if self._left == 0:
+            raise self._fault
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class _After(StoppingCriteria):
+    """Stops row b after `2 + 3 * b` new tokens."""
+
+    def __init__(self, prompt_length: int):
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        new = input_ids.shape[1] - self._prompt_length
+        return torch.tensor([new >= 2 + 3 * row for row in range(len(input_ids))])
+
+
+class _AnyRow(_After):
+    """Stops all rows as soon as one has two tokens above 50 in a row."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        new = input_ids[:, self._prompt_length :]
+        found = bool(((new[:, 1:] > 50) & (new[:, :-1] > 50)).any())
+        return torch.full((len(input_ids),), found)
+
+
+class _OnScores(_After):
+    """Reads the scores of the last step, where `generate` shows them."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if not scores:
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+        return scores[-1].argmax(dim=-1) % 7 == 0
+
+
+_CRITERIA = {"after": _After, "any_row": _AnyRow, "scores": _OnScores}
+
+
+@contextmanager
+def broken_logits(model: Any, kind: str) -> Iterator[None]:
+    """Now and then the model's logits are not finite: a function of the logits alone, so that it is reproducible."""
+    if not kind:
+        yield
+        return
+    value = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}[kind]
+
+    def spoil(module: Any, args: Any, output: Any) -> None:
+        logits = output.logits
+        spoiled = logits[..., :1] > logits[..., 1:].mean(dim=-1, keepdim=True)
+        places = slice(None) if kind == "minus_inf" else slice(7, 8)
+        logits[..., places] = torch.where(spoiled, torch.full_like(logits[..., places], value), logits[..., places])
+
+    handle = model.register_forward_hook(spoil)
+    try:
+        yield
+    finally:
+        handle.remove()
