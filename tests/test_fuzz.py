@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.fuzz.__main__ import main, run_safely
-from tests.fuzz.cases import Case, draw
+from tests.fuzz.cases import Case
+from tests.fuzz.draw import draw
 from tests.fuzz.internals import MUTATIONS
 from tests.fuzz.known_defects import known_defect
 from tests.fuzz.report import Report

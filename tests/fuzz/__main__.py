@@ -22,12 +22,14 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tests.fuzz.cases import NETWORKS, STRATEGIES, Case, draw
+from tests.fuzz.cases import NETWORKS, STRATEGIES, Case
 from tests.fuzz.checks import Difference
+from tests.fuzz.comparison import Outcome
+from tests.fuzz.draw import draw
 from tests.fuzz.known_defects import known_defect
 from tests.fuzz.models import ARCHITECTURES, TESTED
 from tests.fuzz.report import Report
-from tests.fuzz.run import Outcome, run
+from tests.fuzz.run import run
 from tests.fuzz.shrink import shrink
 
 WIDTH_OF_FILES = 120

@@ -2,7 +2,7 @@
 
 - `Scripted` candidates: how a drafter of one's own plugs in;
 - `raise_in_drafter`: how a drafter is reached from outside;
-- `medusa_heads`, `exit_adapter`: where the model parts are that heads attach to;
+- `MedusaHeads`, `decoder_layers`, `output_matrix`: where the model parts are that heads attach to;
 - `MUTATIONS`: faults in the package itself that the random tester must find.
 """
 
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
-from torch import nn
 
 import hf_specgen.cache
 import hf_specgen.emission
@@ -31,7 +30,18 @@ from hf_specgen.candidates import DraftContext, Drafter
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.anatomy import decoder_layers, output_matrix
 
-__all__ = ["Fixed", "MUTATIONS", "RandomDepths", "Scripted", "exit_adapter", "medusa_heads", "raise_in_drafter"]
+__all__ = [
+    "MUTATIONS",
+    "Fixed",
+    "MedusaHeads",
+    "Nodes",
+    "RandomDepths",
+    "Script",
+    "Scripted",
+    "decoder_layers",
+    "output_matrix",
+    "raise_in_drafter",
+]
 
 Nodes = tuple[list[int], tuple[int, ...]]
 """Tokens and parents of a row's draft tree; parent -1 continues the row."""
@@ -117,53 +127,6 @@ class RandomDepths(Policy):
         if self._random.random() < 0.2:
             return [0] * len(state.room)
         return [self._random.choice((0, 1, 2, state.k, state.k)) for _ in state.room]
-
-
-def medusa_heads(model: Any, ids: torch.Tensor, mask: torch.Tensor, num_heads: int = 3) -> MedusaHeads:
-    """Heads that know a text: output matrices by ridge regression from its states to the tokens h + 2 places on."""
-    matrix = output_matrix(model)
-    states = _inputs_of(matrix, model, ids, mask)
-    heads = MedusaHeads.from_target(model, num_heads=num_heads, own_outputs=True)
-    for head in range(num_heads):
-        distance = head + 2
-        weight = _ridge(states[:, :-distance], ids[:, distance:], matrix.weight.shape[0])
-        heads.lm_heads[head].weight.data = weight.to(matrix.weight)
-    return heads.eval()
-
-
-def exit_adapter(model: Any, exit_layer: int, ids: torch.Tensor, mask: torch.Tensor) -> nn.Module | None:
-    """A linear layer that reads the next token of a text from the state after its first layers, if that is a vector."""
-    states = _inputs_of(decoder_layers(model)[exit_layer], model, ids, mask)
-    if states.dim() != 3:
-        return None
-    weight = _ridge(states[:, :-1], ids[:, 1:], output_matrix(model).weight.shape[0]).to(states)
-    adapter = nn.Linear(*weight.T.shape, bias=False)
-    adapter.weight.data = weight
-    return adapter.eval()
-
-
-def _inputs_of(module: nn.Module, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`[batch, length, hidden]` what a module reads while the model reads a text."""
-    read: list[torch.Tensor] = []
-
-    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        read.append(args[0] if args else kwargs["hidden_states"])
-
-    handle = module.register_forward_pre_hook(keep, with_kwargs=True)
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    try:
-        with torch.no_grad():
-            model(input_ids=ids, attention_mask=mask, position_ids=positions)
-    finally:
-        handle.remove()
-    return read[0].clone()
-
-
-def _ridge(states: torch.Tensor, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
-    x = states.flatten(0, 1).double()
-    y = nn.functional.one_hot(tokens.flatten(), vocab).double()
-    solution = torch.linalg.solve(x.T @ x + 1e-3 * torch.eye(x.shape[1], dtype=torch.double), x.T @ y)
-    return 20 * solution.T
 
 
 # Mutations

@@ -89,6 +89,11 @@ KNOWN_DEFECTS: tuple[KnownDefect, ...] = (
         lambda case, d: case.training == "draft" and d.kind == "training mode of the draft changed",
     ),
     KnownDefect(
+        "N1",
+        "a prompt of which the attention mask shows nothing (a lone padding token) is not refused",
+        lambda case, d: case.pad_in_prompt and not case.give_mask and 1 in case.lengths,
+    ),
+    KnownDefect(
         "B4, B6, B21",
         "state shared between threads",
         lambda case, d: case.threads > 1,

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from tests.fuzz.comparison import Outcome
 from tests.fuzz.known_defects import known_defect
-from tests.fuzz.run import Outcome
 
 STATUSES = ("same", "refused", "raised", "rounding", "known", "different")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
 from random import Random
@@ -15,27 +13,15 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer
 
+from tests.fuzz.callbacks import CRITERIA, PROCESSORS, Fault, Interrupt, RaisingCriterion, RaisingProcessor, Recorder
 from tests.fuzz.cases import Case
 from tests.fuzz.models import VOCAB
-from tests.helpers import PrefixReader, RowWisePrefixReader, StatefulReader
-
-PROCESSORS = {"prefix": PrefixReader, "row_wise": RowWisePrefixReader, "stateful": StatefulReader}
-
-
-class Fault(RuntimeError):
-    """Raised on purpose."""
-
-
-class Interrupt(KeyboardInterrupt):
-    """Raised on purpose, and no `Exception`."""
 
 
 class Ends(NamedTuple):
@@ -103,12 +89,12 @@ def arguments(case: Case, ends: Ends, prompt_length: int, fault: Fault | Interru
     """
     settings = _settings(case, ends)
     processors = [PROCESSORS[name]() for name in case.processors]
-    criteria: list[StoppingCriteria] = [_CRITERIA[name](prompt_length) for name in case.criteria if name in _CRITERIA]
+    criteria: list[StoppingCriteria] = [CRITERIA[name](prompt_length) for name in case.criteria if name in CRITERIA]
     streamer = Recorder() if case.streamer else None
     if fault is not None and case.fault == "processor":
-        processors.append(_RaisingProcessor(case.fault_call, fault))
+        processors.append(RaisingProcessor(case.fault_call, fault))
     if fault is not None and case.fault == "criterion":
-        criteria.append(_RaisingCriterion(case.fault_call, fault))
+        criteria.append(RaisingCriterion(case.fault_call, fault))
     if fault is not None and case.fault == "streamer" and streamer is not None:
         streamer.fault, streamer.fault_call = fault, case.fault_call
     objects = {
@@ -186,104 +172,3 @@ def find_ends(case: Case, text: list[list[int]]) -> Ends:
         decoded = tokenizer().decode([here, following])
         stop_string = decoded[1:3] if column + 1 < columns else decoded[:2]
     return Ends(tuple(sorted(found | set(case.eos_ids))), stop_string)
-
-
-# Objects that `generate` calls
-
-
-class Recorder(BaseStreamer):
-    """Keeps what is streamed."""
-
-    fault: Fault | Interrupt | None = None
-    fault_call = 0
-
-    def __init__(self) -> None:
-        self.chunks: list[Any] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.fault is not None and len(self.chunks) == self.fault_call:
-            raise self.fault
-        self.chunks.append(value.tolist())
-
-    def end(self) -> None:
-        self.ended += 1
-
-
-class _RaisingProcessor(LogitsProcessor):
-    """Changes nothing, and raises in its n-th call."""
-
-    def __init__(self, call: int, fault: Fault | Interrupt):
-        self._left, self._fault = call, fault
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._left -= 1
-        if self._left == 0:
-            raise self._fault
-        return scores
-
-
-class _RaisingCriterion(StoppingCriteria):
-    """Never stops, and raises in its n-th call."""
-
-    def __init__(self, call: int, fault: Fault | Interrupt):
-        self._left, self._fault = call, fault
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self._left -= 1
-        if self._left == 0:
-            raise self._fault
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class _After(StoppingCriteria):
-    """Stops row b after `2 + 3 * b` new tokens."""
-
-    def __init__(self, prompt_length: int):
-        self._prompt_length = prompt_length
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        new = input_ids.shape[1] - self._prompt_length
-        return torch.tensor([new >= 2 + 3 * row for row in range(len(input_ids))])
-
-
-class _AnyRow(_After):
-    """Stops all rows as soon as one has two tokens above 50 in a row."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        new = input_ids[:, self._prompt_length :]
-        found = bool(((new[:, 1:] > 50) & (new[:, :-1] > 50)).any())
-        return torch.full((len(input_ids),), found)
-
-
-class _OnScores(_After):
-    """Reads the scores of the last step, where `generate` shows them."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if not scores:
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-        return scores[-1].argmax(dim=-1) % 7 == 0
-
-
-_CRITERIA = {"after": _After, "any_row": _AnyRow, "scores": _OnScores}
-
-
-@contextmanager
-def broken_logits(model: Any, kind: str) -> Iterator[None]:
-    """Now and then the model's logits are not finite: a function of the logits alone, so that it is reproducible."""
-    if not kind:
-        yield
-        return
-    value = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}[kind]
-
-    def spoil(module: Any, args: Any, output: Any) -> None:
-        logits = output.logits
-        spoiled = logits[..., :1] > logits[..., 1:].mean(dim=-1, keepdim=True)
-        places = slice(None) if kind == "minus_inf" else slice(7, 8)
-        logits[..., places] = torch.where(spoiled, torch.full_like(logits[..., places], value), logits[..., places])
-
-    handle = model.register_forward_hook(spoil)
-    try:
-        yield
-    finally:
-        handle.remove()

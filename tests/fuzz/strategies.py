@@ -21,7 +21,8 @@ from hf_specgen import (
     Schedule,
 )
 from tests.fuzz.cases import Case
-from tests.fuzz.internals import Fixed, Nodes, RandomDepths, Script, Scripted, exit_adapter, medusa_heads
+from tests.fuzz.fitted import exit_adapter, medusa_heads
+from tests.fuzz.internals import Fixed, Nodes, RandomDepths, Script, Scripted
 from tests.fuzz.models import VOCAB, disturbed_copy, tiny_model
 
 MEDUSA_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
