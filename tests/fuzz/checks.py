@@ -19,7 +19,7 @@ from tests.fuzz.models import VOCAB
 
 PACKAGE = str(Path(hf_specgen.__file__).parent)
 REFUSALS = (ValueError, TypeError, NotImplementedError)
-TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
+TOLERANCE: dict[str, float] = {"rtol": 1e-3, "atol": 1e-3}
 """Float32 sums in another order differ by about 1e-5 here; a wrong position, slot or token by more than 1e-2."""
 
 
@@ -70,13 +70,15 @@ def _last_frame(error: BaseException) -> str:
 # Two calls
 
 
-def compare(case: Case, plain: Run, ours: Run, prompt: torch.Tensor) -> Iterator[Difference]:
+def compare(case: Case, plain: Run, ours: Run, inputs: dict[str, torch.Tensor]) -> Iterator[Difference]:
     """Everything that a caller can see; the errors of both are compared elsewhere."""
     assert plain.ids is not None and ours.ids is not None
+    prompt = inputs["input_ids"]
     if case.verification == "exact" or (case.verification == "rejection" and not case.do_sample):
         yield from _same_text(plain, ours, prompt.shape[1])
         if torch.equal(plain.ids, ours.ids):
             yield from _same_outputs(plain, ours)
+            yield from _same_caches(plain.cache, ours.cache, _visible(case, plain.ids, inputs))
     else:
         yield from _possible_text(case, ours, prompt)
     yield from _statistics(ours, prompt.shape[1])
@@ -117,7 +119,7 @@ def _same_outputs(plain: Run, ours: Run) -> Iterator[Difference]:
     for name in ("scores", "logits"):
         expected, got = getattr(plain.output, name, None), getattr(ours.output, name, None)
         if (expected is None) != (got is None) or (expected is not None and len(expected) != len(got)):
-            yield Difference(name, f"{got and len(got)} columns instead of {expected and len(expected)}")
+            yield Difference(name, f"{len(got or ())} columns instead of {len(expected or ())}")
             continue
         for column, (one, other) in enumerate(zip(expected or (), got or (), strict=True)):
             if one.shape != other.shape:
@@ -129,27 +131,35 @@ def _same_outputs(plain: Run, ours: Run) -> Iterator[Difference]:
                 values = f"{other[row, token]:.4f} instead of {one[row, token]:.4f}"
                 yield Difference(name, f"column {column}, row {row}, token {token}: {values}")
                 break
-    yield from _same_caches(plain.cache, ours.cache)
 
 
-def _same_caches(plain: Any, ours: Any) -> Iterator[Difference]:
+def _visible(case: Case, ids: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """`[rows, columns]` False for padding of the prompt, whose keys nobody reads."""
+    mask = inputs.get("attention_mask", inputs["input_ids"] != case.pad_id).bool()
+    mask = mask.repeat_interleave(len(ids) // len(mask), dim=0)
+    return torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
+
+
+def _same_caches(plain: Any, ours: Any, visible: torch.Tensor) -> Iterator[Difference]:
     if plain is None or ours is None or not hasattr(plain, "get_seq_length"):
         return
-    lengths = ours.get_seq_length(), plain.get_seq_length()
-    if lengths[0] != lengths[1]:
-        yield Difference("cache", f"holds {lengths[0]} slots, that of plain generate {lengths[1]}")
-    if type(ours) is not DynamicCache or type(plain) is not DynamicCache:
-        return
-    for index, (mine, expected) in enumerate(zip(ours.layers, plain.layers, strict=False)):
-        for name in ("keys", "values"):
-            got, wanted = getattr(mine, name, None), getattr(expected, name, None)
-            if got is None or wanted is None:
-                continue
-            if got.shape != wanted.shape:
-                yield Difference(
-                    "cache", f"{name} of layer {index}: shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
-                )
-                return
+    length, expected_length = ours.get_seq_length(), plain.get_seq_length()
+    if length != expected_length:
+        yield Difference("cache", f"holds {length} slots, that of plain generate {expected_length}")
+    elif type(ours) is DynamicCache and type(plain) is DynamicCache:
+        for index, (mine, expected) in enumerate(zip(ours.layers, plain.layers, strict=False)):
+            for name in ("keys", "values"):
+                got, wanted = getattr(mine, name, None), getattr(expected, name, None)
+                if wanted is None or wanted.dim() != 4:
+                    continue
+                if got is None or got.shape != wanted.shape:
+                    shape = None if got is None else tuple(got.shape)
+                    yield Difference("cache", f"{name} of layer {index}: shape {shape}, not {tuple(wanted.shape)}")
+                    return
+                seen = visible[:, length - wanted.shape[2] : length]  # a window holds the last columns only
+                if not torch.allclose(got.transpose(1, 2)[seen], wanted.transpose(1, 2)[seen], **TOLERANCE):
+                    yield Difference("cache", f"{name} of layer {index} are other ones")
+                    return
 
 
 def _possible_text(case: Case, ours: Run, prompt: torch.Tensor) -> Iterator[Difference]:
@@ -230,7 +240,7 @@ def _first_change(before: Any, after: Any) -> str:
 def other_random_states() -> tuple[Any, ...]:
     """Of Python and of NumPy: `generate` uses neither."""
     _, keys, position, *_ = np.random.get_state(legacy=True)
-    return random.getstate(), keys.tobytes(), position
+    return random.getstate(), bytes(keys), position
 
 
 def states_between_columns(case: Case, rows: int) -> list[torch.Tensor]:

@@ -96,7 +96,7 @@ class Comparison:
         if ours is None:
             ours = self._speculate(inputs, ends, caches[1])
         if plain.error is None and ours.error is None:
-            self._differ(checks.compare(self.case, plain, ours, inputs["input_ids"]))
+            self._differ(checks.compare(self.case, plain, ours, inputs))
         else:
             self._differ(checks.compare_errors(plain, ours))
             self.outcome.status = "refused" if ours.is_refusal else "raised"

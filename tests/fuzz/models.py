@@ -60,7 +60,7 @@ class Architecture(NamedTuple):
 
 
 _WINDOW = "sf"
-_MLA = {"num_key_value_heads": 4}  # latent attention has as many key heads as query heads
+_MLA: dict[str, Any] = {"num_key_value_heads": 4}  # latent attention has as many key heads as query heads
 
 
 def _architectures(names: str, layers: str = "", **settings: Any) -> dict[str, Architecture]:

@@ -97,7 +97,7 @@ def arguments(case: Case, ends: Ends, prompt_length: int, fault: Fault | Interru
         criteria.append(RaisingCriterion(case.fault_call, fault))
     if fault is not None and case.fault == "streamer" and streamer is not None:
         streamer.fault, streamer.fault_call = fault, case.fault_call
-    objects = {
+    objects: dict[str, Any] = {
         "logits_processor": LogitsProcessorList(processors),
         "stopping_criteria": StoppingCriteriaList(criteria),
         "streamer": streamer,
@@ -115,8 +115,8 @@ def arguments(case: Case, ends: Ends, prompt_length: int, fault: Fault | Interru
 def _settings(case: Case, ends: Ends) -> dict[str, Any]:
     """The part that fits into a `GenerationConfig`; what has its default is left out."""
     given = Case()
-    names = ("min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "num_return_sequences")
-    names += ("output_scores", "output_logits", "prefill_chunk_size")
+    names = ["min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "num_return_sequences"]
+    names += ["output_scores", "output_logits", "prefill_chunk_size"]
     settings: dict[str, Any] = {n: getattr(case, n) for n in names if getattr(case, n) != getattr(given, n)}
     settings |= {"max_new_tokens": case.max_new_tokens, "pad_token_id": case.pad_id, "do_sample": case.do_sample}
     settings["return_dict_in_generate"] = case.return_dict

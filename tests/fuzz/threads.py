@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import torch
+
 from tests.fuzz import checks, settings
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Difference, Run
@@ -37,7 +39,7 @@ def compare_threads(case: Case) -> Outcome:
     return first.outcome
 
 
-def _run_together(sides: list[Comparison], inputs: list[dict], ends: Ends) -> list[Run | None]:
+def _run_together(sides: list[Comparison], inputs: list[dict[str, torch.Tensor]], ends: Ends) -> list[Run | None]:
     """Speculation in one thread for each side; None for one that does not come to its end."""
     runs: list[Run | None] = [None] * len(sides)
 
