@@ -29,9 +29,11 @@ quality: .venv/installed-dev
 	$(BIN)/mypy
 
 bench: .venv/installed-dev
-	MINUTES=30 $(BIN)/python -m benchmarks.core
-	$(BIN)/python benchmarks/run.py --out benchmarks/results/embedded
-	$(BIN)/python -m benchmarks.tables benchmarks/results --write benchmarks/README.md
+	$(BIN)/python -m benchmarks suite --out benchmarks/results/embedded
+	$(BIN)/python -m benchmarks suite memory --out benchmarks/results/memory
+	$(BIN)/python -m benchmarks micro
+	$(BIN)/python -m benchmarks adaptive --minutes 30
+	$(BIN)/python -m benchmarks tables benchmarks/results --write benchmarks/README.md
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -1,6 +1,6 @@
 """The decoding loop: draft, score, verify, keep. One step yields one to `1 + depth of the draft` tokens per row.
 
-The prompt is read in a step like the others: what can be guessed before the target has read it is verified with it.
+The prompt is read in a step like the others: tokens drafted before the target has read it are verified in that pass.
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), algorithm 1; Miao et al.,
 "SpecInfer" (2023), section 4, for trees.
@@ -8,9 +8,9 @@ Source: Leviathan et al., "Fast Inference from Transformers via Speculative Deco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -19,17 +19,22 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_specgen.adaptive.pace import Pace, StepHook
-from hf_specgen.adaptive.policy import Policy, State
-from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
-from hf_specgen.emission import Emission
-from hf_specgen.scoring import Scorer
-from hf_specgen.sequences import Sequences
-from hf_specgen.statistics import Statistics
-from hf_specgen.support import check_length
-from hf_specgen.timer import Timer
+from hf_specgen import compat
+from hf_specgen.candidates.base import Candidates
+from hf_specgen.depth import Policy, PolicySession, StepRecord
+from hf_specgen.depth.schedules import context_length
+from hf_specgen.monitoring.monitor import Monitor, MonitorSession
+from hf_specgen.outputs import OutputCollector
+from hf_specgen.state import Call, GenerationState
+from hf_specgen.statistics import RowStep, Statistics, StepPasses
+from hf_specgen.target.requirements import make_target
+from hf_specgen.target.self_check import check_computation
+from hf_specgen.target.support import check_length
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import Verdict, Verifier
+from hf_specgen.verification import VerificationResult, Verifier
+from hf_specgen.verification.processors import LogitsPipeline
+
+MEASURED_PARTS = ("prefill", "draft", "forward", "verify", "policy")
 
 
 @dataclass
@@ -50,206 +55,165 @@ def speculative_decode(
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
-    monitor: StepHook | None = None,
+    monitor: Monitor | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | torch.Tensor:
-    """Generate as plain `generate` does, several tokens at a time.
+    """Generate as plain `generate` does, several tokens per forward pass of the target.
 
     Args:
         model: the target.
         input_ids: `[batch, prompt]`, left-padded.
-        candidates: guesses the next tokens.
-        verifier: decides which guesses stand.
+        candidates: proposes draft tokens.
+        verifier: decides which draft tokens are accepted.
         logits_processor, stopping_criteria, generation_config, streamer: as prepared by `generate`.
-        policy: says how deep to draft; that of the candidates if left out.
-        monitor: told of every step.
+        policy: chooses draft depths; that of the candidates if left out.
+        monitor: receives every step.
         model_kwargs: attention mask, positions, cache.
 
     Returns:
         `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
     """
-    call = _Call(
-        model, input_ids, candidates, verifier, logits_processor, stopping_criteria, generation_config, model_kwargs
+    state = GenerationState.of_call(input_ids, model_kwargs.get("attention_mask"), stopping_criteria, generation_config)
+    returns_dict = bool(generation_config.return_dict_in_generate)
+    call = Call(
+        model,
+        state,
+        generation_config,
+        candidates,
+        Statistics([[] for _ in range(state.batch)]),
+        processors=LogitsPipeline(logits_processor, state),
+        keeps_scores=returns_dict and bool(generation_config.output_scores),
+        keeps_logits=returns_dict and bool(generation_config.output_logits),
     )
-    call.pace = Pace(policy or candidates.policy, call.state(candidates), call.sequences.generated, monitor)
-    call.context.policy = call.pace.policy
-    call.emission = Emission(call.sequences, stopping_criteria, streamer, call.keep_scores, call.output_scores)
-    decode_mode = getattr(model, "_optimize_model_for_decode", nullcontext)
-    try:
-        drafter = candidates.bind(call.context, model)
-        call.read_prompt(drafter)
-        with decode_mode():
-            call.decode(drafter)
-            call.fill_in_padding()
-    except BaseException:
-        call.target.abandon()
-        raise
-    drafter.end()
+    outputs = OutputCollector(call, stopping_criteria, streamer)
+    with ExitStack() as stack:
+        loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
+        loop.prefill()
+        with compat.optimized_for_decoding(model):
+            loop.decode()
+            loop.read_padding()
+        past_key_values = loop.target.finish()
     if streamer is not None:
         streamer.end()
     candidates.speculation = call.statistics
-    return call.output()
+    if not returns_dict:
+        return outputs.output_ids()
+    return SpeculativeOutput(
+        sequences=outputs.output_ids(),  # type: ignore[arg-type]
+        scores=tuple(outputs.scores) if call.keeps_scores else None,  # type: ignore[arg-type]
+        logits=tuple(outputs.logits) if call.keeps_logits else None,  # type: ignore[arg-type]
+        past_key_values=past_key_values,
+        speculation=call.statistics,
+    )
 
 
-class _Call:
-    """One `generate` call: its text, its target, its statistics."""
+class _Loop:
+    """The sessions of one call and the steps that they take together.
 
-    emission: Emission
-    pace: Pace
-    _given: list[int]
+    Args:
+        call, outputs: of the call.
+        verifier, policy, monitor: started here.
+        input_ids, model_kwargs: of the prompt.
+        stack: ends the sessions when it closes, also after an exception.
+    """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        candidates: Candidates,
+        call: Call,
+        outputs: OutputCollector,
         verifier: Verifier,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
+        policy: Policy,
+        monitor: Monitor | None,
+        input_ids: torch.Tensor,
         model_kwargs: dict[str, Any],
+        stack: ExitStack,
     ):
+        assert call.model is not None
         self._started = perf_counter()
-        self.returns_dict = bool(config.return_dict_in_generate)
-        self.output_scores = self.returns_dict and bool(config.output_scores)
-        self.output_logits = self.returns_dict and bool(config.output_logits)
-        self.keep_scores = self.output_scores or self.output_logits
-        self.target = candidates.make_target(model, input_ids, config, model_kwargs)
-        self.sequences = Sequences.of_call(input_ids, model_kwargs.get("attention_mask"), criteria, config)
-        check_length(model, self.target.first_positions, self.sequences.max_length - self.sequences.prompt_length)
-        self.verifier = verifier
-        self.scorer = Scorer(processors, self.sequences)
-        verifier.begin(self.scorer, self.sequences, bool(config.do_sample), self.keep_scores)
-        self.context = DraftContext(
-            self.sequences.prompts, self.sequences.generated, verifier=verifier, target=self.target
+        self.call, self.state, self.outputs = call, call.state, outputs
+        requirements = call.candidates.target_requirements(call.model)
+        check_computation(call.model, requirements)
+        self.target = make_target(requirements, call.model, input_ids, call.config, model_kwargs)
+        stack.push(lambda kind, *_: self.target.abandon() if kind else None)
+        check_length(call.model, self.target.first_positions, call.max_new_tokens)
+        self.verification = verifier.start(call)
+        stack.callback(lambda: self.verification.end(outputs.columns))
+        depth = policy.start(call)
+        monitoring = None if monitor is None else monitor.start(call)
+        if monitoring is not None:
+            stack.callback(monitoring.end)
+        self.policy = PolicyRunner(depth, call.candidates.k, monitoring)
+        self.drafter = call.candidates.start(
+            replace(call, target=self.target, verification=self.verification, depth=depth)
         )
-        batch = self.sequences.batch
-        self.statistics = Statistics([[] for _ in range(batch)])
-        self._temperature = float(config.temperature or 0.0) if config.do_sample else 0.0
-        self._seconds = dict.fromkeys(("prefill", "draft", "forward", "verify", "policy"), 0.0)
+        stack.callback(self.drafter.end)
+        self._seconds = dict.fromkeys(MEASURED_PARTS, 0.0)
+        self._tokens_from_prefill = [1] * self.state.batch
+        self._reads_padding = bool(call.config.return_dict_in_generate) or self.target.returns_cache
 
-    def state(self, candidates: Candidates) -> State:
-        """What a policy is shown."""
-        return State(
-            k=candidates.k,
-            room=[0] * self.sequences.batch,
-            prompts=[len(prompt) for prompt in self.sequences.prompts],
-            generated=[0] * self.sequences.batch,
-            statistics=self.statistics,
-            temperature=self._temperature,
-            max_new_tokens=self.sequences.max_length - self.sequences.prompt_length,
-            model=self.target.model,
-            strategy=repr(candidates),
-            cheap=candidates.cheap,
-            sizes_itself=candidates.sizes_itself,
-        )
-
-    def read_prompt(self, drafter: Drafter) -> None:
-        """The first step. Rows that nothing is guessed for get the token that the prompt itself gives."""
-        rows = [True] * self.sequences.batch
-        tree = DraftTree.empty(len(rows))
-        if self.target.can_open:
-            tree = self._draft(drafter.open, rows).first_paths()
-        with Timer(self._seconds, "prefill"):
+    def prefill(self) -> None:
+        """The first step. A row without a draft gets the one token that the prompt gives."""
+        rows = [True] * self.state.batch
+        tree = DraftTree.empty(self.state.batch)
+        if self.target.supports_prefill_drafts:
+            tree = self._draft(self.drafter.draft_at_prefill, rows).leftmost_chain()
+        with self._timed("prefill"):
             logits = self.target.prefill(tree)
-        verdict = self._verify(tree, logits, rows)
-        self._given = [int(not parents) for parents in tree.parents]
+        result = self._verify(tree, logits, rows)
+        self._tokens_from_prefill = [int(not parents) for parents in tree.parents]
         if tree.nodes:
-            drafter.observe(verdict)
-            self.pace.observe(tree, self.statistics.record_opening(tree, verdict), self._seconds)
+            self.drafter.observe(result)
+            self._report(tree, self.call.statistics.record_prefill_draft(tree, result))
 
-    def decode(self, drafter: Drafter) -> None:
+    def decode(self) -> None:
         """All further steps."""
-        while not self.emission.done:
+        state, statistics = self.state, self.call.statistics
+        while not state.all_stopped:
             active = self._active_rows()
-            tree = self._draft(drafter.draft, active)
-            with Timer(self._seconds, "policy"):
-                widened = self.pace.widened(tree)
-            with Timer(self._seconds, "forward"):
-                logits = self.target.forward(widened, self.sequences.pending(), active)[:, : 1 + tree.nodes]
-            verdict = self._verify(tree, logits, active)
-            drafter.observe(verdict)
-            steps = self.statistics.record(tree, verdict)
-            with Timer(self._seconds, "policy"):
-                self.pace.observe(tree, steps, self._seconds)
+            tree = self._draft(self.drafter.draft, active)
+            with self._timed("forward"):
+                logits = self.target.forward(tree, state.pending(), active)
+            result = self._verify(tree, logits, active)
+            self.drafter.observe(result)
+            steps = statistics.record(tree, result)
+            with self._timed("policy"):
+                self._report(tree, steps)
             if not self._reads_padding:
-                self.target.drop_rows([self.emission.goes_on(row) for row in range(tree.batch)])
-        self.verifier.end(self.emission.columns)
-        self.statistics.finish([len(tokens) for tokens in self.sequences.generated], self._given)
+                self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
+        statistics.finish([len(tokens) for tokens in state.generated], self._tokens_from_prefill)
         self._seconds["total"] = perf_counter() - self._started
-        self.statistics.seconds = self._seconds
-        self.pace.end()
+        statistics.seconds = self._seconds
 
-    def _draft(self, draft: Callable[[DraftContext], DraftTree], active: Sequence[bool]) -> DraftTree:
+    def _draft(self, draft: Callable[[Sequence[int]], DraftTree], active: Sequence[bool]) -> DraftTree:
         room = [self._room(row) if is_active else 0 for row, is_active in enumerate(active)]
-        self.context.ended = [row for row in range(len(room)) if not self.emission.goes_on(row)]
-        with Timer(self._seconds, "policy"):
-            self.context.budget = self.pace.budget(room)
-        with Timer(self._seconds, "draft"):
-            return draft(self.context)
+        with self._timed("policy"):
+            budget = self.policy.budget(room)
+        with self._timed("draft"):
+            return draft(budget)
 
-    def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Verdict:
-        """Accept, keep, emit."""
-        with Timer(self._seconds, "verify"):
-            verdict = self.verifier.verify(tree, logits, active)
-            self.target.commit(verdict.paths)
-            self.emission.add(verdict)
-            self.verifier.confirmed(self.emission.columns)
-        return verdict
+    def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
+        """Accept draft tokens, extend the rows, confirm columns, and roll the cache back to what was accepted."""
+        with self._timed("verify"):
+            result = self.verification.verify(tree, logits, active)
+            for row, tokens in enumerate(result.tokens):
+                self.state.append(row, tokens)
+            self.target.commit(result.paths)
+            self.outputs.add(result)
+            self.verification.confirm(self.outputs.columns)
+        return result
 
-    def fill_in_padding(self) -> None:
-        """Read the padding of rows that ended early, if its scores or the cache are visible to the caller.
-
-        Plain `generate` feeds padding to ended rows until the last one ends.
-        """
-        texts, columns = self.sequences.generated, self.emission.columns
-        self.target.rewind([len(text) - 1 for text in texts])
-        missing = [columns - len(text) for text in texts]
-        if not any(missing) or not self._reads_padding:
-            return
-        pad_id = self.sequences.pad_id
-        assert pad_id is not None
-        tree = DraftTree.chains([[pad_id] * max(0, n - 1) for n in missing])
-        logits = self.target.forward(tree, self.sequences.pending(), [n > 0 for n in missing]).float()
-        self.target.commit([list(range(n - 1)) if n else None for n in missing])
-        if self.keep_scores:
-            self._fill_in_scores(logits, missing)
-
-    def _fill_in_scores(self, logits: torch.Tensor, missing: list[int]) -> None:
-        rows = torch.arange(len(missing), device=logits.device)
-        for column in range(self.emission.columns - max(missing), self.emission.columns):
-            places = [column - (self.emission.columns - n) for n in missing]
-            nodes = torch.tensor([max(place, 0) for place in places], device=logits.device)
-            column_logits = logits[rows, nodes].to(self.sequences.device)
-            scores = column_logits if self.scorer.in_step else self.scorer.column(column, column_logits)
-            for row, place in enumerate(places):
-                if place >= 0 and missing[row]:
-                    self.emission.scores[column][row] = scores[row]
-                    self.emission.logits[column][row] = column_logits[row]
-
-    def output(self) -> SpeculativeOutput | torch.Tensor:
-        sequences = self.emission.output_ids()
-        cache = self.target.finish()
-        if not self.returns_dict:
-            return sequences
-        return SpeculativeOutput(
-            sequences=sequences,  # type: ignore[arg-type]
-            scores=tuple(self.emission.scores) if self.output_scores else None,  # type: ignore[arg-type]
-            logits=tuple(self.emission.logits) if self.output_logits else None,  # type: ignore[arg-type]
-            past_key_values=cache,
-            speculation=self.statistics,
-        )
-
-    @property
-    def _reads_padding(self) -> bool:
-        """Whether the caller sees the scores or the cache of rows that ended before others."""
-        return self.returns_dict or self.target.returns_cache
+    def _report(self, tree: DraftTree, rows: list[RowStep | None]) -> None:
+        """Report a step to the policy and the monitor, and count its forward passes."""
+        step = self.policy.observe(tree, rows, self._seconds, self.drafter.passes)
+        drafter = tuple(step.passes) if any(step.requested) else None
+        passes = StepPasses(step.batch, context_length(self.call), step.batch * step.tokens_per_row, drafter)
+        self.call.statistics.passes.append(passes)
 
     def _active_rows(self) -> list[bool]:
-        """Rows that go on: not at their end, and not too far ahead of the slowest."""
-        furthest = self.emission.columns + self.verifier.max_lead()
+        """Rows that take part in the next step: not ended, and not too far ahead of the slowest."""
+        furthest = self.outputs.columns + self.verification.max_lead()
         return [
-            self.emission.goes_on(row) and len(tokens) < furthest for row, tokens in enumerate(self.sequences.generated)
+            not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in enumerate(self.state.generated)
         ]
 
     def _room(self, row: int) -> int:
@@ -257,6 +221,98 @@ class _Call:
 
         A draft must not reach behind the model's last position before the text does: a table of positions ends there.
         """
-        pending = self.target.first_positions[row] + len(self.sequences.generated[row]) - 1
-        room = self.target.last_position - pending if pending <= self.target.last_position else 2**31
-        return int(max(0, min(self.sequences.remaining(row) - 1, room)))
+        target = self.target
+        pending = target.first_positions[row] + len(self.state.generated[row]) - 1
+        positions = target.last_position - pending if pending <= target.last_position else 2**31
+        return int(max(0, min(self.state.remaining(row) - 1, positions)))
+
+    def read_padding(self) -> None:
+        """Read the padding of rows that ended early, if its scores or the cache are visible to the caller.
+
+        Plain `generate` feeds padding to ended rows until the last one ends.
+        """
+        state, columns = self.state, self.outputs.columns
+        self.target.rewind([len(text) - 1 for text in state.generated])
+        missing = [columns - len(text) for text in state.generated]
+        if not any(missing) or not self._reads_padding:
+            return
+        assert state.pad_id is not None
+        tree = DraftTree.chains([[state.pad_id] * max(0, count - 1) for count in missing])
+        logits = self.target.forward(tree, state.pending(), [count > 0 for count in missing]).float()
+        self.target.commit([list(range(count - 1)) if count else None for count in missing])
+        if self.call.keeps_scores or self.call.keeps_logits:
+            self._fill_in_scores(logits, missing)
+
+    def _fill_in_scores(self, logits: torch.Tensor, missing: list[int]) -> None:
+        rows = torch.arange(len(missing), device=logits.device)
+        processors, columns = self.call.processors, self.outputs.columns
+        assert processors is not None
+        for column in range(columns - max(missing), columns):
+            places = [column - (columns - count) for count in missing]
+            nodes = torch.tensor([max(place, 0) for place in places], device=logits.device)
+            column_logits = logits[rows, nodes].to(self.state.device)
+            scores = column_logits if processors.lockstep else processors.column(column, column_logits)
+            for row, place in enumerate(places):
+                if place >= 0 and missing[row]:
+                    if self.call.keeps_scores:
+                        self.outputs.scores[column][row] = scores[row]
+                    if self.call.keeps_logits:
+                        self.outputs.logits[column][row] = column_logits[row]
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] += perf_counter() - begin
+
+
+class PolicyRunner:
+    """Runs the policy of a call: limits its depths to what is possible, and reports every step to it.
+
+    Args:
+        session: of the policy.
+        k: maximum depth of the strategy.
+        monitor: receives every step too.
+    """
+
+    def __init__(self, session: PolicySession, k: int, monitor: MonitorSession | None = None):
+        self._session, self._k, self._monitor = session, k, monitor
+        self._requested: list[int] = []
+        self._reported = dict.fromkeys(("draft", "forward", "verify"), 0.0)
+
+    def budget(self, room: Sequence[int]) -> list[int]:
+        """How many tokens each row may draft now, at most those that it has room for.
+
+        Raises:
+            ValueError: if the policy returns another number of rows.
+        """
+        depths = self._session.depths(room)
+        if len(depths) != len(room):
+            raise ValueError(f"{self._session!r} gave {len(depths)} depths for {len(room)} rows; give one for each row")
+        self._requested = [max(0, min(depth, free, self._k)) for depth, free in zip(depths, room, strict=True)]
+        return self._requested
+
+    def observe(
+        self,
+        tree: DraftTree,
+        rows: list[RowStep | None],
+        seconds: dict[str, float],
+        drafter_passes: Sequence[int] | None,
+    ) -> StepRecord:
+        """Report a step, and return its record.
+
+        Args:
+            tree: the draft.
+            rows: the outcome for each row.
+            seconds: of the call so far, by part.
+            drafter_passes: tokens in each forward pass of the drafter; None if unknown.
+        """
+        spent = {part: seconds[part] - before for part, before in self._reported.items() if seconds[part] > before}
+        self._reported = {part: seconds[part] for part in self._reported}
+        step = StepRecord(self._requested, rows, 1 + tree.nodes, spent, drafter_passes)
+        self._session.observe(step)
+        if self._monitor is not None:
+            self._monitor.observe(step)
+        return step

@@ -18,24 +18,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch.nn.functional import pad
 
 Parents = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The guesses of one step, for every row of the batch.
+    """The draft tokens of one step, for every row of the batch.
 
     Args:
-        tokens: `[batch, nodes]` token ids, on any device. Row ``b`` has ``len(parents[b])`` nodes; what stands after
-            them is padding.
+        tokens: `[batch, nodes]` token ids, on any device. Row ``b`` has ``len(parents[b])`` nodes; the rest is padding.
         parents: for each row, the parent of each of its nodes; ``-1`` continues the row.
         q: `[batch, nodes, vocab]` optional draft probabilities, read by ``verification="rejection"``: ``q[b, i]`` is
             the distribution, after the draft's own processors, that node ``i`` was drawn from, *before* its earlier
             siblings were taken out of it (siblings are drawn one after the other, without replacement). The
             vocabulary may be smaller than the target's (the rest has probability 0), not larger. A node with all
-            zeros, and every node where q is ``None``, counts as guessed without chance.
+            zeros, and every node where q is ``None``, is a deterministic proposal (a point mass).
 
     Raises:
         ValueError: if a parent does not come before its child, or the shapes do not fit.
@@ -79,13 +77,9 @@ class DraftTree:
         q = None if self.q is None else self.q[chosen]
         return DraftTree(self.tokens[chosen], tuple(self.parents[row] for row in chosen), q)
 
-    def widened(self, nodes: int) -> DraftTree:
-        """The same drafts with padding up to that many nodes, and without `q`."""
-        return DraftTree(pad(self.tokens, (0, max(0, nodes - self.nodes))), self.parents)
-
-    def first_paths(self) -> DraftTree:
+    def leftmost_chain(self) -> DraftTree:
         """Of each row only the first path: a chain. From every node it goes on to the first of its children."""
-        paths = [_first_path(parents) for parents in self.parents]
+        paths = [_leftmost_path(parents) for parents in self.parents]
         if paths == [list(range(len(parents))) for parents in self.parents]:
             return self
         width = max(map(len, paths))
@@ -96,12 +90,12 @@ class DraftTree:
 
     @classmethod
     def empty(cls, batch: int) -> DraftTree:
-        """No guesses: the step decodes one token per row, as plain `generate` does."""
+        """No draft tokens: the step decodes one token per row, as plain `generate` does."""
         return cls(torch.empty(batch, 0, dtype=torch.long), ((),) * batch)
 
     @classmethod
     def chains(cls, rows: Sequence[Sequence[int]]) -> DraftTree:
-        """One guess after the other, a list of tokens per row; the lists may differ in length."""
+        """A chain of draft tokens per row: a list of tokens per row; the lists may differ in length."""
         return cls(_pad(rows), tuple(chain_parents(len(row)) for row in rows))
 
     @classmethod
@@ -115,7 +109,7 @@ class DraftTree:
         return cls.from_nodes([merge_paths(paths) for paths in rows])
 
 
-def _first_path(parents: Parents) -> list[int]:
+def _leftmost_path(parents: Parents) -> list[int]:
     path: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (path[-1] if path else -1):
@@ -167,6 +161,55 @@ def merge_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], Parents]:
     return tokens, tuple(parents)
 
 
+def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
+    """Merge drafts for the same rows into one tree per row; equal paths share their nodes.
+
+    Nodes of deterministic drafts (without `q`) come first among siblings, as `verification="rejection"` assumes: a
+    sampled node then counts as drawn without replacement of the tokens before it.
+
+    Example:
+        >>> merged = merge_trees([DraftTree.chains([[5, 6]]), DraftTree.chains([[5, 7, 8]])])
+        >>> merged.tokens.tolist(), merged.parents
+        ([[5, 6, 7, 8]], ((-1, 0, 0, 2),))
+    """
+    drafts = sorted((tree for tree in trees if tree.nodes), key=lambda tree: tree.q is not None)
+    if len(drafts) < 2:
+        return drafts[0] if drafts else trees[0]
+    rows = [_merge_row(drafts, [tree.tokens[row].tolist() for tree in drafts], row) for row in range(drafts[0].batch)]
+    merged = DraftTree.from_nodes([(tokens, parents) for tokens, parents, _ in rows])
+    sampled = [tree.q for tree in drafts if tree.q is not None]
+    if not sampled:
+        return merged
+    q = sampled[0].new_zeros(merged.batch, merged.nodes, max(part.shape[-1] for part in sampled))
+    for row, (_, _, sources) in enumerate(rows):
+        for node, (draft, source) in enumerate(sources):
+            part = drafts[draft].q
+            if part is not None:
+                q[row, node, : part.shape[-1]] = part[row, source]
+    return DraftTree(merged.tokens, merged.parents, q)
+
+
+def _merge_row(
+    drafts: Sequence[DraftTree], tokens: Sequence[list[int]], row: int
+) -> tuple[list[int], Parents, list[tuple[int, int]]]:
+    """Tokens and parents of the merged row, and (draft, node) that each node comes from."""
+    merged: list[int] = []
+    parents: list[int] = []
+    sources: list[tuple[int, int]] = []
+    node_of: dict[tuple[int, int], int] = {}
+    for draft, tree in enumerate(drafts):
+        place = {-1: -1}
+        for node, parent in enumerate(tree.parents[row]):
+            key = place[parent], tokens[draft][node]
+            if key not in node_of:
+                node_of[key] = len(merged)
+                merged.append(key[1])
+                parents.append(key[0])
+                sources.append((draft, node))
+            place[node] = node_of[key]
+    return merged, tuple(parents), sources
+
+
 @lru_cache(maxsize=4096)
 def children(parents: Parents) -> tuple[tuple[int, ...], ...]:
     """The children of the row's last token (index 0), then of each node (index ``i + 1``), in their order.
@@ -192,7 +235,7 @@ def depths(parents: Parents) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def ancestor_matrix(parents: Parents) -> torch.Tensor:
-    """Who may look at whom, with the row's last token as index 0 and node ``i`` as index ``i + 1``.
+    """Which node attends to which, with the row's last token as index 0 and node ``i`` as index ``i + 1``.
 
     Returns:
         `[1 + nodes, 1 + nodes]` bool; entry `[i, j]` is True where ``j`` is ``i`` or one of its ancestors.
@@ -211,7 +254,7 @@ def ancestor_matrix(parents: Parents) -> torch.Tensor:
 
 
 def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Follow the target's choices down the tree as far as the draft foresaw them.
+    """Follow the target's choices down the tree as long as the draft contains them.
 
     Args:
         tokens: the token of each node.

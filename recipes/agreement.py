@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from answers import answer_batch, batches_by_domain
 from corpus import Batch, collate, encode_row, read_rows
 from distillation import target_states
-from hf_specgen.heads.anatomy import output_logits
+from hf_specgen.target.model_parts import output_logits
 
 Predictor = Callable[[Batch], torch.Tensor]  # logits [positions, vocab] at the predicting positions of a batch
 K = 4

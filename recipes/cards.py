@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from hf_specgen.provenance import provenance
+from hf_specgen.evaluation.provenance import provenance
 
 # Where the run lives is nobody's business, and no part of the result.
 PRIVATE = ("output", "evaluate_every", "resume", "report_to", "push_to_hub", "log_every", "save_every")

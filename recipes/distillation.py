@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from answers import DEFAULT_GENERATION
 from corpus import Batch, conversations
-from hf_specgen.heads.anatomy import decoder, layer_outputs, output_logits
+from hf_specgen.target.model_parts import decoder, layer_outputs, output_logits
 from training import TrainingSettings, shared_batches
 
 Logits = Callable[[torch.Tensor], torch.Tensor]

@@ -13,11 +13,11 @@ from answers import answer_batch, batches_by_domain
 from corpus import Batch, chat_prompt, collate, encode_row, read_rows
 from distillation import DistillationSettings, target_states
 from hf_specgen import MedusaCandidates
-from hf_specgen.adaptive import Fixed
+from hf_specgen import FixedDepth
+from hf_specgen.evaluation.calibration import measure_acceptance, measure_cost, save_tuning
+from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.heads.reader import MedusaReader
-from hf_specgen.measure import Contender, race
-from hf_specgen.tuning import measure_acceptance, measure_cost, save_tuning
+from hf_specgen.heads.medusa_runner import MedusaRunner
 from medusa_loss import later_positions
 
 SHOWN = 5
@@ -91,8 +91,8 @@ class Evaluation:
         was_training = self._target.training
         self._target.eval()
         heads = cast(MedusaHeads, cast(Any, copy.deepcopy(self._heads)).to(self._target.dtype).eval())
-        reader = MedusaReader(heads, self._target, self._lora)
-        candidates = MedusaCandidates(heads, lora=self._lora, policy=Fixed())  # guesses in every step
+        reader = MedusaRunner(heads, self._target, self._lora)
+        candidates = MedusaCandidates(heads, lora=self._lora, policy=FixedDepth())  # guesses in every step
         count = heads.config.num_heads
         result = {}
         for seed, (domain, rows) in enumerate(self._rows.items()):
@@ -108,7 +108,7 @@ class Evaluation:
         self._target.train(was_training)
         return result
 
-    def _count(self, scores: HeadScores, reader: MedusaReader, cpu_batch: Batch) -> None:
+    def _count(self, scores: HeadScores, reader: MedusaRunner, cpu_batch: Batch) -> None:
         batch = {name: tensor.to(self._target.device) for name, tensor in cpu_batch.items()}
         hidden = target_states(self._target, batch)[0]  # [positions, hidden]
         following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
@@ -121,11 +121,11 @@ class Evaluation:
             scores.seen[head] += len(later)
 
     def _generate(self, scores: HeadScores, candidates: MedusaCandidates, row: dict[str, Any], seed: int) -> None:
-        ours = Contender("Medusa", lambda: {"candidate_generator": candidates})
-        sides = [Contender("plain", dict), ours]
+        ours = Variant("Medusa", lambda: {"candidate_generator": candidates})
+        sides = [Variant("plain", dict), ours]
         call = self._call(row)
         inputs = {name: call.pop(name) for name in ("input_ids", "attention_mask")}
-        samples = race(self._target, inputs, sides, call, seed, first=seed)
+        samples = measure_round(self._target, inputs, sides, call, seed, first=seed)
         statistics = samples["Medusa"].speculation
         assert statistics is not None
         scores.steps += statistics.steps

@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import PreTrainedModel
 
 from distillation import CHUNK
-from hf_specgen.heads.anatomy import output_logits, output_matrix
 from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.target.model_parts import output_logits, output_matrix
 
 DECAY = 0.8
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from cards import push, write_card
+from hf_specgen.heads.hub import write_custom_generate
 from hf_specgen.heads.lora import FOLDER
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.heads.publishing import write_custom_generate
 from medusa_evaluation import HeadScores, evaluation_section
 
 ADAPTER = "adapter"

@@ -26,7 +26,7 @@ from cards import push, write_card
 from common import parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, draft_states, kl_sum, load_target, target_states
-from hf_specgen.heads.anatomy import output_logits
+from hf_specgen.target.model_parts import output_logits
 from training import start, train
 
 DEFAULT_LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}

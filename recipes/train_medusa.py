@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from common import parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, draft_states, load_target, target_states
-from hf_specgen.heads.anatomy import output_matrix
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora, new_lora, output_of
 from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.target.model_parts import output_matrix
 from medusa_evaluation import Evaluation
 from medusa_loss import answer_loss, medusa_loss
 from medusa_saving import Trained, save

@@ -1,7 +1,8 @@
-"""Fixtures: the embedded model, and tiny random models of every architecture on the list."""
+"""Fixtures: the embedded model, a profile directory of its own for every test, and markers by folder."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -14,15 +15,64 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specgen  # noqa: F401  (installs the keyword)
+from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
 
-pytest_plugins = ["tests.recipe_helpers"]
+pytest_plugins = ["tests.helpers.recipes"]
 
-ROOT = Path(__file__).resolve().parents[1]
-REFERENCE_LM = ROOT / "benchmarks" / "assets" / "reference-lm"
+TIERS = ("unit", "integration", "slow")
+_profile_directories = itertools.count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test with the name of its folder; doctests count as unit tests."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker(pytest.mark.unit)
+        for tier in TIERS:
+            if Path(__file__).parent / tier in item.path.parents:
+                item.add_marker(getattr(pytest.mark, tier))
+
+
+@pytest.fixture(scope="session")
+def _profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+HEAD_FIXTURES = Path(__file__).parent / "assets" / "fixtures"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("hf_specgen")
+    # pytest has a flag of this name that lists its own fixtures; here only its alias --funcargs does.
+    if hasattr(group, "_arggroup"):  # pytest 9
+        group._arggroup.conflict_handler = "resolve"
+    else:
+        for option in (option for other in parser._groups for option in other.options):
+            option._long_opts = [name for name in option._long_opts if name != "--fixtures"]
+    group.addoption(
+        "--fixtures",
+        dest="head_fixtures",
+        metavar="DIR",
+        type=Path,
+        default=HEAD_FIXTURES,
+        help="folder of draft-head fixtures, with their targets in DIR/targets",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for every draft-head fixture in the folder."""
+    if "head_fixture" in metafunc.fixturenames:
+        found = find_fixtures(metafunc.config.getoption("head_fixtures"))
+        if not found:
+            raise pytest.UsageError(f"no expected.json in {metafunc.config.getoption('head_fixtures')}")
+        metafunc.parametrize("head_fixture", found, ids=lambda fixture: fixture.folder.name)
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _isolated(_profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed seed, and no latency profile of the user or of another test."""
+    monkeypatch.setenv("HF_SPECGEN_CACHE", str(_profiles / str(next(_profile_directories))))
     torch.manual_seed(0)
 
 
@@ -38,7 +88,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def edit_prompts() -> list[str]:
-    lines = (ROOT / "benchmarks" / "assets" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (BENCHMARK_ASSETS / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [row["prompt"] for row in rows if row["domain"] == "edit"]
 
@@ -46,6 +96,6 @@ def edit_prompts() -> list[str]:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """A small benchmark run with everything in it."""
-    from tests.bench_run import measured
+    from tests.helpers.bench_run import measured
 
     return measured(tmp_path_factory.mktemp("bench"))

@@ -1,22 +1,21 @@
 """Candidate strategies: one file each."""
 
-from hf_specgen.candidates.auto import AutoCandidates
-from hf_specgen.candidates.base import Candidates, DraftContext, Drafter
+from hf_specgen.candidates.base import Candidates, DraftSession
+from hf_specgen.candidates.combined import CombinedCandidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates
-from hf_specgen.candidates.foreign import ForeignCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
+from hf_specgen.candidates.native import NativeCandidates
 from hf_specgen.candidates.ngram import NgramCandidates, NgramHistory
 
 __all__ = [
-    "AutoCandidates",
     "Candidates",
-    "DraftContext",
+    "CombinedCandidates",
     "DraftModelCandidates",
-    "Drafter",
-    "ForeignCandidates",
+    "DraftSession",
     "LayerSkipCandidates",
     "MedusaCandidates",
+    "NativeCandidates",
     "NgramCandidates",
     "NgramHistory",
 ]

@@ -1,180 +1,183 @@
-"""What a candidate strategy is.
+"""The interface of a candidate strategy.
 
-The user builds a `Candidates` object before any model is known. At the start of each `generate` call it is bound to
-that call and gives a `Drafter`, which holds all the state of the call.
+The user builds a `Candidates` object, which holds settings only, before any model is known. At the start of each
+`generate` call `Candidates.start` returns a `DraftSession`, which holds all the state of the call.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen.adaptive.controller import Controller
-from hf_specgen.adaptive.policy import Fixed, Policy
+from hf_specgen.depth import Controller, FixedDepth, Policy
+from hf_specgen.state import Call, GenerationState
+from hf_specgen.statistics import Statistics
+from hf_specgen.target.requirements import TargetRequirements
 from hf_specgen.tree import DraftTree
 
-Depth = int | Literal["auto"]
-
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-    from hf_specgen.statistics import Statistics
-    from hf_specgen.target import Target
-    from hf_specgen.verification import Verdict, Verifier
+    from hf_specgen.verification import VerificationResult
+
+Depth = int | Literal["auto"]
+"""Maximum depth of a draft; "auto" adapts it to acceptance and latency."""
+Tree = int | Literal["auto"] | None
+"""Number of draft tokens to verify; "auto" for the fastest tree of each step; None for chains."""
 
 
-@dataclass
-class DraftContext:
-    """What is known of the text when a draft is asked for.
+def check_tree(tree: Tree, k: Depth) -> Tree:
+    """The tree setting of a strategy that expands trees; left out, it is "auto" if k is.
+
+    Raises:
+        ValueError: if it is neither "auto" nor a positive number.
+    """
+    if tree is not None and tree != "auto" and (not isinstance(tree, int) or isinstance(tree, bool) or tree < 1):
+        raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
+    return "auto" if tree is None and k == "auto" else tree
+
+
+class DraftSession(ABC):
+    """The state of one strategy in one `generate` call.
 
     Args:
-        prompts: the prompt of each row, without padding.
-        generated: the tokens generated so far, per row; these lists grow from step to step.
-        budget: how many draft tokens each row can still use; 0 for a row that takes no part in this step.
-        ended: the rows that will never take part again.
-        verifier: what will judge the guesses: its `sample_draft` draws tokens in the way that it accepts most of, its
-            `wants_q` says whether they should carry their probabilities. None inside Transformers' own loop.
-        target: the target as the loop sees it; None inside Transformers' own loop.
-        policy: what sets the budget; None inside Transformers' own loop.
+        call: the call: model, tokens so far, verification, target.
     """
 
-    prompts: list[list[int]]
-    generated: list[list[int]]
-    budget: list[int] = field(default_factory=list)
-    ended: Collection[int] = ()
-    verifier: Verifier | None = None
-    target: Target | None = None
-    policy: Policy | None = None
+    passes: Sequence[int] | None = None
+    """Tokens, over all rows, in each forward pass of the drafter for the last draft, without the pass that reads its
+    prompt. Empty if drafting needs no forward pass; None if unknown: then one pass for each level of the draft is
+    assumed, with one token per row."""
 
-
-class Drafter(ABC):
-    """The state of one strategy in one `generate` call."""
+    def __init__(self, call: Call):
+        self.call = call
 
     @abstractmethod
-    def draft(self, context: DraftContext) -> DraftTree:
-        """Guess what comes next in each row; a row with budget 0 gets no nodes.
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        """Propose what comes next in each row.
 
         Called in every step, with nothing but zeros where a plain step is wanted: then nothing should be computed that
-        the next draft can catch up on.
+        the next draft can catch up on. A row for which `call.state.has_ended(row)` never takes part again.
+
+        Args:
+            budget: `[batch]` maximum depth of each row's draft; a row with 0 gets no nodes.
         """
 
-    def open(self, context: DraftContext) -> DraftTree:
-        """Guess the first tokens, before the target has read the prompt: what is guessed is verified in that pass.
+    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
+        """Propose the first tokens, before the target has read the prompt; they are verified in the prefill pass.
 
-        Here nothing. A drafter that needs nothing of the target can write ``open = draft`` where its `draft` can do
-        with a text that nothing was generated for yet. Of a tree only the first path is used; `observe` follows if
-        there is one.
+        By default nothing. A session that needs nothing from the target can return `self.draft(budget)` if `draft`
+        works while no token has been generated yet. Only the leftmost chain of a tree is used.
         """
-        return DraftTree.empty(len(context.budget))
+        return DraftTree.empty(len(budget))
 
-    def observe(self, verdict: Verdict) -> None:
-        """Learn what the target made of the last draft."""
+    def observe(self, result: VerificationResult) -> None:
+        """Receive the outcome of the last draft; `call.state` holds the new tokens already."""
 
     def end(self) -> None:
-        """The call is over; `DraftContext.generated` holds the final text."""
+        """The call is over, possibly by an exception; `call.state` holds the final tokens."""
 
 
 class Candidates(CandidateGenerator, ABC):
     """A strategy, as the user builds it and passes it to `generate(candidate_generator=…)`.
 
-    Subclass it and write `bind`; everything else follows. It also works in Transformers' own assisted decoding, for
-    one row, through `get_candidates`.
+    Subclass it and write `start`. It also works in Transformers' own assisted decoding, for one row, through
+    `get_candidates`.
+
+    Args:
+        k: maximum depth of a draft, in tokens; "auto" for `max_k` with the policy `Controller()`.
+        policy: chooses before each step how much of k is used; None for the one that belongs to k.
+        max_k: maximum depth of k="auto".
+
+    Raises:
+        ValueError: if k is neither a positive integer nor "auto".
+        TypeError: if the policy is no `Policy`.
     """
 
     k: int = 64
-    """Greatest depth of a draft."""
-    policy: Policy = Fixed()
-    """Decides before each step how much of k is used."""
-    cheap: bool = False
-    """Whether a draft costs next to nothing, and asking for one that is not used does no harm."""
-    sizes_itself: bool = False
-    """Whether each draft is made as large as pays, so that a policy decides only whether to draft."""
+    """Maximum depth of a draft."""
+    policy: Policy = FixedDepth()
+    """Chooses before each step how much of k is used."""
+    negligible_draft_cost: bool = False
+    """Whether drafting takes a negligible time, so that a draft that is not used costs nothing."""
+    adaptive_tree: bool = False
+    """Whether the strategy sizes each draft itself, so that a policy only decides whether to draft."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
-    _foreign_call: tuple[DraftContext, Drafter] | None = None
+    _native_call: tuple[Call, DraftSession] | None = None
 
-    def make_target(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-    ) -> Target:
-        """The target of a call; a strategy that drafts with parts of the target gives one of its own."""
-        from hf_specgen.target import Target
-
-        return Target(model, input_ids, generation_config, model_kwargs)
-
-    def _set_depth(self, k: Depth, policy: Policy | None, greatest: int) -> None:
-        """Take the arguments `k` and `policy` of a strategy.
-
-        Args:
-            k: greatest depth; "auto" for the greatest that makes sense, with a `Controller`.
-            policy: of the user; None for the one that belongs to k.
-            greatest: the greatest that makes sense.
-
-        Raises:
-            ValueError: if k is neither.
-            TypeError: if the policy is none.
-        """
+    def __init__(self, k: Depth = "auto", policy: Policy | None = None, *, max_k: int = 16):
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
-        if k != "auto" and (not isinstance(k, int) or k < 1):
+        if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
             raise ValueError(f'k must be at least 1, got {k!r}; or give "auto"')
-        self.policy = policy or (Controller() if k == "auto" else Fixed())
-        self.k = greatest if k == "auto" else k
-
-    def _show_policy(self) -> str:
-        """The end of a strategy's repr: its policy, unless that is a fixed depth."""
-        return "" if isinstance(self.policy, Fixed) else f", policy={self.policy!r}"
+        self.policy = policy or (Controller() if k == "auto" else FixedDepth())
+        self.k = max_k if k == "auto" else k
 
     @abstractmethod
-    def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
-        """Start a call.
+    def start(self, call: Call) -> DraftSession:
+        """Begin a call. `call.model` is None inside Transformers' own assisted decoding."""
 
-        Args:
-            context: the prompts; the same object is given to every `draft`.
-            model: the target; None inside Transformers' own loop.
+    def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
+        """What the strategy reads from the target besides its tokens: hidden states, an early exit; by default nothing.
+
+        Raises:
+            ValueError: if the strategy does not fit the model.
         """
+        return TargetRequirements()
+
+    def profile_key(self) -> tuple[str | int | float | bool, ...]:
+        """Identifies the strategy for what is remembered between calls: its acceptance and the latency of its drafts.
+
+        Two objects with the same key must draft alike. By default the class name; a subclass adds the settings that
+        matter, such as the name of its draft model.
+        """
+        return (type(self).__qualname__,)
+
+    def _show_policy(self) -> str:
+        """The end of a strategy's repr: its policy, unless that is the strategy's own depth in every step."""
+        return "" if self.policy == FixedDepth() else f", policy={self.policy!r}"
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Transformers' interface: the text `[1, length]` followed by a chain of guesses, and no draft logits.
+        """Transformers' interface: the text `[1, length]` followed by a chain of draft tokens, and no draft logits.
 
-        No policy is at work here: "auto" guesses as many tokens as its greatest depth each time; give a number there.
+        No policy is applied here: "auto" drafts its maximum depth each time; give a number instead.
 
         Raises:
             ValueError: for more than one row.
         """
         if input_ids.shape[0] != 1:
             raise ValueError(f"get_candidates works on one row, got {input_ids.shape[0]}; use candidate_generator=")
-        context, drafter = self._resume(input_ids[0].tolist())
-        guesses = drafter.draft(context).first_paths().tokens
-        return torch.cat([input_ids, guesses.to(input_ids)], dim=1), None
+        _, session = self._continue_native_call(input_ids[0].tolist())
+        draft = session.draft([self.k]).leftmost_chain().tokens
+        return torch.cat([input_ids, draft.to(input_ids)], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Transformers' interface: the text after verification, and how many guesses were right."""
-        from hf_specgen.verification import Verdict
+        """Transformers' interface: the text after verification, and how many draft tokens were accepted."""
+        from hf_specgen.verification import VerificationResult
 
-        context, drafter = self._resume(input_ids[0].tolist())
-        emitted = context.generated[0][-num_matches - 1 :]
-        drafter.observe(Verdict([list(range(len(emitted) - 1))], [emitted], [len(emitted) - 1]))
+        call, session = self._continue_native_call(input_ids[0].tolist())
+        emitted = call.state.generated[0][-num_matches - 1 :]
+        session.observe(VerificationResult([list(range(len(emitted) - 1))], [emitted], [len(emitted) - 1]))
 
-    def _resume(self, text: list[int]) -> tuple[DraftContext, Drafter]:
-        """The drafter of the previous `get_candidates` call if `text` goes on from there, or else a new one."""
-        if self._foreign_call is not None:
-            context, drafter = self._foreign_call
-            known = len(context.prompts[0])
-            if text[:known] == context.prompts[0] and text[known:][: len(context.generated[0])] == context.generated[0]:
-                context.generated[0].extend(text[known + len(context.generated[0]) :])
-                return context, drafter
-        # The last token counts as generated: as in our own loop, the target has not read it yet.
-        context = DraftContext([text[:-1] or text], [text[-1:]], [2**31])
-        self._foreign_call = context, self.bind(context, None)
-        return self._foreign_call
+    def _continue_native_call(self, text: list[int]) -> tuple[Call, DraftSession]:
+        """The session of the previous `get_candidates` call if `text` continues its text, otherwise a new one."""
+        if self._native_call is not None:
+            call, session = self._native_call
+            known = call.state.prompts[0] + call.state.generated[0]
+            if text[: len(known)] == known:
+                call.state.append(0, text[len(known) :])
+                return call, session
+        # The last token counts as generated: as in our own loop, it is not in the target's cache yet.
+        state = GenerationState(torch.tensor([text[:-1] or text]))
+        state.append(0, text[-1:])
+        call = Call(None, state, GenerationConfig(), self, Statistics([[]]))
+        self._native_call = call, self.start(call)
+        return self._native_call

@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_specgen.adaptive.policy import Policy
-from hf_specgen.candidates.base import Candidates, Depth, DraftContext, Drafter
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
+from hf_specgen.depth import Policy
+from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree, Parents, merge_paths
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 MATCHES_PER_BRANCH = 4
 FEWEST_MATCHES = 8
@@ -79,7 +80,7 @@ class NgramCandidates(Candidates):
         branches: how many different continuations are verified at once, as a tree, each with its full length k. Worth
             it where the target verifies many tokens in about the time of one.
         history: earlier texts to look into besides the row's own; counts as a match one token shorter.
-        policy: how much of k is used, step by step; see `hf_specgen.adaptive`.
+        policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
         ValueError: if a number is out of range.
@@ -89,7 +90,7 @@ class NgramCandidates(Candidates):
         NgramCandidates(k=10, min_ngram=1, max_ngram=8, branches=4, history=None)
     """
 
-    cheap = True
+    negligible_draft_cost = True
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class NgramCandidates(Candidates):
         history: NgramHistory | None = None,
         policy: Policy | None = None,
     ):
-        self._set_depth(k, policy, greatest=16)
+        super().__init__(k, policy, max_k=16)
         for name, value in (("min_ngram", min_ngram), ("branches", branches)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -110,8 +111,12 @@ class NgramCandidates(Candidates):
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
         self.branches, self.history = branches, history
 
-    def bind(self, context: DraftContext, model: PreTrainedModel | None) -> Drafter:
-        return _NgramDrafter(self, context)
+    def start(self, call: Call) -> DraftSession:
+        return _NgramSession(self, call)
+
+    def profile_key(self) -> tuple[str | int | float | bool, ...]:
+        key = (self.k, self.min_ngram, self.max_ngram, self.branches, self.history is not None)
+        return ("ngram", *key)
 
     def __repr__(self) -> str:
         names = ("k", "min_ngram", "max_ngram", "branches", "history")
@@ -119,28 +124,32 @@ class NgramCandidates(Candidates):
         return f"NgramCandidates({values}{self._show_policy()})"
 
 
-class _NgramDrafter(Drafter):
-    def __init__(self, settings: NgramCandidates, context: DraftContext):
-        self._settings, self._context = settings, context
-        self._indices = [NgramIndex(settings.max_ngram) for _ in context.prompts]
-        for index, prompt in zip(self._indices, context.prompts, strict=True):
+class _NgramSession(DraftSession):
+    passes = ()
+
+    def __init__(self, settings: NgramCandidates, call: Call):
+        super().__init__(call)
+        self._settings, self._state = settings, call.state
+        self._indices = [NgramIndex(settings.max_ngram) for _ in call.state.prompts]
+        for index, prompt in zip(self._indices, call.state.prompts, strict=True):
             index.extend(prompt)
 
-    def draft(self, context: DraftContext) -> DraftTree:
-        return DraftTree.from_nodes([self._draft_row(row, budget) for row, budget in enumerate(context.budget)])
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        return DraftTree.from_nodes([self._draft_row(row, depth) for row, depth in enumerate(budget)])
 
-    open = draft
+    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
+        return self.draft(budget)
 
     def end(self) -> None:
         if self._settings.history is not None:
-            for prompt, generated in zip(self._context.prompts, self._context.generated, strict=True):
+            for prompt, generated in zip(self._state.prompts, self._state.generated, strict=True):
                 self._settings.history.add(prompt + generated)
 
     def _draft_row(self, row: int, budget: int) -> tuple[list[int], Parents]:
         if budget == 0:
             return [], ()
         index = self._indices[row]
-        index.extend(self._context.generated[row][len(index.tokens) - len(self._context.prompts[row]) :])
+        index.extend(self._state.generated[row][len(index.tokens) - len(self._state.prompts[row]) :])
         matches = self._matches(index)
         k = min(self._settings.k, budget)
         if not matches:

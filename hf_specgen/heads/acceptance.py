@@ -1,9 +1,9 @@
-"""How often each head's guesses are right, and the tree of guesses that is worth most.
+"""Acceptance rates of draft heads by confidence and rank, and the draft tree with the most expected tokens per second.
 
-A head that is sure of itself is right more often, so acceptance is kept by confidence: entry `[h][c][r]` is how often
-the guess of rank r of head h was right where the head's confidence lay in bin c and the guesses before it were right.
-A tree's path is a list of ranks: `[0, 2]` is the best guess of head 0, then the third of head 1. The product of its
-entries is how likely it is to be accepted.
+A head is right more often when its confidence is high, so acceptance is kept by confidence: entry `[h][c][r]` is the
+share of steps in which the token of rank r of head h was right, where the head's confidence lay in bin c and the tokens
+before it were right. A path in the tree is a list of ranks: `[0, 2]` is the best token of head 0, then the third of head
+1. The product of its entries is the probability that the path is accepted.
 
 Source: Cai et al., "Medusa" (2024), section 2.3.3 (optimised tree construction); choosing by confidence is after
 Li et al., "EAGLE-2" (2024), section 4.1.
@@ -20,6 +20,9 @@ from itertools import pairwise
 Path = tuple[int, ...]
 CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.8, 0.95)
 RANKS = 10
+"""Tokens of each head that are counted: the tenth of the embedded heads' first head is right in about 1% of steps."""
+HEAD_DECAY = 0.8
+"""Assumed acceptance of each head relative to the one before."""
 
 
 def confidence_bin(confidence: float) -> int:
@@ -34,13 +37,14 @@ def confidence_bin(confidence: float) -> int:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance by head, confidence and rank.
+    """Acceptance rates by head, confidence and rank.
 
     Args:
         table: `[heads][bins][ranks]` probabilities.
 
     Raises:
-        ValueError: if the table has another number of bins, or a guess is likelier than one of a better rank.
+        ValueError: if the table has another number of bins, or the entries of a bin are not probabilities that fall
+            with the rank.
     """
 
     table: tuple[tuple[tuple[float, ...], ...], ...]
@@ -49,27 +53,35 @@ class Acceptance:
         for head, bins in enumerate(self.table):
             if len(bins) != len(CONFIDENCE_EDGES) + 1:
                 raise ValueError(f"head {head} has {len(bins)} bins of confidence, not {len(CONFIDENCE_EDGES) + 1}")
-            if any(list(ranks) != sorted(ranks, reverse=True) for ranks in bins):
-                raise ValueError(f"head {head} has a guess that is likelier than one of a better rank")
+            for ranks in bins:
+                if not ranks or not all(0 <= later <= earlier <= 1 for earlier, later in pairwise((1.0, *ranks))):
+                    raise ValueError(f"head {head}: acceptance must fall with the rank, from 1 to 0, got {ranks}")
 
     @classmethod
     def from_lists(cls, table: Sequence[Sequence[Sequence[float]]]) -> Acceptance:
-        """From the lists of a JSON file."""
-        return cls(tuple(tuple(tuple(map(float, ranks)) for ranks in bins) for bins in table))
+        """From the lists of a JSON file.
+
+        Raises:
+            ValueError: if they are not nested lists of numbers, or as for `Acceptance`.
+        """
+        try:
+            return cls(tuple(tuple(tuple(map(float, ranks)) for ranks in bins) for bins in table))
+        except TypeError:
+            raise ValueError(f"acceptance must be lists [heads][bins][ranks] of numbers, got {table!r:.80}") from None
 
     @classmethod
     def untuned(cls, heads: int) -> Acceptance:
-        """What to assume of heads that nobody has measured: a guess is right as often as its head is confident.
+        """The assumption for heads that were not measured: a token is right as often as its head is confident.
 
-        What is left is shared out over the further ranks, each half as likely as the one before (and never likelier);
-        every head is 0.8 times as reliable as the one before.
+        The remaining probability is shared out over the further ranks, each half as likely as the one before (and never
+        more likely); every head is `HEAD_DECAY` times as reliable as the one before.
         """
         edges = (0.0, *CONFIDENCE_EDGES, 1.0)
         confidences = [(low + high) / 2 for low, high in pairwise(edges)]
         return cls(
             tuple(
                 tuple(
-                    tuple(0.8**head * min(c, c if rank == 0 else (1 - c) * 0.5**rank) for rank in range(RANKS))
+                    tuple(HEAD_DECAY**head * min(c, c if rank == 0 else (1 - c) * 0.5**rank) for rank in range(RANKS))
                     for c in confidences
                 )
                 for head in range(heads)
@@ -78,6 +90,7 @@ class Acceptance:
 
     @property
     def heads(self) -> int:
+        """Number of heads."""
         return len(self.table)
 
     def cut(self, ranks: int) -> Acceptance:
@@ -85,14 +98,16 @@ class Acceptance:
         return Acceptance(tuple(tuple(row[:ranks] for row in bins) for bins in self.table))
 
     def at(self, bins: Sequence[int]) -> list[tuple[float, ...]]:
-        """The probabilities of each head's ranks at the bins that the heads' confidences lie in."""
+        """`[heads][ranks]` probabilities, where each head's confidence lies in the given bin."""
         return [self.table[head][bin_] for head, bin_ in enumerate(bins)]
 
 
 def best_tree(
     probabilities: Sequence[Sequence[float]], cost: Callable[[int], float], max_nodes: int
 ) -> tuple[list[Path], float]:
-    """The tree with the most expected tokens per time: grown by the likeliest path, cut where it is worth most.
+    """The tree with the most expected tokens per unit of time.
+
+    It grows by the most likely path; of all its sizes the one with the best ratio is returned.
 
     Args:
         probabilities: `[heads][ranks]`, falling with the rank.
@@ -100,7 +115,7 @@ def best_tree(
         max_nodes: largest tree.
 
     Returns:
-        its paths, the likeliest first, and how many tokens a step is expected to yield, the target's own included.
+        its paths, the most likely first, and the expected tokens of a step, the bonus token included.
 
     Example:
         >>> best_tree([[0.8, 0.1], [0.5, 0.2]], lambda nodes: 1 + 0.1 * nodes, max_nodes=4)

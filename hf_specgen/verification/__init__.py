@@ -1,8 +1,15 @@
-"""Which guesses stand: the verification modes, and what they have in common."""
+"""Verification modes: which draft tokens are accepted, and what they have in common."""
 
-from hf_specgen.verification.base import Verdict, Verifier
+from hf_specgen.verification.base import VerificationResult, VerificationSession, Verifier
 from hf_specgen.verification.coupled import CoupledVerifier
 from hf_specgen.verification.rejection import RejectionVerifier
 from hf_specgen.verification.typical import TypicalVerifier
 
-__all__ = ["CoupledVerifier", "RejectionVerifier", "TypicalVerifier", "Verdict", "Verifier"]
+__all__ = [
+    "CoupledVerifier",
+    "RejectionVerifier",
+    "TypicalVerifier",
+    "VerificationResult",
+    "VerificationSession",
+    "Verifier",
+]

@@ -1,8 +1,8 @@
-"""Verification: which of the guesses stand, and what comes after them?
+"""Verification: which draft tokens are accepted, and which token follows the last accepted one.
 
-At every node of the draft tree the target's logits decide which token comes next: one of the guesses there, or another.
-Following those picks down the tree gives the accepted path; the pick after its last node is the bonus token. How a pick
-is made is all that distinguishes the modes.
+At every node of the draft tree the target's logits decide which token comes next: one of the draft tokens there, or
+another. Following those choices down the tree gives the accepted path; the choice after its last node is the bonus
+token. The verification modes differ only in how a choice is made.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_specgen.scoring import Scorer
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree, accepted_path
+from hf_specgen.verification.processors import LogitsPipeline
+from hf_specgen.verification.sampling import INVALID
 
 
 @dataclass
-class Verdict:
+class VerificationResult:
     """The outcome of one step.
 
     Args:
-        paths: the accepted nodes of each row that the text goes on from, top down; None for a row that took no part.
-        tokens: the tokens that each row emits: those of its path, then one more, as a rule the target's own (the
-            bonus token). Where a row ends or has to wait for others, the last one may be a guess too.
-        accepted: how many of each row's emitted tokens were guesses.
-        scores: if asked for, the processed scores behind each emitted token: per row a list of `[vocab]`.
+        paths: the accepted nodes of each row that the text continues from, from the top down; None for a row that took
+            no part.
+        tokens: the tokens that each row emits: those of its path, then one more, in general the bonus token. Where a
+            row ends or has to wait for others, the last one may be a draft token too.
+        accepted: how many of each row's emitted tokens were draft tokens.
+        scores: if asked for, the processed scores of each emitted token: per row a list of `[vocab]`.
         logits: if asked for, the same before the processors.
     """
 
@@ -39,22 +41,26 @@ class Verdict:
 
 
 class Verifier(ABC):
-    """Decides which guesses stand. Subclass it and pass an instance as `verification=` for a mode of your own.
+    """A verification mode: settings only, so one object may serve any number of calls and threads.
 
-    `begin` is called at the start of each `generate` call; a subclass only has to say how a token is chosen.
+    Subclass it, return a session from `start`, and pass an instance as `verification=`.
     """
 
-    def begin(self, scorer: Scorer, sequences: Sequences, do_sample: bool, keep_scores: bool) -> None:
-        """Bind to one call.
+    @abstractmethod
+    def start(self, call: Call) -> VerificationSession:
+        """Begin a call."""
 
-        Args:
-            scorer: applies the logits processors.
-            sequences: the text so far; `verify` appends to it.
-            do_sample: as in the generation config.
-            keep_scores: whether verdicts carry scores and logits.
-        """
-        self.scorer, self.sequences = scorer, sequences
-        self.do_sample, self.keep_scores = do_sample, keep_scores
+
+class VerificationSession(ABC):
+    """The state of a verification mode in one `generate` call; a subclass only says how a token is chosen.
+
+    Args:
+        call: the call; `call.processors` must be set.
+    """
+
+    def __init__(self, call: Call):
+        assert call.processors is not None
+        self.call, self.processors = call, call.processors
 
     @abstractmethod
     def choose(
@@ -67,36 +73,36 @@ class Verifier(ABC):
             steps: `[batch][slots]` which generated token each slot decides, 0 the first. Empty if nothing is sampled.
             tree: the draft. A slot that chooses the token of one of its node's children accepts that child.
             nodes: `[batch][slots]` the tree node that each slot follows; -1 is the row's last token. Where a row has
-                fewer nodes than others, what its last slots choose does not matter.
+                fewer nodes than others, the choices of its last slots are ignored.
 
         Returns:
-            `[batch, slots]` tokens.
+            `[batch, slots]` tokens; `INVALID` where the scores are no distribution to sample from.
         """
 
     @property
     def wants_q(self) -> bool:
-        """Whether a draft that was drawn at random should carry the probabilities it was drawn with (`DraftTree.q`)."""
+        """Whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`)."""
         return False
 
     def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """How much this verifier would welcome each token as a guess: the best guess has the largest weight.
+        """Preference for each token as a draft token: the one that is most likely accepted has the largest weight.
 
         Args:
-            scores: `[batch, places, draft vocab]` the draft's scores after its processors, on any device.
-            steps: `[batch][places]` which generated token each guess is for; those of a row which takes no part do not
-                matter.
+            scores: `[batch, positions, draft vocab]` the draft's scores after its processors, on any device.
+            steps: `[batch][positions]` which generated token each draft token is for; ignored for rows that take no
+                part.
 
         Returns:
-            `[batch, places, draft vocab]`, not negative. Here the draft's own probabilities.
+            `[batch, positions, draft vocab]`, not negative. By default the draft's own probabilities.
         """
         return scores.float().softmax(dim=-1)
 
     def sample_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """Draw draft tokens in the way that makes this verifier accept most of them.
+        """Choose draft tokens in the way that makes this mode accept most of them.
 
         Args:
             scores: `[batch, draft vocab]` the draft's scores after its processors, on any device.
-            steps: which generated token each row's guess is for.
+            steps: `[batch]` which generated token each row's draft token is for.
 
         Returns:
             `[batch]` tokens.
@@ -107,14 +113,14 @@ class Verifier(ABC):
         """How many tokens a row may be ahead of the slowest one."""
         return float("inf")
 
-    def confirmed(self, step: int) -> None:
-        """Every row has passed `step`; nothing before it will be asked for again."""
+    def confirm(self, columns: int) -> None:
+        """Every row has passed `columns` generated tokens; nothing before them will be asked for again."""
 
-    def end(self, step: int) -> None:
-        """The call ends with `step` generated columns."""
+    def end(self, columns: int) -> None:
+        """The call ends with `columns` generated columns, also after an exception."""
 
-    def verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Verdict:
-        """Accept the guesses that the target makes itself, and append what each row emits to its text.
+    def verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
+        """Accept the draft tokens that the target chooses itself.
 
         Args:
             tree: the draft.
@@ -122,34 +128,40 @@ class Verifier(ABC):
             active: the rows that take part.
 
         Returns:
-            the verdict; an emitted row ends where the row comes to rest.
-        """
-        logits = logits.to(device=self.sequences.device, dtype=torch.float32)
-        if self.scorer.score_only:
-            return self._verify_at_once(tree, logits, active)
-        return _ColumnWalk(self, tree, logits, active).run()
+            the result; a row's tokens end where the row ends.
 
-    def _verify_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Verdict:
-        scores = self.scorer.all_nodes(logits)
-        steps = self._steps(tree, active) if self.do_sample else []
+        Raises:
+            RuntimeError: as plain sampling does, if the scores of an emitted token are NaN, infinite or all -inf.
+        """
+        logits = logits.to(device=self.call.state.device, dtype=torch.float32)
+        if self.processors.score_only:
+            return self._verify_at_once(tree, logits, active)
+        with self.call.state.tentative():
+            return _ColumnWalk(self, tree, logits, active).run()
+
+    def _verify_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
+        scores = self.processors.all_nodes(logits)
+        steps = self._steps(tree, active) if self.call.do_sample else []
         chosen = self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
-        guessed, chosen_tokens = tree.tokens.tolist(), chosen.tolist()
-        verdict = Verdict([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
+        draft_tokens, chosen_tokens = tree.tokens.tolist(), chosen.tolist()
+        result = VerificationResult([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
         for row in range(tree.batch):
             if not active[row]:
                 continue
-            path, tokens = accepted_path(guessed[row], tree.parents[row], chosen_tokens[row])
-            emitted = self.sequences.extend(row, tokens)
-            verdict.paths[row], verdict.tokens[row] = path[: emitted - 1], tokens[:emitted]
-            verdict.accepted[row] = min(len(path), emitted)
-        if self.keep_scores:
-            verdict.scores = _along(scores, verdict)
-            verdict.logits = _along(logits, verdict)
-        return verdict
+            path, tokens = accepted_path(draft_tokens[row], tree.parents[row], chosen_tokens[row])
+            emitted = self.call.state.count_until_end(row, tokens)
+            result.paths[row], result.tokens[row] = path[: emitted - 1], tokens[:emitted]
+            result.accepted[row] = min(len(path), emitted)
+            check_sampled(result.tokens[row])
+        if self.call.keeps_scores:
+            result.scores = _along(scores, result)
+        if self.call.keeps_logits:
+            result.logits = _along(logits, result)
+        return result
 
     def _steps(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:
-        """Which generated token each node decides; rows that take no part are given steps that somebody else has."""
-        lengths = [len(tokens) for tokens in self.sequences.generated]
+        """Which generated token each node decides; rows that take no part get steps of an active row."""
+        lengths = [len(tokens) for tokens in self.call.state.generated]
         earliest = min(length for length, is_active in zip(lengths, active, strict=True) if is_active)
         return [
             [(length if is_active else earliest) + depth for depth in tree.depths(row)]
@@ -158,70 +170,81 @@ class Verifier(ABC):
 
 
 class _ColumnWalk:
-    """Verification where processors read the text: down the accepted paths, one generated column after the other.
+    """Verification where processors read the text: along the accepted paths, one generated column after the other.
 
-    Rows may start at different columns. A column is decided once for all rows that have reached it.
+    Rows may start at different columns. A column is decided once for all rows that have reached it. The chosen tokens
+    are appended to the state tentatively, so that processors see them.
     """
 
-    def __init__(self, verifier: Verifier, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]):
-        self._verifier, self._sequences = verifier, verifier.sequences
-        self._tree, self._guessed, self._logits = tree, tree.tokens.tolist(), logits
+    def __init__(self, session: VerificationSession, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]):
+        self._session, self._call = session, session.call
+        self._processors: LogitsPipeline = session.processors
+        self._tree, self._draft_tokens, self._logits = tree, tree.tokens.tolist(), logits
         self._node = [-1] * tree.batch
         self._walking = [row for row in range(tree.batch) if active[row]]
-        self._verdict = Verdict(
+        self._result = VerificationResult(
             [[] if is_active else None for is_active in active], [[] for _ in active], [0] * tree.batch
         )
-        if verifier.keep_scores:
-            self._verdict.scores = [[] for _ in active]
-            self._verdict.logits = [[] for _ in active]
+        self._result.scores = [[] for _ in active] if self._call.keeps_scores else []
+        self._result.logits = [[] for _ in active] if self._call.keeps_logits else []
 
-    def run(self) -> Verdict:
-        """Walk until every row has made a pick that its draft did not foresee."""
+    def run(self) -> VerificationResult:
+        """Walk until every row has chosen a token that its draft does not contain."""
+        generated = self._call.state.generated
         rows = torch.arange(self._tree.batch, device=self._logits.device)
         while self._walking:
-            step = min(len(self._sequences.generated[row]) for row in self._walking)
-            members = [row for row in self._walking if len(self._sequences.generated[row]) == step]
+            step = min(len(generated[row]) for row in self._walking)
+            members = [row for row in self._walking if len(generated[row]) == step]
             nodes = torch.tensor([node + 1 for node in self._node], device=rows.device)
             logits = self._logits[rows, nodes]  # [batch, vocab]
-            scores = self._verifier.scorer.column(step, logits)
+            scores = self._processors.column(step, logits)
             chosen = self._choose(scores, step)
             on_draft = [self._take(row, chosen[row], scores, logits) for row in members]
-            if self._verifier.scorer.in_step and not all(on_draft):
+            if self._processors.lockstep and not all(on_draft):
                 break
-        for row, path in enumerate(self._verdict.paths):
+        for row, path in enumerate(self._result.paths):
             if path:
-                del path[len(self._verdict.tokens[row]) - 1 :]
-        return self._verdict
+                del path[len(self._result.tokens[row]) - 1 :]
+        return self._result
 
     def _choose(self, scores: torch.Tensor, step: int) -> list[int]:
         steps, nodes = [[step]] * len(scores), [[node] for node in self._node]
-        return self._verifier.choose(scores[:, None], steps, self._tree, nodes)[:, 0].tolist()
+        return self._session.choose(scores[:, None], steps, self._tree, nodes)[:, 0].tolist()
 
     def _take(self, row: int, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Emit a token; True if the row stays in step with its draft, or has come to its end."""
-        self._sequences.extend(row, [token])
-        self._verdict.tokens[row].append(token)
-        if self._verifier.keep_scores:
-            self._verdict.scores[row].append(scores[row])
-            self._verdict.logits[row].append(logits[row])
-        parents, guessed, node = self._tree.parents[row], self._guessed[row], self._node[row]
-        child = next((i for i, parent in enumerate(parents) if parent == node and guessed[i] == token), None)
-        ended = self._sequences.rests(row)
-        self._verdict.accepted[row] += child is not None
+        """Emit a token; True if the row follows its draft, or has come to its end."""
+        check_sampled([token])
+        state, result = self._call.state, self._result
+        state.append(row, [token])
+        result.tokens[row].append(token)
+        if self._call.keeps_scores:
+            result.scores[row].append(scores[row].clone())
+        if self._call.keeps_logits:
+            result.logits[row].append(logits[row].clone())
+        parents, tokens, node = self._tree.parents[row], self._draft_tokens[row], self._node[row]
+        child = next((i for i, parent in enumerate(parents) if parent == node and tokens[i] == token), None)
+        ended = state.has_ended(row)
+        result.accepted[row] += child is not None
         if child is None or ended:
             self._walking.remove(row)
             return ended
         self._node[row] = child
-        path = self._verdict.paths[row]
+        path = result.paths[row]
         assert path is not None
         path.append(child)
         return True
 
 
-def _along(values: torch.Tensor, verdict: Verdict) -> list[list[torch.Tensor]]:
-    """`[batch, 1 + nodes, vocab]` read along each row's emitted tokens."""
+def check_sampled(tokens: Sequence[int]) -> None:
+    """Raise what `torch.multinomial` raises if a token could not be sampled."""
+    if INVALID in tokens:
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+
+
+def _along(values: torch.Tensor, result: VerificationResult) -> list[list[torch.Tensor]]:
+    """`[batch, 1 + nodes, vocab]` read along each row's emitted tokens; copies, so that the step can be freed."""
     picked: list[list[torch.Tensor]] = []
-    for row, path in enumerate(verdict.paths):
+    for row, path in enumerate(result.paths):
         nodes = [] if path is None else [0, *(node + 1 for node in path)]
-        picked.append([values[row, node] for node in nodes])
+        picked.append([values[row, node].clone() for node in nodes])
     return picked

@@ -1,7 +1,11 @@
-"""Coupled verification: a guess stands where plain `generate` would have written it itself.
+"""Exact verification: a draft token is accepted where plain `generate` would have written it itself.
 
-The picks are those of plain `generate`: the argmax, or when sampling the winner of the exponential race on the noise
-tape (see `hf_specgen.noise`). The guesses have no influence on them.
+The choices are those of plain `generate`: the argmax, or when sampling the argmax of p divided by the pre-drawn noise
+of the step (the Gumbel-max trick with common random numbers; see `hf_specgen.verification.noise`). The draft has no
+influence on them. A draft that divides q by the same noise agrees with the target far more often than one that samples
+independently: the two samples are coupled.
+
+Source: Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding" (2024).
 """
 
 from __future__ import annotations
@@ -10,54 +14,58 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specgen.noise import NoiseTape
-from hf_specgen.scoring import Scorer
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification.base import Verifier
-from hf_specgen.verification.sampling import race
+from hf_specgen.verification.base import VerificationSession, Verifier
+from hf_specgen.verification.noise import NoiseBuffer
+from hf_specgen.verification.sampling import exponential_race
 
 
 class CoupledVerifier(Verifier):
-    """The picks of plain `generate`: the argmax, or the sample that the same seed gives. The default; lossless."""
+    """The tokens of plain `generate`: the argmax, or the sample that the same seed gives. The default; lossless."""
 
-    def begin(self, scorer: Scorer, sequences: Sequences, do_sample: bool, keep_scores: bool) -> None:
-        super().begin(scorer, sequences, do_sample, keep_scores)
-        self._tape: NoiseTape | None = None
+    def start(self, call: Call) -> VerificationSession:
+        return _CoupledSession(call)
+
+
+class _CoupledSession(VerificationSession):
+    def __init__(self, call: Call):
+        super().__init__(call)
+        self._noise: NoiseBuffer | None = None
         self._confirmed = 0
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        if not self.do_sample:
+        if not self.call.do_sample:
             return scores.argmax(dim=-1)
-        if self._tape is not None and self._tape.vocab != scores.shape[2]:
-            self._tape.rewind(0)  # it was made for the first draft, by a draft with another vocabulary
-            self._tape = None
-        if self._tape is None:
-            self._tape = NoiseTape(scores.shape[0], scores.shape[2], scores.device)
-        return race(scores.softmax(dim=-1), self._tape.at(steps))
+        if self._noise is not None and self._noise.vocab != scores.shape[2]:
+            self._noise.rewind(0)  # it was drawn for a draft with another vocabulary size, before the target was read
+            self._noise = None
+        if self._noise is None:
+            self._noise = NoiseBuffer(scores.shape[0], scores.shape[2], scores.device)
+        return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
 
     def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """What decides the same race, on the target's own noise: where q is near p, the winners mostly agree."""
-        if not self.do_sample:
+        """q divided by the target's own noise: where q is near p, the two argmaxes mostly agree."""
+        if not self.call.do_sample:
             return super().draft_weights(scores, steps)
-        if self._tape is None:
-            self._tape = NoiseTape(scores.shape[0], scores.shape[2], self.sequences.device)
-        steps_on_tape = [[max(step, self._confirmed) for step in row] for row in steps]
-        noise = self._tape.at(steps_on_tape).to(scores.device)  # [batch, places, vocab]
+        if self._noise is None:
+            self._noise = NoiseBuffer(scores.shape[0], scores.shape[-1], self.call.state.device)
+        buffered = [[max(step, self._confirmed) for step in row] for row in steps]
+        noise = self._noise.at(buffered).to(scores.device)  # [batch, positions, vocab]
         vocab = min(scores.shape[-1], noise.shape[-1])
         return scores[..., :vocab].float().softmax(dim=-1) / noise[..., :vocab]
 
     def max_lead(self) -> float:
-        return self._tape.capacity if self._tape else super().max_lead()
+        return self._noise.capacity if self._noise else super().max_lead()
 
-    def confirmed(self, step: int) -> None:
-        self._confirmed = step
-        if self._tape:
-            self._tape.release(step)
+    def confirm(self, columns: int) -> None:
+        self._confirmed = columns
+        if self._noise:
+            self._noise.release(columns)
 
-    def end(self, step: int) -> None:
-        if self._tape:
-            self._tape.rewind(step)
-        self._tape = None
+    def end(self, columns: int) -> None:
+        if self._noise:
+            self._noise.rewind(columns)
+        self._noise = None

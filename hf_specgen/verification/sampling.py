@@ -6,31 +6,40 @@ from collections.abc import Sequence
 
 import torch
 
+INVALID = -1
+"""The choice where no token can be sampled: the weights are NaN, as the softmax of NaN, inf or all -inf scores is."""
 
-def race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """The winner of the exponential race: a token drawn with probability proportional to its weight.
+
+def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Sample a token with probability proportional to its weight: the argmax of weight / exponential noise.
 
     Args:
         weights: `[…, vocab]`, not negative, not all zero.
         noise: exponential, of a shape that broadcasts to that of the weights.
 
     Returns:
-        `[…]` tokens; never one whose weight is zero.
+        `[…]` tokens, never one whose weight is zero; `INVALID` where a weight is NaN.
+
+    Source: the Gumbel-max trick, in the exponential form that `torch.multinomial` uses.
+
+    Example:
+        >>> exponential_race(torch.tensor([[0.5, 0.5], [float("nan"), 1.0]]), torch.tensor([[2.0, 1.0]])).tolist()
+        [1, -1]
     """
-    return (weights / noise).argmax(dim=-1)
+    best = (weights / noise).max(dim=-1)
+    return best.indices.masked_fill(best.values.isnan(), INVALID)
 
 
 def exponential(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Noise for `race`."""
+    """Noise for `exponential_race`, `shape` with the vocabulary last."""
     return torch.empty(tuple(shape), device=device).exponential_(generator=generator)
 
 
 class DraftSampler:
-    """Draws drafts from random numbers of their own.
+    """Samples draft tokens from random numbers of its own.
 
-    Acceptance tests and bonus tokens come from torch's global generator. A draft that shared numbers with them would
-    not be independent of them, which is all that rejection sampling asks for. The seed is taken from the global
-    generator, so a seeded run repeats.
+    Acceptance tests and bonus tokens use torch's global generator. Rejection sampling assumes that draft tokens are
+    independent of them. The seed is taken from the global generator, so a seeded run is reproducible.
     """
 
     def __init__(self) -> None:
@@ -38,7 +47,7 @@ class DraftSampler:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def weights(self, scores: torch.Tensor) -> torch.Tensor:
-        """`[…, vocab]` a race on `softmax(scores)`: the largest is drawn first, the next largest then, and so on."""
+        """`[…, vocab]` softmax(scores) / noise: in descending order, a sample without replacement."""
         device = scores.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)

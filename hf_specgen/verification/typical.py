@@ -1,4 +1,4 @@
-"""Typical acceptance: LOSSY. A guess stands if the target finds it plausible, whatever the target would have written.
+"""Typical acceptance: LOSSY. Accepts every draft token that the target finds plausible, whatever it would have written.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024),
 section 2.3.1.
@@ -10,23 +10,22 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specgen.scoring import Scorer
-from hf_specgen.sequences import Sequences
+from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree, Parents
-from hf_specgen.verification.base import Verifier
-from hf_specgen.verification.guesses import child_table, tokens_of
-from hf_specgen.verification.sampling import DraftSampler, exponential, race
+from hf_specgen.verification.base import VerificationSession, Verifier
+from hf_specgen.verification.sampling import DraftSampler, exponential, exponential_race
+from hf_specgen.verification.siblings import child_table, tokens_of
 
 
 class TypicalVerifier(Verifier):
-    """LOSSY: accepts a guess with p > min(epsilon, alpha * exp(-entropy(p))); the text is not the target's own.
+    """LOSSY: accepts a draft token with p > min(epsilon, alpha * exp(-entropy(p))); the text is not the target's own.
 
-    Of several such guesses, the one that leads deepest into the draft is taken. The target's favourite is always
-    accepted. After the last guess follows a token of the target's own: its favourite when greedy, else drawn from p.
+    Of several such siblings, the one with the longest accepted path below it is taken. The most likely token is always
+    accepted. The bonus token is the argmax for greedy decoding, otherwise sampled from p.
 
     Args:
-        epsilon: a guess with more than this probability is always accepted.
-        alpha: scales the threshold where the target itself is unsure.
+        epsilon: a draft token with more than this probability is always accepted.
+        alpha: scales the threshold where the target's distribution has high entropy.
 
     Raises:
         ValueError: for a parameter outside (0, 1].
@@ -42,54 +41,62 @@ class TypicalVerifier(Verifier):
                 raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
         self.epsilon, self.alpha = epsilon, alpha
 
-    def begin(self, scorer: Scorer, sequences: Sequences, do_sample: bool, keep_scores: bool) -> None:
-        super().begin(scorer, sequences, do_sample, keep_scores)
-        self._drafts = DraftSampler() if do_sample else None
+    def start(self, call: Call) -> VerificationSession:
+        return _TypicalSession(self, call)
+
+    def threshold(self, p: torch.Tensor) -> torch.Tensor:
+        """`[…, vocab]` to `[…]`: the probability above which a draft token is accepted."""
+        entropy = -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(dim=-1)
+        return (self.alpha * torch.exp(-entropy)).clamp(max=self.epsilon)
+
+
+class _TypicalSession(VerificationSession):
+    def __init__(self, settings: TypicalVerifier, call: Call):
+        super().__init__(call)
+        self._settings = settings
+        self._drafts = DraftSampler() if call.do_sample else None
 
     def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """A race of the draft's own: its winner is drawn from `softmax(scores)`."""
+        """In descending order, a sample without replacement from `softmax(scores)`."""
         return self._drafts.weights(scores) if self._drafts else super().draft_weights(scores, steps)
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         p = scores.softmax(dim=-1)
-        own = race(p, exponential(p.shape, p.device)) if self.do_sample else scores.argmax(dim=-1)
+        own = exponential_race(p, exponential(p.shape, p.device)) if self.call.do_sample else scores.argmax(dim=-1)
         table = child_table(tree, nodes, p.device)
         tokens = tokens_of(tree, table)
-        plausible = p.gather(-1, tokens.clamp(min=0)) > self.threshold(p).unsqueeze(-1)
+        plausible = p.gather(-1, tokens.clamp(min=0)) > self._settings.threshold(p).unsqueeze(-1)
         accepted = torch.where(plausible, tokens, -1)  # [batch, slots, siblings]
         chosen = []
-        decided = torch.cat([own.unsqueeze(-1), table, accepted], dim=-1).tolist()  # the one wait for the device
+        decided = torch.cat([own.unsqueeze(-1), table, accepted], dim=-1).tolist()  # the one host synchronisation
         for parents, slots in zip(tree.parents, decided, strict=True):
             chosen.append(_deepest(parents, slots, siblings=table.shape[2]))
         return torch.tensor(chosen)
 
-    def threshold(self, p: torch.Tensor) -> torch.Tensor:
-        """`[…, vocab]` to `[…]`: the probability above which a guess stands."""
-        entropy = -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(dim=-1)
-        return (self.alpha * torch.exp(-entropy)).clamp(max=self.epsilon)
-
 
 def _deepest(parents: Parents, slots: list[list[int]], siblings: int) -> list[int]:
-    """The token of each slot of a row: the accepted child with the longest way on, else the target's own.
+    """The token of each slot of a row: the accepted child with the longest accepted path, else the target's own.
 
     Args:
         parents: of the row's nodes.
         slots: for each slot the target's own token, its children, and their tokens where accepted; -1 for none.
-        siblings: how many children a slot has room for.
+        siblings: maximum number of children of a slot.
     """
-    stands = [True] * len(parents)  # below slots that are decided later, as far as is known
+    is_accepted = [True] * len(parents)  # nodes of slots that are decided in a later call count as accepted
     for _, *children in slots:
         for child, token in zip(children[:siblings], children[siblings:], strict=True):
             if child >= 0:
-                stands[child] = token >= 0
-    reach = [0] * (len(parents) + 1)  # how far the accepted guesses go on: from the row's end, then from each node
+                is_accepted[child] = token >= 0
+    reach = [0] * (len(parents) + 1)  # accepted tokens below the row's last token, then below each node
     for node in reversed(range(len(parents))):
-        if stands[node]:
+        if is_accepted[node]:
             reach[parents[node] + 1] = max(reach[parents[node] + 1], 1 + reach[node + 1])
     chosen = []
     for own, *children in slots:
-        guesses = [(child, token) for child, token in zip(children, children[siblings:], strict=False) if token >= 0]
-        chosen.append(max(guesses, key=lambda guess: reach[guess[0] + 1])[1] if guesses else own)
+        siblings_accepted = [
+            (child, token) for child, token in zip(children, children[siblings:], strict=False) if token >= 0
+        ]
+        chosen.append(max(siblings_accepted, key=lambda pair: reach[pair[0] + 1])[1] if siblings_accepted else own)
     return chosen

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import evaluate
 
-from hf_specgen.intervals import speedup_interval
+from hf_specgen.evaluation.intervals import speedup_interval
 
 _DESCRIPTION = """Speedup: tokens per second over those of plain decoding; sums of tokens over sums of time."""
 _INPUTS = """

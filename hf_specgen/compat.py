@@ -1,0 +1,103 @@
+"""Every private Transformers symbol that the package uses, one function each, checked by `tests/unit/test_compat.py`.
+
+A function here names the symbol, the Transformers version it was read in (5.23), and what may replace it. Nothing else
+in the package touches an underscore attribute of Transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+
+def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:
+    """Run the prompt through the model exactly as `generate` does, in chunks if the config says so.
+
+    Symbol: `GenerationMixin._prefill(input_ids, generation_config, model_kwargs)`.
+    """
+    return cast(Any, model)._prefill(input_ids, config, kwargs)
+
+
+def supports_logits_to_keep(model: PreTrainedModel) -> bool:
+    """Whether the forward pass takes `logits_to_keep`. Symbol: `GenerationMixin._supports_logits_to_keep()`."""
+    return bool(cast(Any, model)._supports_logits_to_keep())
+
+
+def mask_length(config: GenerationConfig) -> int:
+    """Columns of the attention mask that `generate` would have built; -1 if unknown.
+
+    Symbol: `GenerationConfig._mask_length`, set by `generate` where no attention mask is passed on.
+    """
+    return int(getattr(config, "_mask_length", -1))
+
+
+def set_mask_length(config: GenerationConfig, columns: int) -> None:
+    """Counterpart of `mask_length`."""
+    cast(Any, config)._mask_length = columns
+
+
+def is_user_defined(cache: Any) -> bool:
+    """Whether the caller passed this cache to `generate`. Symbol: `Cache._is_user_defined`, set by `generate`."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def pad_token(config: GenerationConfig) -> int | None:
+    """The padding token that `generate` resolved. Symbol: `GenerationConfig._pad_token_tensor`."""
+    token = cast(Any, config)._pad_token_tensor
+    return None if token is None else int(token)
+
+
+def optimized_for_decoding(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """The context in which `generate` runs decoding steps. Symbol: `PreTrainedModel._optimize_model_for_decode()`."""
+    return cast(AbstractContextManager[Any], getattr(model, "_optimize_model_for_decode", nullcontext)())
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether the model class keeps a recurrent or convolutional state. Symbol: `PreTrainedModel._is_stateful`."""
+    return bool(cast(Any, model)._is_stateful)
+
+
+def attention_implementation(config: Any) -> str:
+    """The attention kernel in use: "sdpa", "eager", … Symbol: `PreTrainedConfig._attn_implementation`."""
+    return str(config._attn_implementation)
+
+
+def cached_file_or_none(source: str, name: str, **hub: Any) -> str | None:
+    """A file of a Hub repository or folder; None if it has no such file.
+
+    Symbol: the argument `_raise_exceptions_for_missing_entries` of `transformers.utils.cached_file`.
+    """
+    return cast("str | None", cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub))
+
+
+def local_of_generate(name: str) -> Any:
+    """A local variable of the `GenerationMixin.generate` call that called our caller; None if there is none.
+
+    Symbol: the local variables of `generate`. It drops `streamer` before it calls a `custom_generate` callable, so a
+    streamer given to `generate` would never be ended and its reader would wait forever.
+    """
+    frame = sys._getframe(2)
+    return frame.f_locals.get(name) if frame.f_code.co_name == "generate" else None
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where input ids belong: the device of the embeddings, or the CPU where weights are offloaded ("meta").
+
+    No private symbol: `PreTrainedModel.device` is the device of the first parameter, which may be offloaded.
+    """
+    device = model.get_input_embeddings().weight.device
+    return torch.device("cpu") if device.type == "meta" else cast(torch.device, device)
+
+
+def uses_activation_checkpointing(model: PreTrainedModel) -> bool:
+    """Whether training recomputes activations, which switches the cache off.
+
+    Symbol: `PreTrainedModel.is_activation_checkpointing`, before 5.23 `is_gradient_checkpointing`.
+    """
+    name = "is_activation_checkpointing"
+    return bool(getattr(model, name if hasattr(type(model), name) else "is_gradient_checkpointing"))

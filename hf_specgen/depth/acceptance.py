@@ -1,0 +1,167 @@
+"""How likely each position of a draft is to be accepted, estimated per row from the outcomes of a call's steps.
+
+Two conditional probabilities describe position i of a draft, given that position i - 1 succeeded:
+
+- *accepted*: it was proposed and the target accepted it;
+- *proposed*: the strategy had a token for it (n-gram matches often end earlier than requested).
+
+Both are censored. A rejected token says nothing about the positions behind it, so these count neither as trials nor as
+failures; dividing accepted by drafted tokens at each position would count them as failures and choose depths that are
+too small.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from hf_specgen.depth.cost import Array
+
+if TYPE_CHECKING:
+    from hf_specgen.depth.policy import StepRecord
+    from hf_specgen.statistics import RowStep
+
+FORGETTING = 0.95
+"""Weight of a trial one draft later: a half-life of 14 drafts. Simulated speeds differ by 0.3% between 0.9 and 0.97."""
+SHRINKAGE = 4.0
+"""Trials that the estimate from elsewhere (the previous position, the batch mean) weighs against a row's own."""
+PRIOR_ACCEPTANCE = 0.7
+"""Acceptance before anything was observed: high enough that drafting is tried, low enough to stop after few drafts."""
+MAX_SNAPSHOTS = 64
+"""Strategies and temperatures remembered for a target; those unused for longest are dropped."""
+
+
+class Snapshot(NamedTuple):
+    """What a call leaves to later ones.
+
+    Args:
+        trials, successes: `[2, k]` pooled over rows: *accepted* first, then *proposed*.
+        exploration: what was saved for exploration, in plain steps.
+    """
+
+    trials: Array
+    successes: Array
+    exploration: float = 0.0
+
+
+class AcceptanceEstimator:
+    """Exponentially forgetting, shrunken estimates of acceptance by row and position.
+
+    A position is shrunk towards the one before it, a row towards the mean over rows.
+
+    Args:
+        rows: of the batch.
+        k: positions.
+        proposed: probability that a draft has a first token, before anything was observed.
+
+    Example:
+        >>> from hf_specgen.depth.policy import StepRecord
+        >>> from hf_specgen.statistics import RowStep
+        >>> estimator = AcceptanceEstimator(rows=1, k=3)
+        >>> estimator.accepted().round(2).tolist()
+        [[0.7, 0.49, 0.34]]
+        >>> estimator.observe([StepRecord([3], [RowStep(drafted=3, depth=3, accepted=1, emitted=2)], 4)])
+        >>> estimator.accepted().round(2).tolist()  # one success, one failure, and a position that was not judged
+        [[0.87, 0.31, 0.17]]
+    """
+
+    def __init__(self, rows: int, k: int, proposed: float = 1.0):
+        self._trials, self._successes = np.zeros((2, rows, k)), np.zeros((2, rows, k))
+        self._prior_trials: Array = np.zeros((2, k))
+        self._prior_successes: Array = np.zeros((2, k))
+        prior = np.array([PRIOR_ACCEPTANCE * proposed, proposed])
+        self._prior_trials[:, 0], self._prior_successes[:, 0] = SHRINKAGE, SHRINKAGE * prior
+
+    def observe(self, steps: Sequence[StepRecord]) -> None:
+        """Count the outcomes of steps, given in their order; the result does not depend on how they are grouped."""
+        if not steps:
+            return
+        counts = np.array([[_counts(*pair) for pair in zip(s.requested, s.rows, strict=True)] for s in steps])
+        positions = np.arange(self._trials.shape[-1])
+        requested = positions < counts[:, :, 0, None]  # [steps, rows, k]
+        later = requested[::-1].cumsum(axis=0)[::-1]  # requests from this step on
+        weight = FORGETTING ** (later - requested)  # of a trial at the end of these steps
+        for quantity, (tried, succeeded) in enumerate(((1, 2), (3, 4))):
+            for total, column in ((self._trials, tried), (self._successes, succeeded)):
+                new = (weight * (positions < counts[:, :, column, None])).sum(axis=0)
+                total[quantity] = FORGETTING ** later[0] * total[quantity] + new
+        fading = FORGETTING ** requested.any(axis=1).sum(axis=0)  # [k]
+        self._prior_trials *= fading
+        self._prior_successes *= fading
+
+    def accepted(self) -> Array:
+        """`[rows, k]` probability that each position and all before it are proposed and accepted."""
+        return self._cumulative(0)
+
+    def proposed(self) -> Array:
+        """`[rows, k]` probability that a draft reaches each position."""
+        return self._cumulative(1)
+
+    def _cumulative(self, quantity: int) -> Array:
+        pooled_trials, pooled_successes = (counts[quantity] for counts in self.snapshot()[:2])
+        mean = pooled_successes[0] / pooled_trials[0]
+        pooled = [mean]
+        for successes, trials in zip(pooled_successes[1:].tolist(), pooled_trials[1:].tolist(), strict=True):
+            mean = (successes + SHRINKAGE * mean) / (trials + SHRINKAGE)
+            pooled.append(mean)
+        rows = (self._successes[quantity] + SHRINKAGE * np.array(pooled)) / (self._trials[quantity] + SHRINKAGE)
+        return np.cumprod(rows, axis=1)
+
+    def snapshot(self, exploration: float = 0.0) -> Snapshot:
+        """The counts over all rows, for `restore` in another call."""
+        trials, successes = self._trials.sum(axis=1), self._successes.sum(axis=1)
+        return Snapshot(self._prior_trials + trials, self._prior_successes + successes, exploration)
+
+    def restore(self, snapshot: Snapshot, weight: float) -> None:
+        """Start from a snapshot, of any k, as if it were at most `weight` trials of each position."""
+        k = self._trials.shape[-1]
+        scale = min(1.0, weight / max(1e-9, float(snapshot.trials.max())))
+        trials, successes = (scale * _resized(counts, k) for counts in snapshot[:2])
+        if (trials[:, 0] > 0).all():
+            self._prior_trials, self._prior_successes = trials, successes
+
+
+def _resized(counts: Array, k: int) -> Array:
+    """`[2, k]` cut, or padded with zeros: positions without trials are shrunk towards the ones before them."""
+    return np.pad(counts, ((0, 0), (0, max(0, k - counts.shape[1]))))[:, :k]
+
+
+def _counts(requested: int, row: RowStep | None) -> tuple[int, int, int, int, int]:
+    """Positions requested; tried and succeeded as *accepted*; tried and succeeded as *proposed*.
+
+    A row that emitted no bonus token was cut off by its end: the position after its last accepted token was not judged.
+    """
+    if row is None or requested == 0:
+        return 0, 0, 0, 0, 0
+    judged = row.accepted + (row.emitted > row.accepted)
+    return requested, min(requested, judged), row.accepted, min(requested, row.depth + 1), row.depth
+
+
+_memory: WeakKeyDictionary[Any, OrderedDict[Any, Snapshot]] = WeakKeyDictionary()
+_memory_lock = Lock()
+
+
+def remember(model: Any, key: Any, snapshot: Snapshot) -> None:
+    """Keep a snapshot for later calls with this target, for as long as it lives; none for None.
+
+    Args:
+        key: the strategy's `profile_key`, and the temperature.
+    """
+    if model is not None:
+        with _memory_lock:
+            known = _memory.setdefault(model, OrderedDict())
+            known.pop(key, None)
+            known[key] = snapshot
+            if len(known) > MAX_SNAPSHOTS:
+                known.popitem(last=False)
+
+
+def recall(model: Any, key: Any) -> Snapshot | None:
+    """The snapshot that was kept last under this key."""
+    with _memory_lock:
+        return None if model is None else _memory.get(model, {}).get(key)

@@ -1,0 +1,201 @@
+"""Adaptive draft depth, the policy behind `k="auto"`: acceptance x latency -> plan -> explore."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_specgen.depth.acceptance import AcceptanceEstimator, recall, remember
+from hf_specgen.depth.latency import LatencyModel, slice_of
+from hf_specgen.depth.learning import Profile, ProfileCheck, profile_of
+from hf_specgen.depth.planner import Plan, plan_depths
+from hf_specgen.depth.policy import Policy, PolicySession, StepRecord
+from hf_specgen.depth.ranks import from_first_rank, is_first_rank, lockstep_group
+from hf_specgen.depth.schedules import context_length
+
+if TYPE_CHECKING:
+    from hf_specgen.state import Call
+
+MAX_DRAFT_DEPTH = 32
+"""Deepest draft that is considered: with an acceptance of 0.9 a token, 3% of drafts reach beyond it."""
+REPLAN_EVERY = 8
+"""Steps between plans, which take about 0.1 ms; fully rejected drafts, trials and the first drafts renew them at once."""
+REMEMBERED_TRIALS = 8.0
+"""Weight, in trials, of the acceptance in earlier calls: texts differ from call to call."""
+PROPOSED_PRIOR = 0.9
+"""Probability that a strategy without a network has a draft token, before any draft: n-grams often have none."""
+EXPLORATION_SHARE = 0.015
+"""Share of the time that may be lost to drafts where drafting does not pay: less than the margin."""
+MAX_EXPLORATION = 0.25
+"""Most that is saved for exploration, in plain steps: a text that turns predictable is noticed within 17 steps."""
+MIN_TRIAL_COST = 0.05
+"""A trial counts as at least so many plain steps: a measured curve may show steps with a draft to be free."""
+SIZE_UPDATE = 0.3
+"""Weight of the newest draft in the mean size of drafts."""
+
+
+class AdaptiveDepth(Policy):
+    """Chooses the depths that promise the most tokens per second, 0 where drafting does not pay.
+
+    It combines an estimate of acceptance from the call's own steps with a latency model of the machine. Without a given
+    model, latencies are learnt from the first calls with this target and strategy, and then kept in a profile file
+    (`hf_specgen.depth.profiles`). Once they are known, decisions depend on the texts alone, not on how long steps take.
+    Ranks of a tensor-parallel model decide by the first rank's latencies.
+
+    Args:
+        latency: decides alone if given, as a model or a profile file: nothing is measured, and nothing is carried over
+            from earlier calls, so that equal calls draft alike.
+        margin: by how much drafting must be expected to be faster than plain decoding.
+
+    Raises:
+        ValueError: for a negative margin, or a file that is no profile.
+
+    Example:
+        >>> from hf_specgen.depth import CostCurve
+        >>> curve = CostCurve((1, 9), (0.010, 0.012), context=256, batch=1)
+        >>> AdaptiveDepth(LatencyModel.from_curves(curve, draft_token=0.001), margin=0.05)
+        AdaptiveDepth(given latency, margin=0.05)
+    """
+
+    def __init__(self, latency: LatencyModel | str | Path | None = None, *, margin: float = 0.02):
+        if margin < 0:
+            raise ValueError(f"margin must be at least 0, got {margin}")
+        self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
+        self.margin = margin
+
+    def start(self, call: Call) -> AdaptiveSession:
+        return AdaptiveSession(self, call)
+
+    def __repr__(self) -> str:
+        given = "" if self.latency is None else "given latency, "
+        return f"{type(self).__name__}({given}margin={self.margin})"
+
+
+Controller = AdaptiveDepth
+
+
+class AdaptiveSession(PolicySession):
+    """The state of `AdaptiveDepth` in one call."""
+
+    latency: LatencyModel
+
+    def __init__(self, policy: AdaptiveDepth, call: Call):
+        self._call, self._candidates, self._margin = call, call.candidates, policy.margin
+        key, cheap = call.candidates.profile_key(), call.candidates.negligible_draft_cost
+        self._key, self._k = (key, call.temperature), min(call.candidates.k, MAX_DRAFT_DEPTH)
+        self._acceptance = AcceptanceEstimator(call.state.batch, self._k, PROPOSED_PRIOR if cheap else 1.0)
+        self._profile: Profile | None = None
+        self._group: Any = None
+        self._fixed, self._wants_plain_step, self._exploring, self._exploration = True, False, False, 0.0
+        if policy.latency is not None:
+            self.latency = policy.latency.select(str(key[0]), cheap)
+        else:
+            self._profile, self._group = profile_of(call), lockstep_group(call.model)
+            snapshot = recall(call.model, self._key)
+            if snapshot is not None:
+                self._acceptance.restore(snapshot, REMEMBERED_TRIALS)
+                self._exploration = snapshot.exploration
+        self._check, self._place = ProfileCheck(), (0, 0)
+        self._plan, self._active, self._renew = Plan([], 0.0, 1.0), [False], True
+        self._plan_age = self._drafts = 0
+        self._new: list[StepRecord] = []
+        self._unread = max(map(len, call.state.prompts))
+        self._nodes_per_level, self._tree_cost = 1.0, 0.0
+
+    def depths(self, room: Sequence[int]) -> list[int]:
+        """The plan's depths where drafting pays; 0 elsewhere, but for a trial now and then."""
+        active = [free > 0 for free in room]
+        self._exploring = False
+        if not any(active):
+            return [0] * len(room)
+        self._look_up_latency(sum(active))
+        if self._wants_plain_step:
+            return [0] * len(room)
+        if self._renew or active != self._active or self._plan_age >= REPLAN_EVERY:
+            self._make_plan(room, active)
+        self._plan_age += 1
+        depths, prefill = self._plan.depths, self._prefill_cost * self._unread
+        if self._plan.speedup <= 1 + self._margin + prefill / max(room):
+            depths = [self._explore(prefill)] * len(room)
+        return [min(depth, free) for depth, free in zip(depths, room, strict=True)]
+
+    def _explore(self, prefill: float) -> int:
+        """Depth of a step for which plain decoding seems best: 0, but for a trial when its cost has been saved."""
+        cost = max(MIN_TRIAL_COST, float(self._cost[1]) - 1 + self._empty_draft_cost) + prefill
+        self._exploration = min(self._exploration + EXPLORATION_SHARE, max(cost, MAX_EXPLORATION))
+        self._exploring = self._exploration >= cost
+        return (self._k if self._candidates.adaptive_tree else 1) if self._exploring else 0
+
+    def observe(self, step: StepRecord) -> None:
+        """Count acceptance; times only enter the latency model, as long as that is being learnt."""
+        self._learn_latency(step)
+        if not any(step.requested):
+            self._unread += max((row.emitted for row in step.rows if row is not None), default=0)
+            return
+        drafted = [row for row in step.rows if row is not None and row.drafted]
+        accepted = sum(row.accepted for row in drafted)
+        cost = self._cost_of(step)
+        if self._exploring:
+            prefill = self._prefill_cost * self._unread
+            trial = max(MIN_TRIAL_COST, cost - 1) if drafted else cost - 1
+            self._exploration += accepted / max(1, step.batch) - trial - prefill
+        if drafted:
+            breadth = max(row.drafted for row in drafted) / step.depth
+            self._nodes_per_level += SIZE_UPDATE * (breadth - self._nodes_per_level)
+            self._tree_cost += SIZE_UPDATE * (cost - self._empty_draft_cost - self._tree_cost)
+        self._unread, self._drafts = 0, self._drafts + 1
+        self._new.append(step)
+        rejected = bool(drafted) and not accepted
+        self._renew = self._renew or self._exploring or rejected or self._drafts < REPLAN_EVERY
+
+    def _look_up_latency(self, rows: int) -> None:
+        """Follow the number of rows and the context; while latencies are learnt, also what was learnt."""
+        place = slice_of(rows, context_length(self._call))
+        if place == self._place and self._fixed:
+            return
+        if self._profile is not None:
+            view = from_first_rank(self._profile.view(place), self._group)
+            self.latency, self._fixed, self._wants_plain_step = view
+        self._place, self._latency, self._renew = place, self.latency.at(*place), True
+
+    def _learn_latency(self, step: StepRecord) -> None:
+        if self._profile is None or not is_first_rank(self._group):
+            return
+        if self._fixed:
+            self._profile.report(self._check.departure(step, self._latency, self._unread))
+        else:
+            self._profile.add(step, self._place, self._unread)
+
+    def _make_plan(self, room: Sequence[int], active: list[bool]) -> None:
+        if self._new:
+            self._acceptance.observe(self._new)
+            self._new.clear()
+            if self._profile is not None:
+                remember(self._call.model, self._key, self._acceptance.snapshot(self._exploration))
+        self._price(sum(active))
+        accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
+        plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
+        if self._candidates.adaptive_tree:
+            plan = plan._replace(depths=[self._k if depth else 0 for depth in plan.depths])
+        self._plan, self._plan_age, self._active, self._renew = plan, 0, active, False
+
+    def _price(self, rows: int) -> None:
+        """Costs in plain steps: `[k + 1]` of a step by depth, of asking for a draft, of reading an unread token."""
+        target, drafter = self._latency
+        depths, plain = np.arange(self._k + 1.0), float(target.by_tokens(rows))
+        seconds = target.by_tokens(rows * (1 + self._nodes_per_level * depths)) + depths * drafter.by_tokens(rows)
+        if self._candidates.adaptive_tree:
+            self._tree_cost = self._tree_cost or seconds[min(4, self._k)] / plain
+            seconds[1:] = self._tree_cost * plain
+        self._cost = np.maximum(seconds / plain, 1.0)
+        self._empty_draft_cost = drafter.overhead / plain
+        self._prefill_cost = rows * drafter.prefill / plain
+
+    def _cost_of(self, step: StepRecord) -> float:
+        """What a step took by the latency model, in plain steps."""
+        target, drafter = self._latency
+        seconds = float(target.by_tokens(step.batch * step.tokens_per_row)) + drafter.draft(step.passes)
+        return max(1.0, seconds / float(target.by_tokens(step.batch)))

@@ -1,0 +1,208 @@
+"""How long a decoding step takes: the target's pass over the tokens of all rows, and the drafter's passes.
+
+A `LatencyModel` never changes. It is read from a profile file, made of measured curves, or learnt from the steps of the
+first calls on a machine (`hf_specgen.depth.learning`). Only ratios of times decide anything, so any unit will do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from math import inf, log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hf_specgen.depth.cost import Array, CostCurve, interpolate
+
+FORMAT = "hf_specgen latency profile 1"
+ANY_KIND = "any"
+"""A drafter of this name stands for every kind of drafter that has no entry of its own."""
+MAX_SLICES = 64
+"""Powers of two of rows times powers of four of context: 8 x 8 are more than a model meets."""
+DEFAULT_TOKEN = {"cpu": 0.08}
+"""Before anything was measured: what one more token adds to a plain step of one. T(17) was 1.25 to 2.3 T(1) on
+two-core processors; the upper end is assumed, so that drafts are not too deep."""
+DEFAULT_TOKEN_ELSEWHERE, DEFAULT_PASS = 0.02, 0.10
+"""The same on accelerators, where decoding is bound by reading the weights; and a drafter's pass, in plain steps."""
+
+
+@dataclass(frozen=True)
+class DraftLatency:
+    """Seconds of drafting.
+
+    Args:
+        tokens, seconds: of one forward pass of the drafter, by the tokens that it reads in all rows.
+        overhead: of any draft, empty or not; heads that run once per draft belong here.
+        prefill: of reading one token of one row's prompt before the first draft.
+
+    Raises:
+        ValueError: if a number is negative or not finite, or the tokens do not increase.
+    """
+
+    tokens: tuple[float, ...] = (1,)
+    seconds: tuple[float, ...] = (0.0,)
+    overhead: float = 0.0
+    prefill: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= number < inf for number in (*self.tokens, *self.seconds, self.overhead, self.prefill)):
+            raise ValueError(f"times of a drafter must be finite and not negative, got {self}")
+        if not 0 < len(self.tokens) == len(self.seconds) or any(b <= a for a, b in pairwise(self.tokens)):
+            raise ValueError(f"a drafter needs increasing tokens, and seconds for each, got {self}")
+
+    def by_tokens(self, tokens: Array | float) -> Array:
+        """Seconds of one pass by its tokens in all rows together."""
+        return interpolate(tokens, self.tokens, self.seconds)
+
+    def draft(self, passes: Sequence[int]) -> float:
+        """Seconds of a draft with these passes, each given by its tokens."""
+        return self.overhead + float(self.by_tokens(np.array(passes, dtype=float)).sum())
+
+    def scaled(self, factor: float) -> DraftLatency:
+        """The same in another unit of time."""
+        seconds = tuple(factor * one for one in self.seconds)
+        return DraftLatency(self.tokens, seconds, factor * self.overhead, factor * self.prefill)
+
+
+class Slice(NamedTuple):
+    """Latencies at one number of rows and one context length: of the target, and of drafters by kind."""
+
+    target: CostCurve
+    drafters: Mapping[str, DraftLatency]
+
+
+class StepLatency(NamedTuple):
+    """Latencies of the next steps; each has `by_tokens`, the seconds of a pass by its tokens in all rows together."""
+
+    target: CostCurve
+    drafter: DraftLatency
+
+
+def slice_of(rows: int, context: int) -> tuple[int, int]:
+    """The rows and context that a slice stands for: the next power of two, and of four from 512 on.
+
+    Example:
+        >>> slice_of(3, 100), slice_of(16, 3000)
+        ((4, 512), (16, 8192))
+    """
+    longest = 512
+    while longest < context:
+        longest *= 4
+    return 1 << max(0, rows - 1).bit_length(), longest
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """Seconds of a target step by tokens per row, rows and context, and of a drafter's pass by its tokens.
+
+    Args:
+        slices: at different numbers of rows and context lengths; the nearest one is used.
+        drafter: kind of drafter that drafts.
+
+    Example:
+        >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
+        >>> step = model.at(rows=2, context=300)
+        >>> step.target.by_tokens(np.array([2, 18])).round(4).tolist()  # two rows: plain, and with 8 draft tokens each
+        [0.0102, 0.0142]
+    """
+
+    slices: tuple[Slice, ...]
+    drafter: str = ANY_KIND
+    description: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.slices) <= MAX_SLICES:
+            raise ValueError(f"a latency model needs 1 to {MAX_SLICES} slices, got {len(self.slices)}")
+
+    def at(self, rows: int, context: int) -> StepLatency:
+        """Latencies for so many rows whose longest has `context` tokens."""
+        rows, context = slice_of(rows, context)
+
+        def distance(one: Slice) -> float:
+            # Rows count double: they change what each token costs, contexts only what attention adds.
+            return 2 * abs(log2(rows / one.target.batch)) + abs(log2(context / one.target.context))
+
+        nearest = min(self.slices, key=distance)
+        return StepLatency(nearest.target, nearest.drafters.get(self.drafter) or nearest.drafters[ANY_KIND])
+
+    def select(self, drafter: str, negligible_draft_cost: bool = False) -> LatencyModel:
+        """The same model with this kind of drafter.
+
+        Raises:
+            ValueError: if it does not have this kind, unless drafting costs next to nothing.
+        """
+        slices = []
+        for target, drafters in self.slices:
+            if negligible_draft_cost:
+                drafters = {ANY_KIND: DraftLatency(), **drafters}
+            if not {drafter, ANY_KIND} & drafters.keys():
+                raise ValueError(f"the latency profile has no drafter {drafter!r}; it has {sorted(drafters)}")
+            slices.append(Slice(target, drafters))
+        return LatencyModel(tuple(slices), drafter, self.description)
+
+    @classmethod
+    def from_curves(cls, *curves: CostCurve, draft_token: float = 0.0, draft_step: float = 0.0) -> LatencyModel:
+        """From measured curves of the target at different batch sizes and contexts, for any kind of drafter.
+
+        Args:
+            curves: at least one.
+            draft_token: seconds of one pass of the drafter, for all rows.
+            draft_step: seconds that every draft takes besides.
+        """
+        drafters = {ANY_KIND: DraftLatency(seconds=(draft_token,), overhead=draft_step)}
+        return cls(tuple(Slice(curve, drafters) for curve in curves))
+
+    @classmethod
+    def default(cls, device: str, drafter: str, negligible_draft_cost: bool) -> LatencyModel:
+        """What is assumed of a type of device before anything was measured."""
+        token = DEFAULT_TOKEN.get(device, DEFAULT_TOKEN_ELSEWHERE)
+        draft = DraftLatency(seconds=(0.0 if negligible_draft_cost else DEFAULT_PASS,))
+        return cls((Slice(CostCurve((1, 2), (1.0, 1.0 + token), context=1, batch=1), {drafter: draft}),), drafter)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, lists and strings, ready for JSON."""
+        slices = [
+            {"target": asdict(one.target), "drafters": {kind: asdict(draft) for kind, draft in one.drafters.items()}}
+            for one in self.slices
+        ]
+        return {"format": FORMAT, "description": dict(self.description), "slices": slices}
+
+    @classmethod
+    def from_dict(cls, data: Any, drafter: str = ANY_KIND) -> LatencyModel:
+        """From what `to_dict` returns.
+
+        Raises:
+            ValueError: if it is something else.
+        """
+        try:
+            if data["format"] != FORMAT:
+                raise ValueError(f"unknown format {data['format']!r}, expected {FORMAT!r}")
+            slices = []
+            for one in data["slices"]:
+                drafters = {
+                    kind: DraftLatency(
+                        **{**draft, "tokens": tuple(draft["tokens"]), "seconds": tuple(draft["seconds"])}
+                    )
+                    for kind, draft in one["drafters"].items()
+                }
+                slices.append(Slice(CostCurve.from_dict(one["target"]), drafters))
+            return cls(tuple(slices), drafter, dict(data.get("description", {})))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"not a latency profile: {error!r}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> LatencyModel:
+        """Read a profile file, such as `benchmarks/profiles/gpu_like.json`.
+
+        Raises:
+            ValueError: if the file is no profile.
+            OSError: if it cannot be read.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r} is no latency profile: {error}") from None

@@ -1,0 +1,131 @@
+"""The interface of a depth policy: before each step, the maximum draft depth of every row; 0 is a plain step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hf_specgen.depth.latency import LatencyModel
+from hf_specgen.statistics import RowStep
+
+if TYPE_CHECKING:
+    from hf_specgen.state import Call
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """The outcome of one decoding step.
+
+    Args:
+        requested: `[rows]` maximum draft depth of each row, after it was cut to the row's room.
+        rows: `[rows]` drafted, accepted and emitted tokens; None for a row that took no part.
+        tokens_per_row: tokens of each row in the target's forward pass: the pending token, the largest draft, padding.
+        seconds: wall time by part: "draft", "forward", "verify". No "forward" where drafts were verified together
+            with the prompt.
+        drafter_passes: tokens in each forward pass of the drafter, over all rows. None if unknown: then one pass with
+            one token per row is assumed for each level of the deepest draft.
+    """
+
+    requested: Sequence[int]
+    rows: Sequence[RowStep | None]
+    tokens_per_row: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    drafter_passes: Sequence[int] | None = None
+
+    @property
+    def batch(self) -> int:
+        """Number of rows that took part."""
+        return sum(row is not None for row in self.rows)
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest draft."""
+        return max((row.depth for row in self.rows if row is not None), default=0)
+
+    @property
+    def passes(self) -> Sequence[int]:
+        """Tokens in each forward pass of the drafter."""
+        return [self.batch] * self.depth if self.drafter_passes is None else self.drafter_passes
+
+
+class PolicySession(ABC):
+    """The state of a policy in one `generate` call."""
+
+    latency: LatencyModel | None = None
+    """The latency model in use, for strategies that size their own trees; None if the policy has none."""
+
+    @abstractmethod
+    def depths(self, room: Sequence[int]) -> list[int]:
+        """The maximum depth of each row's next draft; the decoding loop cuts it to the strategy's k and to `room`.
+
+        Args:
+            room: `[rows]` draft tokens that each row can still use; 0 for a row that takes no part in this step.
+        """
+
+    def observe(self, step: StepRecord) -> None:
+        """Learn from the outcome of a step."""
+
+
+class Policy(ABC):
+    """Chooses draft depths. Subclass it, and return from `start` a session with a `depths` method.
+
+    A policy holds settings only, so calls and threads can share it. Give it to a strategy,
+    `NgramCandidates(k=16, policy=...)`, or to one call, `generate(..., policy=...)`.
+
+    Example:
+        >>> class WhileAccepted(Policy):
+        ...     def start(self, call):
+        ...         return WhileAcceptedSession()
+        >>> class WhileAcceptedSession(PolicySession):
+        ...     '''Drafts 8 tokens while the last step accepted any, and in every tenth step.'''
+        ...     step, accepted = 0, True
+        ...     def depths(self, room):
+        ...         return [8 if self.accepted or self.step % 10 == 0 else 0] * len(room)
+        ...     def observe(self, step):
+        ...         self.step += 1
+        ...         self.accepted = any(row.accepted for row in step.rows if row is not None)
+        >>> WhileAccepted().start(call=None).depths([20, 20])
+        [8, 8]
+    """
+
+    @abstractmethod
+    def start(self, call: Call) -> PolicySession:
+        """Begin a call."""
+
+
+@dataclass(frozen=True)
+class FixedDepth(Policy):
+    """The same maximum depth in every step.
+
+    Args:
+        k: maximum depth; the strategy's own if None. 0 turns drafting off.
+
+    Raises:
+        ValueError: if k is negative.
+
+    Example:
+        >>> FixedDepth(3)
+        FixedDepth(k=3)
+    """
+
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.k is not None and self.k < 0:
+            raise ValueError(f"k must be at least 0, got {self.k}")
+
+    def start(self, call: Call) -> PolicySession:
+        return _FixedSession(call.candidates.k if self.k is None else self.k)
+
+
+Fixed = FixedDepth
+
+
+class _FixedSession(PolicySession):
+    def __init__(self, k: int):
+        self._k = k
+
+    def depths(self, room: Sequence[int]) -> list[int]:
+        return [self._k] * len(room)

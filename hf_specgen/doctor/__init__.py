@@ -1,6 +1,0 @@
-"""`hf-specgen doctor`: will speculation work here, will it pay, and if not, why?"""
-
-from hf_specgen.doctor.examine import DoctorSettings, examine
-from hf_specgen.doctor.findings import Finding, Report, Verdict
-
-__all__ = ["DoctorSettings", "Finding", "Report", "Verdict", "examine"]

@@ -1,0 +1,1 @@
+"""Measuring: timing several ways to generate, acceptance statistics, workloads, intervals, memory, provenance."""

@@ -1,0 +1,198 @@
+"""What the keyword `candidate_generator=` of `generate` does, `speculate()`, and argument validation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specgen import compat
+from hf_specgen.candidates.base import Candidates
+from hf_specgen.candidates.native import NativeCandidates
+from hf_specgen.decoding import SpeculativeOutput, speculative_decode
+from hf_specgen.depth import Policy
+from hf_specgen.monitoring.monitor import Monitor
+from hf_specgen.target.support import check_model
+from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
+
+CALL_SETTINGS = ("verification", "policy", "monitor")
+VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
+ALIASES = {"coupled": "exact"}
+"""Earlier names of verification modes, still accepted."""
+
+
+class Speculation:
+    """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        verification: str | Verifier,
+        streamer: BaseStreamer | None = None,
+        policy: Policy | None = None,
+        monitor: Monitor | None = None,
+    ):
+        self.candidates, self.verification, self.streamer = candidates, verification, streamer
+        self.policy, self.monitor = policy, monitor
+        _as_verifier(verification)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: GenerationConfig | None = None,
+        **model_kwargs: Any,
+    ) -> SpeculativeOutput | torch.Tensor:
+        assert generation_config is not None
+        check_model(model)
+        _check_call(input_ids, generation_config, model_kwargs)
+        streamer = compat.local_of_generate("streamer")  # which `generate` has given the prompt already
+        if streamer is None and self.streamer is not None:
+            streamer = self.streamer
+            streamer.put(input_ids.cpu())
+        return speculative_decode(
+            model,
+            input_ids,
+            candidates=self.candidates,
+            verifier=_as_verifier(self.verification),
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            policy=self.policy,
+            monitor=self.monitor,
+            **model_kwargs,
+        )
+
+
+def speculate(
+    candidate_generator: CandidateGenerator,
+    *,
+    verification: str | Verifier = "exact",
+    streamer: BaseStreamer | None = None,
+    policy: Policy | None = None,
+    monitor: Monitor | None = None,
+) -> Speculation:
+    """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
+
+    Args:
+        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`.
+        verification: "exact" (the tokens of plain `generate`, also when sampling with a seed), "rejection" (the same
+            distribution, but not the same seed), "typical" (LOSSY: accepts what the target finds plausible), or a
+            `Verifier`.
+        policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
+        monitor: receives every step.
+        streamer: receives the prompt, then every confirmed column, as a streamer given to `generate` does.
+
+    Returns:
+        a callable for `custom_generate=`.
+
+    Raises:
+        ValueError, TypeError: for an unknown verification or something that is no candidate generator.
+
+    Example:
+        >>> from hf_specgen import NgramCandidates, speculate
+        >>> method = speculate(NgramCandidates(k=5))  # model.generate(**inputs, custom_generate=method)
+    """
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
+    return Speculation(_as_candidates(candidate_generator), verification, streamer, policy, monitor)
+
+
+def generate_speculatively(
+    original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`model.generate(*args, **kwargs)` with our keywords: called by the patched `generate`, see `hf_specgen.patch`.
+
+    Args:
+        original: `GenerationMixin.generate` as it was before it was patched.
+        model: the model.
+        args, kwargs: the arguments of the call.
+    """
+    generator, method = kwargs.pop("candidate_generator", None), kwargs.get("custom_generate")
+    if generator is not None:
+        if method is not None:
+            raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
+        settings = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
+        method = speculate(generator, **settings)
+    return _generate(original, model, args, kwargs, method)
+
+
+def _generate(
+    original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: Any
+) -> Any:
+    """Call `generate` with our decoding method, seeing to the arguments that it does not pass on."""
+    names = list(inspect.signature(original).parameters)[1:]
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    if kwargs.get("assistant_model") is not None:
+        raise ValueError("both candidate_generator= and assistant_model= were given; leave one out")
+    if kwargs.pop("synced_gpus", False):
+        raise ValueError("candidate_generator= does not work with synced_gpus=True (FSDP, ZeRO-3); leave it out")
+    tokenizer = kwargs.pop("tokenizer", None)
+    if tokenizer is not None:
+        kwargs.update(_stop_strings_as_criteria(model, kwargs.get("generation_config"), tokenizer, kwargs))
+    return original(model, **{**kwargs, "custom_generate": method})
+
+
+def _stop_strings_as_criteria(
+    model: Any, config: GenerationConfig | None, tokenizer: Any, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """`generate` builds the criterion for stop strings itself, but loses the tokenizer on the way to doing so."""
+    given = [kwargs.get("stop_strings"), config and config.stop_strings, model.generation_config.stop_strings]
+    stop_strings = next((strings for strings in given if strings is not None), None)
+    if stop_strings is None:
+        return {}
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    return {"stop_strings": None, "stopping_criteria": criteria}
+
+
+def _as_candidates(generator: Any) -> Candidates:
+    if isinstance(generator, Candidates):
+        return generator
+    if isinstance(generator, CandidateGenerator):
+        return NativeCandidates(generator)
+    raise TypeError(f"candidate_generator must be a CandidateGenerator such as NgramCandidates(k=5), got {generator!r}")
+
+
+def _as_verifier(verification: Any) -> Verifier:
+    if isinstance(verification, Verifier):
+        return verification
+    if isinstance(verification, str) and ALIASES.get(verification, verification) in VERIFIERS:
+        return VERIFIERS[ALIASES.get(verification, verification)]()
+    modes = ", ".join(map(repr, VERIFIERS))
+    raise ValueError(f"verification must be {modes} or a Verifier, got {verification!r}")
+
+
+def _check_call(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Raise for everything that would otherwise be ignored or go wrong later."""
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("candidate_generator= needs the prompt as input_ids, not as inputs_embeds")
+    if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
+        raise ValueError(
+            f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"
+        )
+    mode = config.get_generation_mode()
+    if config.prompt_lookup_num_tokens is not None:
+        raise ValueError("both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out")
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"candidate_generator= works with greedy search and sampling, not with {mode.value} "
+            f"(num_beams={config.num_beams}); set num_beams=1 or leave candidate_generator out"
+        )
+    if not model_kwargs.get("use_cache", True):
+        raise ValueError("candidate_generator= needs the key/value cache; leave out use_cache=False")
+    if config.output_attentions or config.output_hidden_states:
+        raise ValueError("output_attentions and output_hidden_states are not available with candidate_generator=")
+    position_ids = model_kwargs.get("position_ids")
+    if position_ids is None or position_ids.dim() != 2:
+        raise ValueError("candidate_generator= works with text-only models that take 2-D position_ids")

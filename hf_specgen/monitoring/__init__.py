@@ -1,0 +1,1 @@
+"""Watching speculation while it runs: windowed figures, Prometheus counters, plots."""

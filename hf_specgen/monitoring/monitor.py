@@ -1,0 +1,176 @@
+"""Monitors of running calls: a window over the last steps, a histogram, counters for a dashboard."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_specgen.depth import StepRecord
+from hf_specgen.state import Call
+
+if TYPE_CHECKING:
+    from hf_specgen.monitoring.prometheus import Counters
+
+logger = logging.getLogger("hf_specgen")
+
+
+class MonitorSession(ABC):
+    """Receives the steps of one `generate` call."""
+
+    @abstractmethod
+    def observe(self, step: StepRecord) -> None:
+        """A step was made."""
+
+    def end(self) -> None:
+        """The call is over, possibly by an exception."""
+
+
+class Monitor(ABC):
+    """Receives the steps of the calls that it is passed to: `generate(…, candidate_generator=…, monitor=monitor)`."""
+
+    @abstractmethod
+    def start(self, call: Call) -> MonitorSession:
+        """Begin a call."""
+
+
+class SpeculationMonitor(Monitor):
+    """Windowed figures, a histogram and a timeline over all calls that it is passed to; may be shared by threads.
+
+    Logs one line per call at level INFO to the logger "hf_specgen". Subclass it and extend `record` for more.
+
+    Args:
+        window: number of row steps that the windowed figures cover.
+        timeline: how many steps are kept for the plot.
+        prometheus: count in `prometheus_client` under the names that serving stacks chart: `spec_decode_num_drafts`,
+            `spec_decode_num_draft_tokens`, `spec_decode_num_accepted_tokens` and the latter per position. None counts
+            if the package is installed.
+
+    Raises:
+        ValueError: if a size is not positive.
+        ImportError: with `prometheus=True`, if `prometheus_client` is not installed.
+
+    Example:
+        >>> monitor = SpeculationMonitor(window=50, prometheus=False)
+        >>> # model.generate(**inputs, candidate_generator=NgramCandidates(k="auto"), monitor=monitor)
+        >>> monitor.summary()
+        'last 0 row steps: nothing was drafted'
+    """
+
+    def __init__(self, window: int = 100, *, timeline: int = 2000, prometheus: bool | None = None):
+        for name, value in (("window", window), ("timeline", timeline)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.window: deque[tuple[int, int, int, int]] = deque(maxlen=window)
+        """(depth asked for, tokens drafted, accepted, emitted) of the last row steps."""
+        self.timeline: deque[tuple[float, float, float, float]] = deque(maxlen=timeline)
+        """(mean depth asked for, mean drafted, mean accepted, seconds) of the last steps, over the rows of each."""
+        self.histogram: Counter[int] = Counter()
+        """How many drafts had 0, 1, 2, … tokens accepted, over all calls."""
+        self.calls = 0
+        self._counters = _counters(prometheus)
+        self._lock = threading.Lock()
+
+    def start(self, call: Call) -> MonitorSession:
+        with self._lock:
+            self.calls += 1
+        return _SpeculationMonitorSession(self, call)
+
+    def record(self, call: Call, step: StepRecord) -> None:
+        """Take in a step of any call; subclass and extend it to do more with each step."""
+        taken = [(asked, row) for asked, row in zip(step.requested, step.rows, strict=True) if row is not None]
+        with self._lock:
+            for requested, row in taken:
+                self.window.append((requested, row.drafted, row.accepted, row.emitted))
+                if row.drafted:
+                    self.histogram[row.accepted] += 1
+            sums = [
+                sum(depth for depth, _ in taken),
+                sum(r.drafted for _, r in taken),
+                sum(r.accepted for _, r in taken),
+            ]
+            means = [value / len(taken) for value in sums]
+            self.timeline.append((means[0], means[1], means[2], sum(step.seconds.values())))
+        if self._counters is not None:
+            for _, row in taken:
+                if row.drafted:
+                    self._counters.add(row.drafted, row.accepted)
+
+    def finish(self, call: Call) -> None:
+        """Log the figures of a call that is over."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        s, steps = call.statistics, max(1, max(map(len, call.statistics.rows)))
+        logger.info(
+            "%s: %d tokens, %d steps, %.2f tokens per step, drafted %d, accepted %d (%.0f%%), %.2f s, policy %.0f us",
+            call.candidates,
+            s.emitted,
+            s.steps,
+            s.tokens_per_step,
+            s.drafted,
+            s.accepted,
+            100 * s.acceptance_rate,
+            s.seconds.get("total", 0.0),
+            1e6 * s.seconds.get("policy", 0.0) / steps,
+        )
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / drafted, in the window."""
+        drafted = sum(row[1] for row in self.window)
+        return sum(row[2] for row in self.window) / drafted if drafted else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens per row step, in the window."""
+        return sum(row[3] for row in self.window) / len(self.window) if self.window else 0.0
+
+    @property
+    def mean_depth(self) -> float:
+        """Mean of the depth that was asked for, in the window; 0 means that speculation is off."""
+        return sum(row[0] for row in self.window) / len(self.window) if self.window else 0.0
+
+    def summary(self) -> str:
+        """One line about the window."""
+        if not any(row[1] for row in self.window):
+            return f"last {len(self.window)} row steps: nothing was drafted"
+        return (
+            f"last {len(self.window)} row steps: {self.tokens_per_step:.2f} tokens per step, "
+            f"{self.acceptance_rate:.0%} of draft tokens accepted, mean depth {self.mean_depth:.1f}"
+        )
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the timeline and the histogram into an image (PNG, SVG, PDF).
+
+        Raises:
+            ImportError: without matplotlib (`pip install hf-specgen[plot]`).
+        """
+        from hf_specgen.monitoring.plots import plot_monitor
+
+        plot_monitor(self, path)
+
+
+class _SpeculationMonitorSession(MonitorSession):
+    def __init__(self, monitor: SpeculationMonitor, call: Call):
+        self._monitor, self._call = monitor, call
+
+    def observe(self, step: StepRecord) -> None:
+        self._monitor.record(self._call, step)
+
+    def end(self) -> None:
+        self._monitor.finish(self._call)
+
+
+def _counters(wanted: bool | None) -> Counters | None:
+    if wanted is False:
+        return None
+    try:
+        from hf_specgen.monitoring.prometheus import counters
+    except ImportError as error:
+        if wanted is None:
+            return None
+        raise ImportError("counters need prometheus_client: pip install 'hf-specgen[monitor]'") from error
+    return counters()

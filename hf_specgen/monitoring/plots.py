@@ -1,0 +1,86 @@
+"""Pictures of one call's statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_specgen.monitoring.monitor import SpeculationMonitor
+    from hf_specgen.statistics import Statistics
+
+ACCEPTED, REJECTED = "#2a7f62", "#d9d9d9"
+
+
+def plot_statistics(statistics: Statistics, path: str | Path) -> None:
+    """Draw acceptance by position, and what each step of the first row brought.
+
+    Args:
+        statistics: of a finished call.
+        path: file to write; its ending says the format (PNG, SVG, PDF).
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    figure = _figure()
+    by_position, along_text = figure.subplots(2, 1)
+    rates = statistics.acceptance_rate_per_position
+    by_position.bar(range(1, len(rates) + 1), rates, color=ACCEPTED)
+    by_position.set(
+        title=f"{statistics.tokens_per_step:.2f} tokens per step, {statistics.acceptance_rate:.0%} of guesses accepted",
+        xlabel="position in the draft",
+        ylabel="accepted",
+        ylim=(0, 1),
+    )
+    by_position.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    steps = statistics.rows[0]
+    numbers = range(1, len(steps) + 1)
+    along_text.bar(numbers, [step.depth for step in steps], color=REJECTED, label="guessed")
+    along_text.bar(numbers, [step.accepted for step in steps], color=ACCEPTED, label="accepted")
+    along_text.set(xlabel="verification step of the first row", ylabel="tokens")
+    along_text.legend(frameon=False)
+    for axes in (by_position, along_text):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
+    """Draw what was asked for, drafted and accepted in the last steps, and how many drafts had how much accepted.
+
+    Args:
+        monitor: that has watched some calls.
+        path: file to write; its ending says the format (PNG, SVG, PDF).
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: if nothing was watched.
+    """
+    if not monitor.timeline:
+        raise ValueError("the monitor has seen no step yet; pass it to generate(…, monitor=monitor)")
+    figure = _figure()
+    timeline, histogram = figure.subplots(2, 1)
+    asked, drafted, accepted, _ = zip(*monitor.timeline, strict=True)
+    numbers = range(1, len(asked) + 1)
+    timeline.fill_between(numbers, drafted, step="mid", color=REJECTED, label="guessed")
+    timeline.fill_between(numbers, accepted, step="mid", color=ACCEPTED, label="accepted")
+    timeline.step(numbers, asked, where="mid", color="#444444", linewidth=1, label="greatest depth")
+    timeline.set(title=monitor.summary(), xlabel="step", ylabel="tokens a row", xlim=(1, max(2, len(asked))))
+    timeline.set_ylim(0, 1.3 * max(1, *asked))
+    timeline.legend(frameon=False, ncols=3, loc="upper right")
+    counts = monitor.histogram
+    histogram.bar(
+        range(max(counts, default=0) + 1), [counts[n] for n in range(max(counts, default=0) + 1)], color=ACCEPTED
+    )
+    histogram.set(xlabel="tokens accepted of a draft", ylabel="drafts")
+    histogram.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (timeline, histogram):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'hf-specgen[plot]'") from error
+    return Figure(figsize=(9, 5.5), layout="constrained")

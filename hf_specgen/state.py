@@ -1,0 +1,222 @@
+"""The state of one `generate` call: the tokens of every row, which rows have ended, and the settings of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria
+
+from hf_specgen import compat
+
+if TYPE_CHECKING:
+    from hf_specgen.candidates.base import Candidates
+    from hf_specgen.depth.policy import PolicySession
+    from hf_specgen.statistics import Statistics
+    from hf_specgen.target.base import Target
+    from hf_specgen.verification.base import VerificationSession
+    from hf_specgen.verification.processors import LogitsPipeline
+
+
+class GenerationState:
+    """Prompts and generated tokens of a batch. The decoding loop writes it, everything else reads it.
+
+    Args:
+        input_ids: `[batch, prompt]`, left-padded as `generate` received them.
+        attention_mask: `[batch, at least prompt]`, 0 for padding; None if there is none.
+        stop_ids: a row ends after any of these tokens (EOS).
+        max_length: a row ends at that many columns, prompt included.
+        pad_id: what plain `generate` writes after the end of a row; None if rows never end before the batch does.
+
+    Attributes:
+        prompts: the prompt of each row, without padding.
+        generated: the tokens generated so far, per row.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        stop_ids: Collection[int] = (),
+        max_length: float = float("inf"),
+        pad_id: int | None = None,
+    ):
+        self.batch, self.prompt_length = input_ids.shape
+        self.prompts = _without_padding(input_ids, attention_mask)
+        self.generated: list[list[int]] = [[] for _ in range(self.batch)]
+        self.stop_ids = frozenset(stop_ids)
+        self.max_length = max_length
+        self.pad_id = pad_id
+        self.device = input_ids.device
+        self._stopped = [False] * self.batch
+        self._columns = torch.cat([input_ids.cpu(), self._blank(64)], dim=1)
+        self._filled = [0] * self.batch
+
+    @classmethod
+    def of_call(
+        cls,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+    ) -> GenerationState:
+        """The state at the start of a call, from what `generate` prepared."""
+        stop_ids: set[int] = set()
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                stop_ids.update(criterion.eos_token_id.tolist())
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        max_length = float("inf") if criteria.max_length is None else criteria.max_length
+        pad_id = compat.pad_token(config) if pads else None
+        return cls(input_ids, attention_mask, stop_ids, max_length, pad_id)
+
+    def pending(self) -> list[int]:
+        """The last token of each row: it is not in the target's cache yet."""
+        return [tokens[-1] for tokens in self.generated]
+
+    def has_ended(self, row: int) -> bool:
+        """Whether the row takes no further tokens: EOS, maximum length, or a stopping criterion.
+
+        Where rows are not padded (no EOS token), a row that a criterion stopped goes on until all rows have stopped.
+        """
+        return (self._stopped[row] and self.pad_id is not None) or self._at_end(row)
+
+    def stop(self, row: int) -> None:
+        """Record that plain `generate` stops this row at its last confirmed column."""
+        self._stopped[row] = True
+
+    def is_stopped(self, row: int) -> bool:
+        """Whether `stop` was called for the row."""
+        return self._stopped[row]
+
+    @property
+    def all_stopped(self) -> bool:
+        """Whether plain `generate` would return now."""
+        return all(self._stopped)
+
+    def remaining(self, row: int) -> float:
+        """How many tokens the row may still get."""
+        return self.max_length - self.prompt_length - len(self.generated[row])
+
+    def append(self, row: int, tokens: Sequence[int]) -> int:
+        """Append tokens up to and including the first at which the row ends; returns how many were appended."""
+        text = self.generated[row]
+        for count, token in enumerate(tokens, start=1):
+            text.append(token)
+            if self._at_end(row):
+                return count
+        return len(tokens)
+
+    def count_until_end(self, row: int, tokens: Sequence[int]) -> int:
+        """How many of these tokens `append` would append."""
+        room = self.remaining(row)
+        for count, token in enumerate(tokens, start=1):
+            if token in self.stop_ids or count >= room:
+                return count
+        return len(tokens)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Cut the row to `length` generated tokens."""
+        del self.generated[row][length:]
+        column = self.prompt_length + self._filled[row]
+        self._columns[row, self.prompt_length + length : column] = self._padding
+        self._filled[row] = min(self._filled[row], length)
+
+    @contextmanager
+    def tentative(self) -> Iterator[None]:
+        """Undo on exit every `append` made inside, so that verification can look ahead along the draft."""
+        lengths = [len(tokens) for tokens in self.generated]
+        try:
+            yield
+        finally:
+            for row, length in enumerate(lengths):
+                if len(self.generated[row]) > length:
+                    self.truncate(row, length)
+
+    def prefix(self, columns: int) -> torch.Tensor:
+        """The first `columns` columns, as plain `generate` would pass them to processors and stopping criteria.
+
+        A row that has ended, or that has fewer tokens, is padded on the right.
+
+        Returns:
+            `[batch, columns]` a copy, on the device of the prompt.
+        """
+        if columns > self._columns.shape[1]:
+            self._columns = torch.cat([self._columns, self._blank(max(columns, self._columns.shape[1]))], dim=1)
+        for row, tokens in enumerate(self.generated):
+            filled, wanted = self._filled[row], min(len(tokens), columns - self.prompt_length)
+            if wanted > filled:
+                first = self.prompt_length + filled
+                self._columns[row, first : self.prompt_length + wanted] = torch.tensor(tokens[filled:wanted])
+                self._filled[row] = wanted
+        return self._columns[:, :columns].to(self.device, copy=True)
+
+    def _at_end(self, row: int) -> bool:
+        tokens = self.generated[row]
+        return bool(tokens) and (tokens[-1] in self.stop_ids or self.prompt_length + len(tokens) >= self.max_length)
+
+    @property
+    def _padding(self) -> int:
+        return 0 if self.pad_id is None else self.pad_id
+
+    def _blank(self, columns: int) -> torch.Tensor:
+        return torch.full((self.batch, columns), self._padding, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One `generate` call as its plug-ins see it. Read-only: candidates, verifier, policy and monitor start from it.
+
+    Args:
+        model: the target; None in simulations and inside Transformers' own assisted decoding.
+        state: the tokens of every row; grows from step to step.
+        config: the generation config, as prepared by `generate`.
+        candidates: the settings of the strategy in use.
+        statistics: every step so far.
+        processors: applies the logits processors of the call; None inside Transformers' own loop.
+        keeps_scores, keeps_logits: whether the caller asked for the processed scores, and for the raw logits.
+        target: the target as the loop runs it. Draft sessions only.
+        verification: how draft tokens will be judged; see `VerificationSession.draft_weights`. Draft sessions only;
+            None inside Transformers' own loop.
+        depth: the session that chooses draft depths; its `latency` is the latency model. Draft sessions only.
+    """
+
+    model: PreTrainedModel | None
+    state: GenerationState
+    config: GenerationConfig
+    candidates: Candidates
+    statistics: Statistics
+    processors: LogitsPipeline | None = None
+    keeps_scores: bool = False
+    keeps_logits: bool = False
+    target: Target | None = None
+    verification: VerificationSession | None = None
+    depth: PolicySession | None = None
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether tokens are sampled."""
+        return bool(self.config.do_sample)
+
+    @property
+    def temperature(self) -> float:
+        """The sampling temperature; 0.0 for greedy decoding."""
+        temperature = self.config.temperature
+        return float(1.0 if temperature is None else temperature) if self.do_sample else 0.0
+
+    @property
+    def max_new_tokens(self) -> float:
+        """How many tokens the call may generate per row; may be infinite."""
+        return self.state.max_length - self.state.prompt_length
+
+
+def _without_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
+    rows = input_ids.tolist()
+    if attention_mask is None:
+        return rows
+    kept = attention_mask[:, -input_ids.shape[1] :].bool().tolist()
+    return [[token for token, keep in zip(*pair, strict=True) if keep] for pair in zip(rows, kept, strict=True)]

@@ -1,0 +1,225 @@
+"""A target that runs in two halves: its first layers draft, the rest verifies what they made. One cache for both.
+
+Drafting a token runs layers 0 to E-1 on it, which write their own keys and values where they belong, and keeps the
+state that goes into layer E. Verification starts from those states: nothing of the first layers is computed twice.
+
+    draft:   embed ─► layer 0 … E-1 ─┬─► norm ─► head ─► next guess
+                                     └─ kept
+    verify:                             kept ─► layer E … L-1 ─► norm ─► head ─► logits
+
+Source: Elhoushi et al., "LayerSkip" (2024), section 4.3 (self-speculative decoding with a shared cache).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen.target.base import Target
+from hf_specgen.target.model_parts import decoder, decoder_layers
+from hf_specgen.tree import DraftTree
+
+IN_USE = (
+    "another thread is running a part of this model's layers (LayerSkipCandidates); run calls with layer skip on one "
+    "model one after the other, or use a candidate generator that may run in several threads"
+)
+
+
+class EarlyExitTarget(Target):
+    """A `Target` whose first layers can run by themselves.
+
+    Args:
+        model, input_ids, generation_config, model_kwargs: as for `Target`.
+        exit_layer: E, the number of layers that draft.
+
+    Raises:
+        ValueError: if the model has no layer E, or cannot be divided.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        exit_layer: int,
+    ):
+        self._layers = divisible_layers(model, exit_layer)
+        super().__init__(model, input_ids, generation_config, model_kwargs)
+        self._first, self._last = range(exit_layer), range(exit_layer, len(self._layers))
+        self._pass_through = [_PassThrough(layer) for layer in self._layers]
+        self._states: list[torch.Tensor] = []
+        self._before_prompt: tuple[int, ...] = ()
+
+    def prefill_early(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the first layers on the prompt: the first draft goes on from there.
+
+        Returns:
+            `[batch, 1, hidden]` the state that goes into layer E at the last token, and `[batch, 1, vocab]` the logits
+            that follow from it.
+        """
+        self._before_prompt = self.cache.lengths or (0,) * len(self._input_ids)
+        with self._passing(self._last), self._noting_form():
+            logits = self._read_prompt(DraftTree.empty(len(self._input_ids)))
+        self._prompt_was_read(self._before_prompt[0], 0)
+        seen = self._pass_through[self._last[0]].seen
+        assert seen is not None
+        self._states.append(seen)
+        return seen[:, -1:], logits[:, -1:]
+
+    def prefill(self, draft: DraftTree) -> torch.Tensor:
+        """Read the prompt and the guesses behind it, starting from the states that drafting has left, if it has."""
+        if not self._states:
+            with self._noting_form():
+                return super().prefill(draft)
+        states = self._take_states(draft)  # [batch, prompt + nodes, hidden]
+        self.cache.set_lengths(self._before_prompt)
+        kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(draft.nodes)}
+        kwargs["position_ids"] = kwargs["position_ids"][..., -states.shape[1] :]
+        with self._passing(self._first):
+            return self.model(inputs_embeds=states, return_dict=True, **kwargs).logits[:, -1 - draft.nodes :]
+
+    def run_early(self, tokens: torch.Tensor, with_logits: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the first layers on each row's last token, the root of a draft tree.
+
+        Args:
+            tokens: `[batch]`.
+            with_logits: whether the model's own final norm and head are wanted.
+
+        Returns:
+            `[batch, 1, hidden]` the state that goes into layer E, and `[batch, 1, vocab]` the logits that follow.
+        """
+        self._starts = self.cache.lengths
+        return self._early(DraftTree.empty(len(tokens)), tokens.to(self.device)[:, None], 0, with_logits)
+
+    def grow_early(
+        self, tree: DraftTree, new: int, with_logits: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the first layers on further nodes of a draft tree.
+
+        Args:
+            tree: all nodes so far.
+            new: how many of them, at the end, are to be run; the same number in every row.
+            with_logits: as for `run_early`.
+
+        Returns:
+            `[batch, new, hidden]` states and `[batch, new, vocab]` logits.
+        """
+        tokens = tree.tokens[:, tree.nodes - new :].to(self.device)
+        return self._early(tree, tokens, 1 + tree.nodes - new, with_logits)
+
+    def _early(
+        self, tree: DraftTree, tokens: torch.Tensor, cached: int, with_logits: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with self._passing(self._last):
+            module = self.model if with_logits else decoder(self.model)
+            active = self._within_table(tree.batch)
+            outputs = self._run(module, tree, {"input_ids": tokens}, active, cached)
+        seen = self._pass_through[self._last[0]].seen
+        assert seen is not None
+        self._states.append(self._for_all_rows(seen, tree.batch))
+        return self._states[-1], self._for_all_rows(outputs.logits, tree.batch) if with_logits else None
+
+    def forward(
+        self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
+    ) -> torch.Tensor:
+        """Score a draft, starting from the states that drafting has left.
+
+        The first nodes of the tree must be those that the first layers have been run on, in the same order.
+        """
+        if not self._states:
+            return super().forward(tree, pending, active)
+        states = self._take_states(tree)  # [batch, 1 + nodes, hidden]
+        self.cache.set_lengths(self._starts)
+        with self._passing(self._first):
+            return self._for_all_rows(self._run(self.model, tree, {"inputs_embeds": states}, active).logits, tree.batch)
+
+    def _within_table(self, batch: int) -> list[bool]:
+        """Rows that one more token can be drafted for: a draft ends where the table of positions does."""
+        within = [True] * batch
+        for row, start, now, offset in zip(self._present, self._starts, self.cache.lengths, self._offsets, strict=True):
+            within[row] = not start + offset <= self.last_position < now + offset
+        return within
+
+    def _take_states(self, tree: DraftTree) -> torch.Tensor:
+        """The states of everything up to the last node; runs the first layers on the nodes that they have not seen."""
+        drafted = sum(states.shape[1] for states in self._states[1:])
+        if drafted < tree.nodes:
+            self.grow_early(tree, tree.nodes - drafted, with_logits=False)
+        states = torch.cat(self._states, dim=1)
+        self._states.clear()
+        return states
+
+    def abandon(self) -> None:
+        self._states.clear()
+        super().abandon()
+
+    @contextmanager
+    def _noting_form(self) -> Iterator[None]:
+        """See in what form the layers return their state."""
+
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            for stand_in in self._pass_through:
+                stand_in.returns_tuple = isinstance(output, tuple)
+
+        handle = self._layers[0].register_forward_hook(look)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def _passing(self, indices: range) -> Iterator[None]:
+        """Replace these layers by modules that return their input. The list keeps its length and its indices."""
+        originals = [self._layers[index] for index in indices]
+        if any(isinstance(layer, _PassThrough) for layer in originals):
+            raise RuntimeError(IN_USE)
+        try:
+            for index in indices:
+                self._pass_through[index].owner = threading.get_ident()
+                self._layers[index] = self._pass_through[index]
+            yield
+        finally:
+            for index, layer in zip(indices, originals, strict=True):
+                self._layers[index] = layer
+
+
+class _PassThrough(nn.Module):
+    """Takes the place of a layer and returns its input in the layer's own form; other attributes are the layer's."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        object.__setattr__(self, "layer", layer)
+        self.returns_tuple = False
+        self.seen: torch.Tensor | None = None
+        self.owner = 0
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self.owner:
+            raise RuntimeError(IN_USE)
+        self.seen = hidden_states
+        return (hidden_states,) if self.returns_tuple else hidden_states
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "layer"), name)
+
+
+def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
+    """The decoder layers of a model that has a layer `exit_layer`; `check_computation` tells if it can be divided.
+
+    Raises:
+        ValueError: one sentence on why it cannot.
+    """
+    layers = decoder_layers(model)
+    if not 1 <= exit_layer < len(layers):
+        raise ValueError(f"exit_layer must be from 1 to {len(layers) - 1} for {type(model).__name__}, got {exit_layer}")
+    return layers

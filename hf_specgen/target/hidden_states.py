@@ -1,0 +1,111 @@
+"""A target that keeps hidden states of its own forward passes, for draft heads that read them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen.target.base import Target
+from hf_specgen.target.model_parts import decoder_layers, output_matrix
+from hf_specgen.tree import DraftTree
+
+
+class HiddenStateTarget(Target):
+    """A `Target` that captures hidden states.
+
+    Args:
+        model, input_ids, generation_config, model_kwargs: as for `Target`.
+        taps: which states, as in `TargetRequirements`.
+
+    Attributes:
+        states: `[batch, taps * hidden]` the captured states at the position that each row's last token was chosen
+            from, in the order of the taps.
+        pass_states: `[batch, positions, taps * hidden]` those of the last forward pass: of all prompt positions that
+            were read (and the draft behind them), or of the pending token and the draft nodes.
+
+    Raises:
+        ValueError: if the model has no linear output matrix or no list of decoder layers to capture from.
+    """
+
+    states: torch.Tensor
+    pass_states: torch.Tensor
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        taps: Sequence[int],
+    ):
+        self._taps = [_tap(model, index) for index in taps]
+        super().__init__(model, input_ids, generation_config, model_kwargs)
+
+    def prefill(self, draft: DraftTree) -> torch.Tensor:
+        with self._capturing() as captured:
+            logits = super().prefill(draft)
+        states = [torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in captured]
+        positions = min(state.shape[1] for state in states)
+        self.pass_states = torch.cat([state[:, -positions:] for state in states], dim=-1)
+        self._step_states = self.pass_states[:, -1 - draft.nodes :]
+        self.states = self._step_states[:, 0].clone()
+        return logits
+
+    def forward(
+        self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
+    ) -> torch.Tensor:
+        with self._capturing() as captured:
+            logits = super().forward(tree, pending, active)
+        states = torch.cat([parts[-1] for parts in captured], dim=-1)
+        self.pass_states = self._step_states = self._for_all_rows(states, tree.batch)
+        return logits
+
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
+        super().commit(paths)
+        rows = [row for row, path in enumerate(paths) if path is not None]
+        ends = [1 + path[-1] if path else 0 for path in paths if path is not None]
+        self.states[rows] = self._step_states[rows, ends]
+
+    @contextmanager
+    def _capturing(self) -> Iterator[list[list[torch.Tensor]]]:
+        """Per tap the states of each forward pass made inside by this thread.
+
+        Other threads may run the same model meanwhile: their passes call the hooks too, and are ignored.
+        """
+        captured: list[list[torch.Tensor]] = [[] for _ in self._taps]
+        thread = threading.get_ident()
+
+        def keep(place: int, value: Any) -> None:
+            if threading.get_ident() == thread:
+                captured[place].append(value[0] if isinstance(value, tuple) else value)
+
+        handles = []
+        try:
+            for place, (module, reads_input) in enumerate(self._taps):
+                if reads_input:
+                    hook = module.register_forward_pre_hook(lambda _, args, place=place: keep(place, args))
+                else:
+                    hook = module.register_forward_hook(lambda _, __, output, place=place: keep(place, output))
+                handles.append(hook)
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _tap(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
+    """The module to observe for a tap, and whether its input is wanted rather than its output."""
+    if index == -1:
+        return output_matrix(model), True
+    if index == 0:
+        return model.get_input_embeddings(), False
+    layers = decoder_layers(model)
+    if not 0 < index <= len(layers):
+        raise ValueError(f"{type(model).__name__} has hidden states 0 to {len(layers)}, not {index}")
+    return layers[index - 1], False

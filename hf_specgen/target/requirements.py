@@ -1,0 +1,67 @@
+"""What a strategy reads from the target besides its tokens, and the target that provides it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen.target.base import Target
+from hf_specgen.target.early_exit import EarlyExitTarget
+from hf_specgen.target.hidden_states import HiddenStateTarget
+
+OUTPUT_STATE = -1
+"""The tap of the state that the output matrix reads (after the final norm)."""
+
+
+@dataclass(frozen=True)
+class TargetRequirements:
+    """What has to be kept from the target's forward passes.
+
+    Args:
+        taps: hidden states to capture, as indices into Transformers' `hidden_states` tuple: 0 the embeddings, i the
+            output of layer i - 1; `OUTPUT_STATE` what the output matrix reads.
+        exit_layer: run the first so many layers on their own; None if that is not needed.
+
+    Example:
+        >>> TargetRequirements(taps=(2, 4)) | TargetRequirements(taps=(4, 6))
+        TargetRequirements(taps=(2, 4, 6), exit_layer=None)
+    """
+
+    taps: tuple[int, ...] = ()
+    exit_layer: int | None = None
+
+    def __or__(self, other: TargetRequirements) -> TargetRequirements:
+        """Both requirements together.
+
+        Raises:
+            ValueError: for two different exit layers, or an exit layer beside taps.
+        """
+        exits = {self.exit_layer, other.exit_layer} - {None}
+        taps = (*self.taps, *(tap for tap in other.taps if tap not in self.taps))
+        if len(exits) > 1 or (exits and taps):
+            raise ValueError(
+                "these strategies run the target in different ways (an early exit, hidden states); keep one of them"
+            )
+        return TargetRequirements(taps, exits.pop() if exits else None)
+
+
+def make_target(
+    requirements: TargetRequirements,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> Target:
+    """The target of one call.
+
+    Raises:
+        ValueError: if the model cannot provide what is required.
+    """
+    if requirements.exit_layer is not None:
+        return EarlyExitTarget(model, input_ids, config, model_kwargs, requirements.exit_layer)
+    if requirements.taps:
+        return HiddenStateTarget(model, input_ids, config, model_kwargs, requirements.taps)
+    return Target(model, input_ids, config, model_kwargs)

@@ -1,0 +1,99 @@
+"""Pre-drawn noise: sampling that gives the same text as plain `generate` under the same seed.
+
+`torch.multinomial(p, 1)` draws one tensor of exponential noise ``e`` per decoding step, shaped like ``p``, and returns
+``argmax(p / e)`` (the Gumbel-max trick in its exponential form). So the randomness of step ``t`` does not depend on the
+probabilities. The buffer draws the same tensors that plain sampling would draw, in the same order, and keeps them by
+step: verifying the token of step ``t`` of row ``b`` means to compute ``argmax(p / noise[t][b])``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+MAX_NOISE_BYTES = 256 * 2**20
+MIN_BUFFERED_STEPS = 16
+
+
+class NoiseBuffer:
+    """Exponential noise for each decoding step, drawn ahead as needed and given back at the end.
+
+    Args:
+        batch: rows.
+        vocab: vocabulary size of the logits.
+        device: where plain `generate` would sample.
+
+    Raises:
+        RuntimeError: if `torch.multinomial` on this device does not work as described above.
+    """
+
+    def __init__(self, batch: int, vocab: int, device: torch.device):
+        check_multinomial(device)
+        self.capacity = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
+        """How many steps the fastest row may be ahead of the slowest, within `MAX_NOISE_BYTES`."""
+        self.vocab = vocab
+        self._shape, self._device = (batch, vocab), device
+        self._drawn = 0
+        self._noise: dict[int, torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}
+
+    def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The noise of each row at its own steps; drawn as needed.
+
+        Args:
+            steps: for each row the same number of steps; step 0 is the first generated token.
+
+        Returns:
+            `[batch, nodes, vocab]`.
+        """
+        while self._drawn <= max(map(max, steps)):
+            self._states[self._drawn] = _rng_state(self._device)
+            self._noise[self._drawn] = torch.empty(self._shape, device=self._device).exponential_()
+            self._drawn += 1
+        slices = [self._noise[step][row] for row, row_steps in enumerate(steps) for step in row_steps]
+        return torch.stack(slices).view(len(steps), -1, self._shape[1])
+
+    def release(self, step: int) -> None:
+        """Drop the noise before `step`: no row will ask for it any more."""
+        for past in [known for known in self._noise if known < step]:
+            del self._noise[past], self._states[past]
+
+    def rewind(self, step: int) -> None:
+        """Put the random generator where plain `generate` leaves it after `step` tokens."""
+        if step < self._drawn:
+            _set_rng_state(self._device, self._states[step])
+
+
+@lru_cache(maxsize=8)
+def check_multinomial(device: torch.device) -> None:
+    """Raise unless `torch.multinomial` on `device` is an exponential race; leaves the generator untouched."""
+    before = _rng_state(device)
+    try:
+        probabilities = torch.full((3, 64), 1 / 64, device=device)
+        sampled = torch.multinomial(probabilities, 1)
+        after = _rng_state(device)
+        _set_rng_state(device, before)
+        noise = torch.empty_like(probabilities).exponential_()
+        argmax = torch.argmax(probabilities / noise, dim=-1, keepdim=True)
+        if not torch.equal(sampled, argmax) or not torch.equal(after, _rng_state(device)):
+            raise RuntimeError(
+                f"torch.multinomial on {device.type} does not draw as it does on CPU and CUDA, so sampling cannot "
+                "repeat the text of plain generate(); use do_sample=False, or keep the inputs on the CPU"
+            )
+    finally:
+        _set_rng_state(device, before)
+
+
+def _rng_state(device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,90 @@
+"""Applies logits processors at every node of a draft tree, each with the prefix that plain `generate` would pass.
+
+Processors fall into three kinds:
+
+- *score-only* (temperature, top-k, top-p, …) ignore the text: one call for all nodes of all rows;
+- *row-wise* (repetition penalty, bad words, minimum length, …) are functions of one row's text and scores: called
+  column by column along the accepted path, while rows advance independently;
+- any other processor may keep a state from call to call (grammars, guidance, some watermarks): the rows then advance
+  in lockstep, one call per column, in the order in which plain `generate` makes them. A processor of your own that is
+  row-wise may declare it with an attribute ``row_wise = True``; it must accept other rows padded at their end.
+
+The scores of rows that have ended are not those of plain `generate`, which goes on feeding them padding: a processor
+that mixes the scores of different rows must not be used where rows end at different times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from hf_specgen.state import GenerationState
+
+
+def _classes(names: str) -> frozenset[type]:
+    return frozenset(getattr(logits_process, name) for name in names.split() if hasattr(logits_process, name))
+
+
+SCORE_ONLY = _classes(
+    "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TopHLogitsWarper MinPLogitsWarper TypicalLogitsWarper "
+    "EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization SuppressTokensLogitsProcessor"
+)
+ROW_WISE = _classes(
+    "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor RepetitionPenaltyLogitsProcessor "
+    "EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor EncoderNoRepeatNGramLogitsProcessor "
+    "SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor "
+    "ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor ExponentialDecayLengthPenalty "
+    "SuppressTokensAtBeginLogitsProcessor WatermarkLogitsProcessor"
+)
+
+
+class LogitsPipeline:
+    """Applies the processors of one call.
+
+    Args:
+        processors: as prepared by `generate`.
+        state: the text that prefix-reading processors receive.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, state: GenerationState):
+        self._processors: Any = processors
+        self._state = state
+        kinds = [type(processor) for processor in processors]
+        self.score_only = all(kind in SCORE_ONLY for kind in kinds)
+        """Whether `all_nodes` may be used."""
+        self.lockstep = state.batch > 1 and not all(
+            kind in SCORE_ONLY or kind in ROW_WISE or getattr(processor, "row_wise", False)
+            for kind, processor in zip(kinds, processors, strict=True)
+        )
+        """Whether all rows have to advance by the same tokens."""
+
+    def warp(self, scores: torch.Tensor) -> torch.Tensor:
+        """Apply the score-only processors, and no others, to a draft's scores `[batch, vocab]`."""
+        no_text = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
+        for processor in self._processors:
+            if type(processor) in SCORE_ONLY:
+                scores = processor(no_text, scores)
+        return scores
+
+    def all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores of every node, `[batch, nodes, vocab]` to the same; for score-only processors."""
+        if not self._processors:
+            return logits
+        flat = logits.reshape(-1, logits.shape[-1])
+        no_text = torch.empty(len(flat), 0, dtype=torch.long, device=flat.device)
+        return self._processors(no_text, flat).view(logits.shape)
+
+    def column(self, step: int, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores of one generated column.
+
+        Args:
+            step: the column that is decided, counted from the end of the prompt.
+            logits: `[batch, vocab]`; those of rows that have not reached the column are ignored.
+
+        Returns:
+            `[batch, vocab]`.
+        """
+        return self._processors(self._state.prefix(self._state.prompt_length + step), logits)

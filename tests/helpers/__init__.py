@@ -1,0 +1,28 @@
+"""What tests share. A test file imports no other test file."""
+
+from tests.helpers.comparison import END, SAMPLING, assert_same_tokens, plain_and_speculative, prompt_length
+from tests.helpers.models import ARCHITECTURES, VOCAB, fresh_model, perturbed_copy, prompts, tiny_model
+from tests.helpers.oracle import FailingOracle, Oracle
+from tests.helpers.processors import PrefixReader, RowWiseIdentity, RowWisePrefixReader, StatefulReader
+from tests.helpers.streamers import RecordingStreamer
+
+__all__ = [
+    "ARCHITECTURES",
+    "END",
+    "SAMPLING",
+    "VOCAB",
+    "FailingOracle",
+    "Oracle",
+    "PrefixReader",
+    "RecordingStreamer",
+    "RowWiseIdentity",
+    "RowWisePrefixReader",
+    "StatefulReader",
+    "assert_same_tokens",
+    "fresh_model",
+    "perturbed_copy",
+    "plain_and_speculative",
+    "prompt_length",
+    "prompts",
+    "tiny_model",
+]

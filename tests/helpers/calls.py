@@ -1,0 +1,49 @@
+"""Calls without a model, for tests of single sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+
+from hf_specgen import Call, Candidates, NgramCandidates, Statistics
+from hf_specgen.state import GenerationState
+from hf_specgen.verification.processors import LogitsPipeline
+
+AMPLE = 2**31
+"""A budget that limits no draft."""
+
+
+def make_state(
+    prompts: Sequence[Sequence[int]],
+    *,
+    stop_ids: Collection[int] = (),
+    max_length: float = float("inf"),
+    pad_id: int | None = None,
+) -> GenerationState:
+    """The state of prompts of any lengths, left-padded with 0."""
+    width = max(1, *map(len, prompts)) if prompts else 1
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompts])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
+    return GenerationState(ids, mask, stop_ids, max_length, pad_id)
+
+
+def make_call(
+    state: GenerationState,
+    *,
+    candidates: Candidates | None = None,
+    processors: LogitsProcessorList | None = None,
+    do_sample: bool = False,
+    keeps_scores: bool = False,
+) -> Call:
+    """A call in this state, without model and target."""
+    return Call(
+        None,
+        state,
+        GenerationConfig(do_sample=do_sample),
+        candidates or NgramCandidates(k=4),
+        Statistics([[] for _ in range(state.batch)]),
+        processors=LogitsPipeline(processors or LogitsProcessorList(), state),
+        keeps_scores=keeps_scores,
+    )

@@ -1,0 +1,149 @@
+"""Goodness of fit of the tokens that a verifier emits: a Markov target with 16 tokens, and a draft with its logits
+negated, so that p and q are far apart.
+
+Each trial is a row of one large batch. The distribution of a token is known given the token before it, so the counts
+are compared separately for each previous token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import torch
+from scipy.stats import chisquare
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+
+from hf_specgen.tree import DraftTree, Parents, children, depths
+from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
+from tests.helpers.calls import make_call, make_state
+
+VOCAB = 16
+FIRST = 3
+"""The last token of the prompt, in every trial."""
+SMALLEST_CELL = 8.0
+"""Cells that are expected to hold fewer counts are pooled: there the chi-square approximation is poor."""
+
+Draw = Callable[[int, Parents], tuple[torch.Tensor, torch.Tensor | None]]
+"""From the number of trials and the parents to `[trials, nodes]` tokens and `[trials, nodes, VOCAB]` q."""
+
+
+@lru_cache
+def target_logits() -> torch.Tensor:
+    """`[VOCAB, VOCAB]`: row v holds the logits after token v. The draft's are their negation."""
+    return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
+
+
+def warpers() -> LogitsProcessorList:
+    """Temperature and top-k."""
+    return LogitsProcessorList([TemperatureLogitsWarper(1.2), TopKLogitsWarper(13)])
+
+
+def warped(logits: torch.Tensor) -> torch.Tensor:
+    """Probabilities after temperature and top-k."""
+    return warpers()(None, logits).softmax(dim=-1)
+
+
+def previous_tokens(tokens: torch.Tensor, parents: Parents, node: int) -> torch.Tensor:
+    """`[trials]` the token that the node follows."""
+    return tokens[:, parents[node]] if parents[node] >= 0 else torch.full((len(tokens),), FIRST)
+
+
+def start_session(
+    verifier: Verifier, trials: int, processors: LogitsProcessorList | None = None, *, do_sample: bool = True
+) -> VerificationSession:
+    """The verifier's session in a call of so many rows, whose prompts are the token `FIRST`."""
+    return verifier.start(make_call(make_state([[FIRST]] * trials), processors=processors, do_sample=do_sample))
+
+
+def verify_once(
+    verifier: Verifier,
+    tree: DraftTree,
+    logits: torch.Tensor,
+    processors: LogitsProcessorList | None = None,
+    **call: bool,
+) -> VerificationResult:
+    """The outcome of one step in which all rows take part."""
+    session = start_session(verifier, tree.batch, processors, **call)
+    return session.verify(tree, logits, [True] * tree.batch)
+
+
+def emitted_by_choose(verifier: Verifier, draw: Draw, parents: Parents, trials: int) -> torch.Tensor:
+    """`[trials, 1 + depth]` the tokens that each trial emits in one step, -1 behind its last."""
+    tokens, q = draw(trials, parents)
+    tree = DraftTree(tokens, (parents,) * trials, q)
+    scores = warpers()(None, target_logits())[_tokens_before(tokens)]
+    nodes = [range(-1, len(parents))] * trials
+    chosen = start_session(verifier, trials).choose(scores, [], tree, nodes)
+    return _follow(chosen, tokens, parents)
+
+
+def emitted_by_verify(
+    verifier: Verifier, draw: Draw, parents: Parents, trials: int, processors: LogitsProcessorList
+) -> torch.Tensor:
+    """The same through `verify`, which applies the processors and follows the choices row by row."""
+    tokens, q = draw(trials, parents)
+    tree = DraftTree(tokens, (parents,) * trials, q)
+    result = verify_once(verifier, tree, target_logits()[_tokens_before(tokens)], processors)
+    width = 1 + max(depths(parents))
+    return torch.tensor([text + [-1] * (width - len(text)) for text in result.tokens])
+
+
+def _tokens_before(tokens: torch.Tensor) -> torch.Tensor:
+    """`[trials, 1 + nodes]` the token that the target's logits follow: the prompt's, then each node's own."""
+    return torch.cat([torch.full((len(tokens), 1), FIRST), tokens], dim=1)
+
+
+def _follow(chosen: torch.Tensor, tokens: torch.Tensor, parents: Parents) -> torch.Tensor:
+    """Follow the choices down the tree, level by level, all trials at once; slot -1 where a trial has left the tree."""
+    trials = torch.arange(len(tokens))
+    slot = torch.zeros(len(tokens), dtype=torch.long)
+    columns = []
+    for _ in range(1 + max(depths(parents))):
+        picked = torch.where(slot >= 0, chosen[trials, slot.clamp(min=0)], -1)
+        columns.append(picked)
+        following = torch.full_like(slot, -1)
+        for place, below in enumerate(children(parents)):
+            for node in below:
+                following[(slot == place) & (tokens[:, node] == picked)] = node + 1
+        slot = following
+    return torch.stack(columns, dim=1)
+
+
+def p_values(texts: torch.Tensor) -> list[float]:
+    """For each output position, the p-value of the hypothesis that its token has the target's distribution."""
+    p = warped(target_logits()).double().numpy()
+    before = _tokens_before(texts)
+    values = []
+    for position in range(texts.shape[1]):
+        reached = texts[:, position] >= 0
+        pairs = before[reached, position] * VOCAB + texts[reached, position]
+        counts = pairs.bincount(minlength=VOCAB**2).view(VOCAB, VOCAB).double().numpy()
+        values.append(goodness_of_fit(counts, p * counts.sum(axis=1, keepdims=True)))
+    return values
+
+
+def goodness_of_fit(observed: np.ndarray, expected: np.ndarray) -> float:
+    """The p-value of Pearson's chi-square test with one stratum per row.
+
+    Args:
+        observed: `[strata, cells]` counts.
+        expected: `[strata, cells]` expected counts, of the same sum in each stratum. Small cells of a stratum are
+            pooled; a stratum is left out if less than two cells remain.
+    """
+    if observed[expected == 0].any():
+        return 0.0
+    found, wanted, strata = [], [], 0
+    for counts, means in zip(observed, expected, strict=True):
+        small = means < SMALLEST_CELL
+        cells, expectations = [*counts[~small], counts[small].sum()], [*means[~small], means[small].sum()]
+        if expectations[-1] < SMALLEST_CELL:  # too few even together: left out
+            cells, expectations = cells[:-1], expectations[:-1]
+        if len(cells) > 1:
+            scale = sum(cells) / sum(expectations)
+            found += cells
+            wanted += [scale * value for value in expectations]
+            strata += 1
+    assert len(found) - strata >= observed.shape[1] / 2, "too few trials reached this position for a test"
+    return float(chisquare(found, wanted, ddof=strata - 1).pvalue)

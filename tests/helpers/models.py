@@ -1,0 +1,73 @@
+"""Tiny random models of every tested architecture, and prompts for them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from tests.helpers.paths import TINY_ARCHITECTURES
+
+SPEC = json.loads(TINY_ARCHITECTURES.read_text(encoding="utf-8"))
+ARCHITECTURES = sorted(SPEC["architectures"])
+VOCAB = 99
+PROMPT_LENGTH = 12
+
+
+@lru_cache(maxsize=4)
+def tiny_model(architecture: str, **overrides: Any) -> Any:
+    """A random model with 4 layers of width 64, shared by all tests of the process: never change it.
+
+    Args:
+        architecture: its model type.
+        overrides: other values for its config.
+    """
+    return fresh_model(architecture, **overrides)
+
+
+def fresh_model(architecture: str, **overrides: Any) -> Any:
+    """The same as `tiny_model`, for a test that changes the model."""
+    torch.manual_seed(0)
+    arguments = SPEC["architectures"].get(architecture) or SPEC["not_yet"][architecture]
+    config = CONFIG_MAPPING[architecture](**{**arguments, **overrides})
+    implementation = "eager" if architecture in (*SPEC["eager_only"], "gpt_neo", "bloom") else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def perturbed_copy(model: Any, noise: float = 0.02) -> Any:
+    """A draft model for `model`: a copy with perturbed weights, whose proposals are accepted sometimes.
+
+    Args:
+        model: the target.
+        noise: standard deviation of the perturbation, relative to the mean magnitude of each parameter.
+    """
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += noise * torch.randn(parameter.shape, generator=generator) * parameter.abs().mean()
+    return draft
+
+
+def prompts(batch: int, length: int = PROMPT_LENGTH) -> dict[str, torch.Tensor]:
+    """Random prompts of different lengths, left-padded; the padding id 0 also occurs as a real token.
+
+    Returns:
+        `input_ids` and `attention_mask`, both `[batch, length]`.
+    """
+    generator = torch.Generator().manual_seed(7)
+    input_ids = torch.randint(1, VOCAB, (batch, length), generator=generator)
+    input_ids[:, -3] = 0
+    attention_mask = torch.ones_like(input_ids)
+    for row in range(batch):
+        padding = 4 * row % (length - 3)
+        input_ids[row, :padding] = 0
+        attention_mask[row, :padding] = 0
+    return {"input_ids": input_ids, "attention_mask": attention_mask}

@@ -1,0 +1,47 @@
+"""Policies that mix plain steps with drafts of different depths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_specgen import Call, Policy, PolicySession
+
+
+class Irregular(Policy):
+    """Depths that differ by step and row, with plain steps of some or all rows between them.
+
+    The pattern contains every order of drafting and not drafting.
+    """
+
+    pattern = (2, 0, 0, 3, 1, 0, 4, 4, 0, 0, 0, 5)
+
+    def start(self, call: Call) -> PolicySession:
+        return _IrregularSession()
+
+
+class _IrregularSession(PolicySession):
+    step = 0
+
+    def depths(self, room: Sequence[int]) -> list[int]:
+        self.step += 1
+        return [Irregular.pattern[(self.step + 5 * row) % 12] if self.step % 4 else 0 for row in range(len(room))]
+
+
+class AfterPlainSteps(Policy):
+    """Drafts 4 tokens from the step on in which every active row has more than `tokens` generated tokens."""
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+
+    def start(self, call: Call) -> PolicySession:
+        return _AfterPlainStepsSession(self.tokens, call)
+
+
+class _AfterPlainStepsSession(PolicySession):
+    def __init__(self, tokens: int, call: Call):
+        self._tokens, self._call = tokens, call
+
+    def depths(self, room: Sequence[int]) -> list[int]:
+        state = self._call.state
+        active = [len(text) for row, text in enumerate(state.generated) if not state.has_ended(row)]
+        return [4 if min(active, default=0) > self._tokens else 0] * len(room)

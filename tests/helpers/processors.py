@@ -1,0 +1,48 @@
+"""Logits processors of every kind that the decoding loop tells apart."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LogitsProcessor
+
+
+class PrefixReader(LogitsProcessor):
+    """Adds a bias that depends on all tokens of the row; not declared row-wise, so rows advance in lockstep."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        position = torch.arange(1, input_ids.shape[1] + 1)
+        favourite = (input_ids * position).sum(dim=1) % scores.shape[1]
+        return scores.scatter_add(1, favourite[:, None], torch.full((len(scores), 1), 0.3))
+
+
+class RowWisePrefixReader(PrefixReader):
+    """The same, declared row-wise."""
+
+    row_wise = True
+
+
+class RowWiseIdentity(LogitsProcessor):
+    """Changes nothing, but makes verification walk column by column."""
+
+    row_wise = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+class StatefulReader(LogitsProcessor):
+    """Keeps a decaying count of all tokens; fails unless it is called once per column, in order."""
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+        self.seen = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.memory is None:
+            self.memory = torch.zeros_like(scores)
+        else:
+            assert input_ids.shape[1] == self.seen + 1
+            self.memory = 0.5 * self.memory
+            self.memory.scatter_add_(1, input_ids[:, -1:], torch.ones(len(scores), 1))
+        self.seen = input_ids.shape[1]
+        return scores - self.memory

@@ -1,0 +1,173 @@
+"""Bad input raises an error that names the argument, its value and the remedy, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
+
+from hf_specgen import NgramCandidates, NgramHistory, speculate
+from hf_specgen.target.cache import RaggedCache
+from tests.helpers import FailingOracle, Oracle, fresh_model, prompts, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"k": 0}, "k must be at least 1, got 0"),
+        ({"k": -3}, "k must be at least 1, got -3"),
+        ({"k": "many"}, """k must be at least 1, got 'many'; or give "auto\""""),
+        ({"k": True}, "k must be at least 1, got True"),
+        ({"min_ngram": 0}, "min_ngram must be at least 1, got 0"),
+        ({"min_ngram": 4, "max_ngram": 3}, "max_ngram must be at least min_ngram=4, got 3"),
+        ({"branches": 0}, "branches must be at least 1, got 0"),
+    ],
+)
+def test_ngram_candidates_bad_setting_raises(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        NgramCandidates(**arguments)
+
+
+def test_ngram_history_of_no_tokens_raises() -> None:
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        NgramHistory(max_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams=2"),
+        ({"use_cache": False}, "leave out use_cache=False"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"cache_implementation": "static"}, "StaticCache"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"verification": "magic"}, "verification must be 'exact', 'rejection', 'typical' or a Verifier, got 'magic'"),
+        ({"custom_generate": lambda *args, **kwargs: None}, "custom_generate"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_generate_unsupported_argument_raises(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), **arguments)
+
+
+def test_generate_with_assistant_model_raises() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="assistant_model"):
+        model.generate(**prompts(1), assistant_model=model, candidate_generator=NgramCandidates())
+
+
+def test_generate_with_no_candidate_generator_object_raises() -> None:
+    with pytest.raises(TypeError, match=r"candidate_generator must be a CandidateGenerator .* got 5"):
+        tiny_model("llama").generate(**prompts(1), candidate_generator=5)
+
+
+def test_speculate_with_no_candidate_generator_object_raises() -> None:
+    with pytest.raises(TypeError, match="candidate_generator must be"):
+        speculate("ngram")
+
+
+@pytest.mark.parametrize("place", ["call", "strategy"])
+def test_policy_of_another_type_raises(place: str) -> None:
+    with pytest.raises(TypeError, match="policy must be a Policy"):
+        if place == "strategy":
+            NgramCandidates(policy=3)  # type: ignore[arg-type]
+        tiny_model("llama").generate(**prompts(1), candidate_generator=NgramCandidates(), policy=3)
+
+
+def test_generate_with_static_cache_raises() -> None:
+    model = tiny_model("llama")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="not with StaticCache"):
+        model.generate(**prompts(1), max_new_tokens=4, past_key_values=cache, candidate_generator=NgramCandidates())
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
+def test_generate_empty_prompt_raises(shape: tuple[int, int]) -> None:
+    ids = torch.empty(shape, dtype=torch.long)
+    with pytest.raises(ValueError, match="prompt is empty"):
+        tiny_model("llama").generate(ids, max_new_tokens=4, candidate_generator=NgramCandidates())
+
+
+def test_generate_prompt_as_embeddings_raises() -> None:
+    embeddings = torch.randn(1, 5, 64)
+    with pytest.raises(ValueError, match="not as inputs_embeds"):
+        tiny_model("llama").generate(inputs_embeds=embeddings, max_new_tokens=4, candidate_generator=NgramCandidates())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("gpt_neo", "builds its local attention mask inside the layers"),
+        ("bloom", "takes no position_ids"),
+        ("qwen3_5_text", "cannot be rolled back"),
+        ("qwen3_next", "cannot be rolled back"),
+    ],
+)
+def test_generate_unsupported_architecture_raises(architecture: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_model(architecture).generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates())
+
+
+def test_generate_attention_without_tree_mask_raises() -> None:
+    model = fresh_model("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="load the model with attn_implementation='sdpa' or 'eager'"):
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates())
+
+
+def test_generate_encoder_decoder_raises() -> None:
+    config = T5Config(vocab_size=99, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        T5ForConditionalGeneration(config).generate(
+            torch.tensor([[1, 2]]), max_new_tokens=4, candidate_generator=NgramCandidates()
+        )
+
+
+# After an exception
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_exception_in_draft_leaves_model_configs_and_given_cache_unchanged(architecture: str) -> None:
+    """Would catch: a config changed for the call and not restored; a half-written cache of the caller."""
+    model, inputs = tiny_model(architecture), prompts(2)
+    expected = model.generate(**inputs, max_new_tokens=30)
+    config, generation_config = model.config.to_dict(), model.generation_config.to_dict()
+    cache = DynamicCache(config=model.config)
+    failing = FailingOracle(expected[:, 12:])
+    with pytest.raises(RuntimeError, match="the draft session failed"):
+        model.generate(**inputs, max_new_tokens=30, past_key_values=cache, candidate_generator=failing)
+    assert cache.get_seq_length() == 0
+    assert model.config.to_dict() == config and model.generation_config.to_dict() == generation_config
+    assert torch.equal(model.generate(**inputs, max_new_tokens=30), expected)
+
+
+def test_exception_in_second_turn_leaves_ragged_cache_of_first_unchanged() -> None:
+    model, inputs = tiny_model("llama"), prompts(1)
+    first = model.generate(
+        **inputs, max_new_tokens=5, return_dict_in_generate=True, candidate_generator=NgramCandidates()
+    )
+    expected = model.generate(first.sequences, max_new_tokens=30)
+    arguments = {"max_new_tokens": 30, "past_key_values": first.past_key_values}
+    lengths = first.past_key_values.lengths
+    with pytest.raises(RuntimeError, match="the draft session failed"):
+        model.generate(first.sequences, **arguments, candidate_generator=FailingOracle(expected[:, 17:]))
+    assert first.past_key_values.lengths == lengths
+    ours = model.generate(first.sequences, **arguments, candidate_generator=NgramCandidates())
+    assert torch.equal(ours, expected)
+
+
+def test_exception_in_first_call_leaves_empty_ragged_cache_usable() -> None:
+    model, inputs, cache = tiny_model("llama"), prompts(1), RaggedCache()
+    expected = model.generate(**inputs, max_new_tokens=20)
+    arguments = {**inputs, "max_new_tokens": 20, "past_key_values": cache}
+    with pytest.raises(RuntimeError, match="the draft session failed"):
+        model.generate(**arguments, candidate_generator=FailingOracle(expected[:, 12:]))
+    ours = model.generate(**arguments, candidate_generator=Oracle(expected[:, 12:], 0.5))
+    assert torch.equal(ours, expected)

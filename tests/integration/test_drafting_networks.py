@@ -1,0 +1,317 @@
+"""Draft models and layer skip: the same tokens, the expected number of steps, and an unchanged model afterwards.
+
+Every architecture is tried in `tests/slow/test_architectures.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_specgen import Candidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
+from hf_specgen.target.early_exit import NOT_DIVISIBLE
+from tests.helpers import (
+    END,
+    SAMPLING,
+    assert_same_tokens,
+    perturbed_copy,
+    plain_and_speculative,
+    prompts,
+    tiny_model,
+)
+from tests.helpers.paths import DRAFT_LM
+from tests.helpers.policies import AfterPlainSteps
+
+KINDS = ["draft", "skip"]
+
+
+def strategy(kind: str, k: int = 4) -> Candidates:
+    """A draft model or layer skip for tiny llama, of which some draft tokens are accepted."""
+    return (
+        DraftModelCandidates(perturbed_copy(tiny_model("llama")), k=k) if kind == "draft" else LayerSkipCandidates(3, k)
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 1.3}, END], ids=["greedy", "repetition", "eos"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_network_partial_acceptance_same_tokens_in_two_turns(batch: int, arguments: dict, kind: str) -> None:
+    """Would catch: rejected keys and values left in the cache that the second turn continues from."""
+    model, inputs, candidates = tiny_model("llama"), prompts(batch), strategy(kind)
+    plain, ours = plain_and_speculative(model, inputs, candidates, max_new_tokens=40, **arguments)
+    assert torch.equal(plain, ours.sequences)
+    again = torch.cat([plain, torch.full((batch, 2), 9)], dim=1)
+    more = torch.ones(batch, again.shape[1] - 12, dtype=torch.long)
+    second = {"input_ids": again, "attention_mask": torch.cat([inputs["attention_mask"], more], dim=1)}
+    cache = {"past_key_values": ours.past_key_values}
+    continued = model.generate(**second, max_new_tokens=8, **cache, candidate_generator=candidates)
+    if arguments is not END:  # with EOS the padding between the turns counts as text in one of the two calls
+        assert 0 < ours.speculation.accepted < ours.speculation.drafted
+        assert torch.equal(continued, model.generate(**second, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("length", [6, 11, 16, 20])
+def test_draft_model_equal_to_target_all_tokens_accepted(batch: int, sampling: str, length: int) -> None:
+    """Every step, prefill included, yields k + 1 tokens: with common random numbers also when sampling."""
+    model, k = tiny_model("llama"), 4
+    candidates = DraftModelCandidates(model, k=k)
+    statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=length, **SAMPLING[sampling])
+    assert statistics.accepted == statistics.drafted
+    assert all(len(steps) == -(-length // (k + 1)) for steps in statistics.rows)
+
+
+def test_draft_model_reads_each_token_once() -> None:
+    """Would catch: the text read again in every draft."""
+    model = tiny_model("llama")
+    draft = perturbed_copy(model)
+    read: list[int] = []
+    draft.register_forward_pre_hook(lambda m, a, kw: read.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    model.generate(**prompts(1), max_new_tokens=30, candidate_generator=DraftModelCandidates(draft, k=4))
+    assert read[0] == 12 and max(read[1:]) <= 2
+
+
+def test_layer_skip_runs_each_layer_once_per_token() -> None:
+    """Would catch: the first layers computed again in verification."""
+    model = tiny_model("llama")
+    ran = {0: 0, 3: 0}
+    handles = [
+        model.model.layers[index].register_forward_pre_hook(
+            lambda m, args, index=index: ran.__setitem__(index, ran[index] + args[0].shape[1])
+        )
+        for index in ran
+    ]
+    candidates = LayerSkipCandidates(2, k=4)
+    model.generate(**prompts(1), max_new_tokens=30, candidate_generator=candidates)
+    for handle in handles:
+        handle.remove()
+    assert candidates.speculation is not None
+    steps_after_prefill = candidates.speculation.steps - 1
+    assert ran[0] == ran[3] == 12 + candidates.speculation.drafted + steps_after_prefill
+
+
+def test_draft_model_does_not_read_rows_that_have_ended() -> None:
+    """Would catch: the text that a row generated in plain steps before its end, read again in every draft."""
+    model = tiny_model("llama")
+    draft, inputs = perturbed_copy(model), prompts(4)
+    plain = model.generate(**inputs, max_new_tokens=40, pad_token_id=0)
+    ends = [int(plain[row, 12 + column]) for row, column in ((0, 6), (2, 21))]
+    read: list[tuple[int, ...]] = []
+    draft.register_forward_pre_hook(lambda m, a, kw: read.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
+    candidates = DraftModelCandidates(draft, k=4, policy=AfterPlainSteps(12))
+    settings: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": ends, "pad_token_id": 0}
+    plain = model.generate(**inputs, **settings)
+    assert torch.equal(plain, model.generate(**inputs, **settings, candidate_generator=candidates))
+    assert candidates.speculation is not None
+    steps = [len(row) for row in candidates.speculation.rows]
+    assert min(steps) < max(steps), "some rows must end before others"
+    prompt, catching_up, *others = read
+    assert prompt == (4, 12) and catching_up[1] > 2
+    assert max(width for _, width in others) <= 2 and min(rows for rows, _ in others) <= 2
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("kind", ["draft", "skip", "ngram"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_first_draft_is_verified_in_prefill(kind: str, chunk: int | None, batch: int) -> None:
+    """Would catch: a pass of the target for the prompt alone; a draft lost among the chunks of a chunked prefill."""
+    model = tiny_model("llama")
+    candidates = {
+        "draft": DraftModelCandidates(copy.deepcopy(model), k=4),
+        "skip": LayerSkipCandidates(3, k=4),
+        "ngram": NgramCandidates(k=4, branches=2),
+    }[kind]
+    inputs = {name: tensor.repeat(1, 2) for name, tensor in prompts(batch).items()}
+    inputs["attention_mask"][:, 12:] = 1
+    statistics = assert_same_tokens(model, inputs, candidates, max_new_tokens=15, prefill_chunk_size=chunk)
+    rows = zip(statistics.rows, statistics.lengths, strict=True)
+    without_step = [length - sum(step.emitted for step in steps) for steps, length in rows]
+    assert without_step == [0 if chunk is None else 1] * batch
+    if kind == "draft" and chunk is None:
+        assert [len(steps) for steps in statistics.rows] == [3] * batch  # of 5 tokens each
+
+
+@pytest.mark.parametrize("larger", ["draft", "target"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("verification", ["exact", "rejection"])
+def test_draft_model_vocabulary_padded_to_another_size_runs(larger: str, sampling: str, verification: str) -> None:
+    """As with Qwen: 151,936 and 152,064 entries for one tokenizer. Exact verification gives the same tokens."""
+    model = tiny_model("llama")
+    settings = model.config.to_dict() | {"num_hidden_layers": 1, "vocab_size": 112}
+    torch.manual_seed(0)
+    padded = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    draft, target = map(copy.deepcopy, (padded, model) if larger == "draft" else (model, padded))
+    for network in (draft, target):
+        network.config.name_or_path = network.name_or_path = "the-same"
+    candidates = DraftModelCandidates(draft, k=3)
+    arguments = {"max_new_tokens": 12, "pad_token_id": 0, **SAMPLING[sampling]}
+    if verification == "exact":
+        assert_same_tokens(target, prompts(2), candidates, **arguments)
+    else:
+        ids = target.generate(**prompts(2), **arguments, candidate_generator=candidates, verification=verification)
+        assert ids.shape == (2, 24)
+
+
+def test_draft_model_confidence_threshold_shortens_drafts_row_by_row() -> None:
+    model = tiny_model("llama")
+    candidates = DraftModelCandidates(perturbed_copy(model), k=6, confidence_threshold=0.013)
+    statistics = assert_same_tokens(model, prompts(3), candidates, max_new_tokens=40)
+    depths = {step.depth for row in statistics.rows for step in row if step.drafted}
+    assert len(depths) > 1, "some drafts must be shortened and some not"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_network_rejection_sampling_accepts_and_repeats_under_a_seed(batch: int, kind: str) -> None:
+    model, candidates = tiny_model("llama"), strategy(kind)
+    arguments = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "verification": "rejection"}
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(6)
+        runs.append(model.generate(**prompts(batch), **arguments, candidate_generator=candidates))
+        assert candidates.speculation is not None and candidates.speculation.accepted > 0
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_draft_model_equal_to_target_rejection_sampling_accepts_nearly_all(batch: int) -> None:
+    """p / q is 1 except for rounding."""
+    model = tiny_model("llama")
+    candidates = DraftModelCandidates(model, k=4)
+    arguments = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "verification": "rejection"}
+    model.generate(**prompts(batch), **arguments, candidate_generator=candidates)
+    assert candidates.speculation is not None and candidates.speculation.acceptance_rate > 0.99
+
+
+class _FailingHead(torch.nn.Module):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the head failed")
+
+
+def test_layer_skip_exception_while_drafting_leaves_model_unchanged() -> None:
+    """Transformers' own early exit leaves the model truncated here."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    expected = model.generate(**inputs, max_new_tokens=10)
+    layers, config = list(model.model.layers), model.config.to_dict()
+    with pytest.raises(RuntimeError, match="the head failed"):
+        model.generate(**inputs, max_new_tokens=10, candidate_generator=LayerSkipCandidates(2, adapter=_FailingHead()))
+    assert list(model.model.layers) == layers and model.config.to_dict() == config
+    assert torch.equal(model.generate(**inputs, max_new_tokens=10), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_network_second_call_equals_the_first(kind: str) -> None:
+    """Would catch: a state of the call kept in the strategy."""
+    model, candidates = tiny_model("llama"), strategy(kind)
+    counts = []
+    for _ in range(2):
+        statistics = assert_same_tokens(model, prompts(2), candidates, max_new_tokens=20)
+        counts.append([[step.accepted for step in row] for row in statistics.rows])
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
+    """At depth 0 the draft is never run, not even on the prompt, and the target runs once per token."""
+    model = tiny_model("llama")
+    draft = perturbed_copy(model)
+    ran = {"target": 0, "draft": 0}
+    handles = [
+        module.model.layers[0].register_forward_pre_hook(lambda m, a, name=name: ran.__setitem__(name, ran[name] + 1))
+        for name, module in (("target", model), ("draft", draft))
+    ]
+    candidates = DraftModelCandidates(draft, k=4) if kind == "draft" else LayerSkipCandidates(2, k=4)
+    model.generate(**prompts(1), max_new_tokens=20, candidate_generator=candidates, policy=FixedDepth(0))
+    for handle in handles:
+        handle.remove()
+    assert ran == {"target": 20, "draft": 0}
+
+
+# Settings
+
+
+@pytest.mark.parametrize("architecture", sorted(NOT_DIVISIBLE))
+def test_layer_skip_indivisible_architecture_raises(architecture: str) -> None:
+    with pytest.raises(ValueError, match="cannot draft with its own first layers"):
+        tiny_model(architecture).generate(**prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"k": 0}, "k must be at least 1, got 0"),
+        ({"confidence_threshold": 1.5}, r"confidence_threshold .* got 1.5"),
+        ({"dtype": "bfloat16"}, "this one is loaded"),
+    ],
+    ids=str,
+)
+def test_draft_model_bad_setting_raises(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DraftModelCandidates(tiny_model("llama"), **arguments)
+
+
+def test_layer_skip_bad_k_raises() -> None:
+    with pytest.raises(ValueError, match="k must be at least 1, got -1"):
+        LayerSkipCandidates(2, k=-1)
+
+
+@pytest.mark.parametrize("exit_layer", [0, 4, 9])
+def test_layer_skip_exit_layer_out_of_range_raises(exit_layer: int) -> None:
+    with pytest.raises(ValueError, match=f"exit_layer must be from 1 to 3 .* got {exit_layer}"):
+        tiny_model("llama").generate(
+            **prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(exit_layer)
+        )
+
+
+def test_draft_model_other_vocabulary_raises() -> None:
+    model = tiny_model("llama")
+    other = LlamaForCausalLM(LlamaConfig(**model.config.to_dict() | {"vocab_size": 70, "num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match="vocabulary of 70, the target of 99"):
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(other))
+
+
+# Loading
+
+
+def test_draft_model_other_tokenizer_raises(reference_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Would catch: a check of the vocabulary's size alone. Two tokens have swapped ids."""
+    reference_model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    text = (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
+    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    a, b = f'"{vocabulary[500]}": 500', f'"{vocabulary[501]}": 501'
+    assert a in text and b in text
+    swapped = text.replace(a, a.replace("500", "501")).replace(b, b.replace("501", "500"))
+    (tmp_path / "tokenizer.json").write_text(swapped, encoding="utf-8")
+    candidates = DraftModelCandidates(str(tmp_path))
+    with pytest.raises(ValueError, match="have different tokenizers"):
+        reference_model.generate(torch.tensor([[5]]), max_new_tokens=4, candidate_generator=candidates)
+
+
+def test_draft_model_loaded_in_int8_same_tokens(reference_model: Any, tokenizer: Any) -> None:
+    """Loaded by the strategy and quantised by torchao: other proposals, the same tokens."""
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    candidates = DraftModelCandidates(str(DRAFT_LM), dtype="bfloat16", quantization_config=config)
+    ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
+    ours = reference_model.generate(ids, max_new_tokens=30, candidate_generator=candidates)
+    assert torch.equal(ours, reference_model.generate(ids, max_new_tokens=30))
+    assert candidates.speculation is not None and candidates.speculation.accepted > 0
+
+
+def test_draft_model_given_by_folder_same_tokens(reference_model: Any, tmp_path: Path, tokenizer: Any) -> None:
+    reference_model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
+    candidates = DraftModelCandidates(str(tmp_path), k=3, dtype="float32")
+    ours = reference_model.generate(ids, max_new_tokens=13, candidate_generator=candidates)
+    assert torch.equal(ours, reference_model.generate(ids, max_new_tokens=13))
+    assert candidates.speculation is not None and candidates.speculation.steps == 4

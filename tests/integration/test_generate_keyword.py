@@ -1,0 +1,281 @@
+"""The keyword `candidate_generator=` and its surroundings: pipelines, PEFT, Transformers' own loop and generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationMixin, TextIteratorStreamer, pipeline
+from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
+
+import hf_specgen
+from hf_specgen import Call, Candidates, DraftModelCandidates, NgramCandidates, VerificationSession, Verifier, speculate
+from hf_specgen.verification import CoupledVerifier
+from tests.helpers import FailingOracle, Oracle, RecordingStreamer, fresh_model, prompts, tiny_model
+
+
+@pytest.fixture
+def uninstalled() -> Iterator[None]:
+    """`generate` without the keyword."""
+    hf_specgen.uninstall()
+    yield
+    hf_specgen.install()
+
+
+# Installation
+
+
+def test_install_twice_wraps_once() -> None:
+    wrapped = GenerationMixin.generate
+    hf_specgen.install()
+    assert GenerationMixin.generate is wrapped
+
+
+def test_uninstall_restores_the_original() -> None:
+    original = GenerationMixin.generate._hf_specgen_original  # type: ignore[attr-defined]
+    try:
+        for _ in range(2):
+            hf_specgen.uninstall()
+            assert GenerationMixin.generate is original
+    finally:
+        hf_specgen.install()
+
+
+def test_generate_keyword_after_uninstall_raises(uninstalled: None) -> None:
+    with pytest.raises(ValueError, match="candidate_generator"):
+        tiny_model("llama").generate(**prompts(1), max_new_tokens=2, candidate_generator=NgramCandidates())
+
+
+def test_generate_without_the_keyword_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: an argument added, dropped or changed on the way to the original."""
+    seen: list[tuple] = []
+
+    def original(self: Any, *args: Any, **kwargs: Any) -> str:
+        seen.append((self, args, kwargs))
+        return "result"
+
+    monkeypatch.setattr(GenerationMixin, "generate", original)
+    hf_specgen.install()
+    model, custom = tiny_model("llama"), len  # any callable
+    assert model.generate(1, 2, three=3, streamer=4, custom_generate=custom) == "result"
+    assert seen == [(model, (1, 2), {"three": 3, "streamer": 4, "custom_generate": custom})]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_custom_generate_after_uninstall_same_tokens(uninstalled: None, batch: int) -> None:
+    model, inputs, ngram = tiny_model("llama"), prompts(batch), NgramCandidates(k=5)
+    ours = model.generate(**inputs, max_new_tokens=12, custom_generate=speculate(ngram))
+    assert torch.equal(ours, model.generate(**inputs, max_new_tokens=12))
+    assert ngram.speculation is not None
+
+
+# Streamers of `speculate` and of `generate`
+
+
+def generated_text(model: Any, tokenizer: Any, ids: torch.Tensor) -> str:
+    """What plain `generate` writes after a prompt."""
+    return tokenizer.decode(model.generate(ids, max_new_tokens=20)[0, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_speculate_with_streamer_streams_prompt_columns_and_end(batch: int) -> None:
+    """Would catch: a stream without the prompt or without its end."""
+    model, inputs = tiny_model("llama"), prompts(batch)
+    expected, seen = RecordingStreamer(), RecordingStreamer()
+    plain = model.generate(**inputs, max_new_tokens=16, streamer=expected)
+    method = speculate(Oracle(plain[:, 12:], 0.8), streamer=seen)
+    model.generate(**inputs, max_new_tokens=16, custom_generate=method)
+    assert seen.chunks == expected.chunks
+    assert seen.ended == 1
+
+
+def test_speculate_with_skip_prompt_streamer_streams_the_first_token(reference_model: Any, tokenizer: Any) -> None:
+    """Would catch: the first generated token dropped, because a streamer that skips the prompt never received it."""
+    ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=10)
+    method = speculate(NgramCandidates(k=4), streamer=streamer)
+    reference_model.generate(ids, max_new_tokens=20, custom_generate=method)
+    assert "".join(streamer) == generated_text(reference_model, tokenizer, ids)
+
+
+def test_streamer_of_generate_after_uninstall_receives_the_text_and_its_end(
+    uninstalled: None, reference_model: Any, tokenizer: Any
+) -> None:
+    """Would catch: a reader that waits forever: `generate` does not pass its streamer on to `custom_generate`."""
+    ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=10)
+    method = speculate(NgramCandidates(k=4))
+    reference_model.generate(ids, max_new_tokens=20, streamer=streamer, custom_generate=method)
+    assert "".join(streamer) == generated_text(reference_model, tokenizer, ids)
+
+
+def test_streamer_of_generate_is_preferred_to_that_of_speculate() -> None:
+    """Would catch: two streams, or the prompt streamed twice."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    given, bound = RecordingStreamer(), RecordingStreamer()
+    method = speculate(NgramCandidates(k=4), streamer=bound)
+    ids = model.generate(**inputs, max_new_tokens=6, streamer=given, custom_generate=method)
+    assert given.chunks == [inputs["input_ids"].tolist(), *([token] for token in ids[0, 12:].tolist())]
+    assert given.ended == 1 and bound.chunks == []
+
+
+# Verifiers of the caller's own
+
+
+class CountingVerifier(CoupledVerifier):
+    """Counts the sessions that are started."""
+
+    sessions = 0
+
+    def start(self, call: Call) -> VerificationSession:
+        self.sessions += 1
+        return super().start(call)
+
+
+def test_generate_with_own_verifier_starts_one_session_per_call() -> None:
+    model, inputs, verifier = tiny_model("llama"), prompts(2), CountingVerifier()
+    assert isinstance(verifier, Verifier)
+    expected = model.generate(**inputs, max_new_tokens=12)
+    for calls in (1, 2):
+        ours = model.generate(**inputs, max_new_tokens=12, candidate_generator=NgramCandidates(), verification=verifier)
+        assert torch.equal(ours, expected)
+        assert verifier.sessions == calls
+
+
+# Pipelines and PEFT
+
+
+def test_text_generation_pipeline_with_keyword_same_text(
+    reference_model: Any, tokenizer: Any, edit_prompts: list[str]
+) -> None:
+    generate = pipeline("text-generation", model=reference_model, tokenizer=tokenizer)
+    chat = [[{"role": "user", "content": prompt}] for prompt in edit_prompts[:2]]
+    arguments = {"max_new_tokens": 24, "do_sample": False, "batch_size": 2}
+    ngram = NgramCandidates(k=8)
+    assert generate(chat, **arguments) == generate(chat, **arguments, candidate_generator=ngram)
+    assert ngram.speculation is not None and ngram.speculation.accepted > 0
+
+
+def test_peft_model_with_and_without_adapter_same_tokens() -> None:
+    base = fresh_model("qwen2", num_hidden_layers=2)
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    inputs, ngram = prompts(2), NgramCandidates()
+    expected = model.generate(**inputs, max_new_tokens=16)
+    assert torch.equal(expected, model.generate(**inputs, max_new_tokens=16, candidate_generator=ngram))
+    assert ngram.speculation is not None
+    with model.disable_adapter():
+        plain = base.generate(**inputs, max_new_tokens=16)
+        assert not torch.equal(plain, expected), "the adapter must make a difference"
+        assert torch.equal(plain, base.generate(**inputs, max_new_tokens=16, candidate_generator=ngram))
+
+
+# Our strategies in Transformers' own loop
+
+
+def lengths_at_drafts(monkeypatch: pytest.MonkeyPatch, model: Any, candidates: Candidates) -> list[int]:
+    """Make Transformers' assisted decoding use `candidates`; returns the lengths of the texts it asks drafts for."""
+    lengths: list[int] = []
+    get = candidates.get_candidates
+
+    def recorded(ids: torch.Tensor, **kwargs: Any) -> Any:
+        lengths.append(ids.shape[1])
+        return get(ids, **kwargs)
+
+    monkeypatch.setattr(type(model), "_get_candidate_generator", lambda self, **kwargs: candidates)
+    monkeypatch.setattr(candidates, "get_candidates", recorded)
+    return lengths
+
+
+def test_ngram_candidates_in_transformers_own_loop_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = tiny_model("llama"), prompts(1)
+    expected = model.generate(**inputs, max_new_tokens=40)
+    lengths = lengths_at_drafts(monkeypatch, model, NgramCandidates(k=4))
+    assert torch.equal(model.generate(**inputs, max_new_tokens=40, prompt_lookup_num_tokens=4), expected)
+    assert 0 < len(lengths) < 40, "some draft tokens must have been accepted"
+
+
+def test_draft_model_in_transformers_own_loop_learns_of_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a session learns of acceptance through `update_candidate_strategy`; this draft is always accepted."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    expected = model.generate(**inputs, max_new_tokens=25)
+    lengths = lengths_at_drafts(monkeypatch, model, DraftModelCandidates(model, k=4))
+    assert torch.equal(model.generate(**inputs, max_new_tokens=25, prompt_lookup_num_tokens=4), expected)
+    assert lengths == [12, 17, 22, 27, 32]
+
+
+# Transformers' generators in our loop
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
+def test_native_generator_same_tokens_and_statistics(sampling: dict[str, Any]) -> None:
+    """Would catch: statistics set on the wrapper of the generator, which the caller never sees."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    generator = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=2, max_length=60)
+    torch.manual_seed(2)
+    expected = model.generate(**inputs, max_new_tokens=40, **sampling)
+    torch.manual_seed(2)
+    output = model.generate(
+        **inputs, max_new_tokens=40, **sampling, candidate_generator=generator, return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, expected)
+    assert output.speculation.drafted > 0
+    assert generator.speculation is output.speculation  # type: ignore[attr-defined]
+
+
+class RepeatingGenerator(CandidateGenerator):
+    """Proposes the last token twice, and records how many tokens were accepted."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return torch.cat([input_ids, input_ids[:, -1:], input_ids[:, -1:]], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: Any, num_matches: int) -> None:
+        self.accepted.append(num_matches)
+
+
+def test_native_generator_of_the_caller_learns_of_acceptance() -> None:
+    model, inputs, generator = tiny_model("llama"), prompts(1), RepeatingGenerator()
+    output = model.generate(**inputs, max_new_tokens=30, candidate_generator=generator, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, model.generate(**inputs, max_new_tokens=30))
+    assert generator.accepted == [step.accepted for step in output.speculation.rows[0] if step.drafted]
+
+
+def test_native_generator_with_several_rows_raises() -> None:
+    with pytest.raises(ValueError, match="works on one row, got 3"):
+        tiny_model("llama").generate(**prompts(3), max_new_tokens=5, candidate_generator=RepeatingGenerator())
+
+
+def test_native_generator_that_reads_the_target_raises() -> None:
+    class ReadsOutputs(CandidateGenerator):
+        requires_model_outputs = True
+
+    with pytest.raises(ValueError, match="reads the target's outputs"):
+        tiny_model("llama").generate(**prompts(1), max_new_tokens=5, candidate_generator=ReadsOutputs())
+
+
+# State between calls
+
+
+def test_generate_second_call_equals_the_first() -> None:
+    """Would catch: a state of the call kept in the strategy; only a history is meant to last."""
+    model, inputs, ngram = tiny_model("llama"), prompts(2), NgramCandidates(k=4, branches=2)
+    counts = []
+    for _ in range(2):
+        ids = model.generate(**inputs, max_new_tokens=30, candidate_generator=ngram)
+        assert ngram.speculation is not None
+        counts.append((ids.tolist(), [[step.accepted for step in row] for row in ngram.speculation.rows]))
+    assert counts[0] == counts[1]
+
+
+def test_generate_after_exception_does_not_keep_statistics_of_the_failed_call() -> None:
+    model, inputs = tiny_model("llama"), prompts(1)
+    failing = FailingOracle(model.generate(**inputs, max_new_tokens=30)[:, 12:])
+    with pytest.raises(RuntimeError, match="the draft session failed"):
+        model.generate(**inputs, max_new_tokens=30, candidate_generator=failing)
+    assert failing.speculation is None

@@ -1,0 +1,128 @@
+"""Timing: both sides the same work, chats from the cache, first tokens, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.prompts import first_turns, followups, of_length
+from benchmarks.strategies import PLAIN, StrategyError, build
+
+from hf_specgen import LayerSkipCandidates, NgramCandidates
+from hf_specgen.evaluation.measure import Variant, measure_round
+from hf_specgen.evaluation.memory import peak_memory, reset_peak_memory
+from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
+from hf_specgen.heads.exit_head import exit_layer_of
+from tests.helpers import tiny_model
+
+OURS = Variant("ours", lambda: {"candidate_generator": NgramCandidates(k=4)})
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0}
+
+
+def test_chat_goes_on_from_its_cache(reference_model, tokenizer) -> None:
+    """Both sides write the same two answers, and neither reads the first turn again for the second."""
+    turns = ["Write a short story about a fox." * 4, "Now make the fox a crow."]
+    shapes: list[int] = []
+    handle = reference_model.get_input_embeddings().register_forward_hook(
+        lambda _, inputs, __: shapes.append(inputs[0].shape[1])
+    )
+    first = first_turns(tokenizer, turns[:1])
+    later = followups(tokenizer, turns)
+    try:
+        samples = measure_round(
+            reference_model, first, [PLAIN, OURS], {"max_new_tokens": 12, **SAMPLED}, 3, followups=later
+        )
+    finally:
+        handle.remove()
+    assert torch.equal(samples["plain"].ids, samples["ours"].ids)
+    assert samples["plain"].tokens == samples["ours"].tokens > 12
+    prompt = first["input_ids"].shape[1]
+    assert [length for length in shapes if length >= prompt] == [prompt, prompt]
+    assert len([length for length in shapes if length >= later[0].shape[1]]) == 4  # each turn of each side: one prompt
+    ours = samples["ours"].speculation
+    assert ours is not None and len(ours.rows) == 2 and ours.emitted == samples["ours"].tokens
+    assert "crow" in tokenizer.decode(samples["ours"].ids[0])
+
+
+def test_followup_is_what_the_template_writes(tokenizer) -> None:
+    (later,) = followups(tokenizer, ["One?", "Two?"])
+    assert tokenizer.decode(later[0]) == "<|end|>\n<|user|>\nTwo?\n<|assistant|>\n"
+
+
+def test_first_token_comes_before_the_last(reference_model, tokenizer) -> None:
+    inputs = first_turns(tokenizer, ["Hello there.", "And a longer prompt than that."])
+    samples = measure_round(reference_model, inputs, [PLAIN, OURS], {"max_new_tokens": 8, "min_new_tokens": 8}, 0)
+    for sample in samples.values():
+        assert 0 < sample.first_token < 0.9 * sample.seconds
+
+
+def test_who_begins_goes_round(reference_model, tokenizer) -> None:
+    begun: list[str] = []
+
+    def noted(name: str) -> Variant:
+        return Variant(name, lambda: begun.append(name) or {})
+
+    variants = [noted("a"), noted("b")]
+    inputs = first_turns(tokenizer, ["Hi."])
+    for number in range(3):
+        samples = measure_round(reference_model, inputs, variants, {"max_new_tokens": 1}, 0, first=number)
+        assert list(samples) == ["a", "b"]
+    assert begun == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_peak_memory_sees_an_allocation() -> None:
+    device = torch.device("cpu")
+    reset_peak_memory(device)
+    before = peak_memory(device).host
+    if before is None:
+        pytest.skip("this system does not tell the peak of resident memory")
+    torch.ones(64 * 2**20, dtype=torch.uint8).sum()
+    during = peak_memory(device).host
+    reset_peak_memory(device)
+    after = peak_memory(device).host
+    assert during - before > 32 * 2**20  # 64 MiB were touched; a part may have been resident already
+    assert during - after > 32 * 2**20
+
+
+def test_loading_an_adapter_takes_no_noise(reference_model, tokenizer) -> None:
+    """The first call of a strategy loads its adapter; drawing its first weights once moved the call's noise."""
+    inputs = first_turns(tokenizer, ["Write a story about a fox."])
+    new = LayerSkipCandidates(exit_layer_of(EMBEDDED_ADAPTER), adapter=str(EMBEDDED_ADAPTER))
+    ours = Variant("ours", lambda: {"candidate_generator": new})
+    samples = measure_round(reference_model, inputs, [PLAIN, ours], {"max_new_tokens": 16, **SAMPLED}, 0)
+    assert torch.equal(samples["plain"].ids, samples["ours"].ids)
+
+
+def test_context_of_a_length(tokenizer) -> None:
+    prompt = first_turns(tokenizer, ["What is this?"])["input_ids"][0].tolist()
+    filler = ["A text that fills the context with words."] * 20
+    longer = of_length(tokenizer, "What is this?", filler, 100)["input_ids"][0].tolist()
+    assert len(longer) == 100 and longer[-len(prompt) :] == prompt
+    assert of_length(tokenizer, "What is this?", filler, 4)["input_ids"][0].tolist() == prompt[-4:]
+    with pytest.raises(ValueError, match="not 10000"):
+        of_length(tokenizer, "What is this?", filler, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "peers", "message"),
+    [
+        (["telepathy"], [], "unknown strategy 'telepathy'; there are ngram, draft, layerskip, medusa"),
+        (["ngram=4"], [], "nothing behind '='"),
+        (["draft"], [], "draft needs a file or id here"),
+        (["ngram"], ["vllm"], "unknown peer 'vllm'"),
+        (["draft=./no-such-folder"], [], "no-such-folder"),
+        (["draft=benchmarks/assets/draft-lm"], [], "benchmarks/assets/draft-lm: "),
+        (["layerskip=./no-such-folder"], [], "no-such-folder"),
+    ],
+)
+def test_bad_strategies(strategies: list[str], peers: list[str], message: str) -> None:
+    """The embedded draft (8,192 tokens) cannot draft for a target of 99."""
+    with pytest.raises(StrategyError, match=message):
+        build(strategies, peers, tiny_model("llama"))
+
+
+def test_peers_come_with_their_counterparts(reference_model) -> None:
+    names = [family.name for family in build(["ngram", "draft", "layerskip"], ["transformers"], reference_model)]
+    assert names == [
+        "n-grams", "prompt lookup", "draft model", "assistant_model", "layer skip", "assistant_early_exit",
+    ]  # fmt: skip
+    assert [family.name for family in build(["ngram"], [], reference_model)] == ["n-grams"]

@@ -1,0 +1,327 @@
+"""Medusa: the tokens of plain `generate` with any heads and any tree, and trees of the right shape.
+
+Every architecture is tried in `tests/slow/test_architectures.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import TopKLogitsWarper
+
+from hf_specgen import (
+    Call,
+    Candidates,
+    CombinedCandidates,
+    DraftSession,
+    DraftTree,
+    FixedDepth,
+    MedusaCandidates,
+    NgramCandidates,
+    Schedule,
+)
+from hf_specgen.candidates.rank_tree import RankTree
+from hf_specgen.candidates.tree_plan import ConfidentTree
+from hf_specgen.depth import CostCurve
+from hf_specgen.heads import MedusaHeads
+from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, Acceptance, best_tree, confidence_bin
+from hf_specgen.heads.medusa_runner import MedusaReader
+from hf_specgen.target.hidden_states import HiddenStateTarget
+from hf_specgen.tree import children
+from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, prompts, tiny_model
+from tests.helpers.goodness_of_fit import goodness_of_fit
+from tests.helpers.medusa import fitted_heads, hidden_states, random_heads
+
+TREES: dict[str, Any] = {
+    "auto": "auto",
+    "budget": 12,
+    "chain": [[0], [0, 0], [0, 0, 0]],
+    "wide": [[rank] for rank in range(8)],
+    "short leaf beside deep ones": [[1], [0], [0, 0], [0, 0, 0], [0, 1]],
+    "rank above ten": [[0], [12], [12, 3], [0, 11]],
+    "unsorted with duplicates": [[0, 1, 0], [0], [2], [0, 1], [0]],
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_medusa_any_tree_same_tokens(tree: str, batch: int, sampling: str) -> None:
+    """Would catch: a hidden state of a wrong row or node, a tree with misplaced nodes."""
+    model = tiny_model("llama")
+    candidates = MedusaCandidates(fitted_heads(model, prompts(batch)), TREES[tree], policy=FixedDepth())
+    statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=30, **SAMPLING[sampling])
+    assert statistics.accepted > 0
+    assert sampling == "greedy" or statistics.accepted < statistics.drafted
+
+
+@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}, {"eos_token_id": list(range(30, 60))}])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_medusa_with_rows_that_leave_the_batch_same_tokens(processors: dict, sampling: str) -> None:
+    """Would catch: hidden states of other rows once ended rows have left the batch."""
+    model, inputs = tiny_model("qwen3"), prompts(4)
+    candidates = MedusaCandidates(fitted_heads(model, inputs), 8)
+    arguments = {"max_new_tokens": 25, "pad_token_id": 0, **SAMPLING[sampling], **processors}
+    torch.manual_seed(1)
+    plain = model.generate(**inputs, **arguments)
+    torch.manual_seed(1)
+    assert torch.equal(plain, model.generate(**inputs, **arguments, candidate_generator=candidates))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("mix", ["n-grams", "schedule", "adaptive", "fixed"])
+def test_medusa_beside_other_drafts_and_plain_steps_same_tokens(batch: int, sampling: str, mix: str) -> None:
+    """Would catch: hidden states that are outdated after a plain step, or a step that another strategy drafted."""
+    model, inputs = tiny_model("llama"), prompts(batch)
+    heads = fitted_heads(model, inputs)
+    candidates: Candidates = {
+        "n-grams": lambda: CombinedCandidates([NgramCandidates(k=4), MedusaCandidates(heads)]),
+        "schedule": lambda: MedusaCandidates(heads, policy=Schedule({1: 2, 2: 1})),
+        "adaptive": lambda: MedusaCandidates(heads),
+        "fixed": lambda: MedusaCandidates(heads, policy=FixedDepth()),
+    }[mix]()
+    assert_same_tokens(model, inputs, candidates, max_new_tokens=40, **SAMPLING[sampling])
+
+
+def test_medusa_token_zero_beside_a_short_leaf_same_tokens() -> None:
+    """Padding nodes hold token 0 too. Would catch: an accepted path that leads into the padding of another row."""
+    model, inputs = fresh_model("llama"), prompts(2)
+    weight = model.lm_head.weight.data
+    weight[0] += 0.5 * weight.abs().max() * torch.sign(weight[0])
+    assert_same_tokens(
+        model, inputs, MedusaCandidates(fitted_heads(model, inputs), [[1], [0], [0, 0]]), max_new_tokens=20
+    )
+
+
+@pytest.mark.parametrize("verification", ["rejection", "typical"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_medusa_other_verification_modes_repeat_under_a_seed(verification: str, batch: int) -> None:
+    """Greedy rejection sampling gives the same tokens; sampled, both modes repeat."""
+    model, inputs = tiny_model("llama"), prompts(batch)
+    candidates = MedusaCandidates(fitted_heads(model, inputs), [[0], [2], [0, 0], [0, 3], [2, 0]])
+    arguments = {**inputs, "max_new_tokens": 20, "candidate_generator": candidates, "verification": verification}
+    if verification == "rejection":
+        assert torch.equal(model.generate(**arguments), model.generate(**inputs, max_new_tokens=20))
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(8)
+        runs.append(model.generate(**arguments, do_sample=True, top_k=10))
+    assert torch.equal(*runs)
+    assert candidates.speculation is not None and candidates.speculation.accepted > 0
+
+
+def test_medusa_rejection_sampling_has_the_distribution_of_the_target() -> None:
+    """Goodness of fit of the second and third token together, 8,000 texts; fails by chance once in 10,000 runs.
+
+    The tree skips ranks: would catch siblings that are verified as sampled one after the other although they were not,
+    and a q that is not the distribution they were sampled from.
+    """
+    vocab, rows = 8, 500
+    model = fresh_model("llama", vocab_size=vocab)
+    model.lm_head.weight.data.normal_(generator=torch.Generator().manual_seed(5)).mul_(0.25)
+    candidates = MedusaCandidates(random_heads(model, own_outputs=True), [[0], [2], [3], [0, 1], [0, 2], [2, 0]])
+    prompt = torch.tensor([[3, 1, 7, 4]])
+    texts = []
+    for seed in range(16):
+        torch.manual_seed(seed)
+        arguments = {"max_new_tokens": 3, "do_sample": True, "top_k": 6, "verification": "rejection"}
+        ids = model.generate(prompt.expand(rows, -1), candidate_generator=candidates, **arguments)
+        texts.append(ids[:, -3:])
+    assert candidates.speculation is not None and candidates.speculation.accepted > 0
+    seen = torch.cat(texts)
+    counts = (seen[:, 1] * vocab + seen[:, 2]).bincount(minlength=vocab**2).double()
+    expected = len(seen) * joint_probabilities(model, prompt, top_k=6)
+    assert goodness_of_fit(counts.numpy()[None], expected.numpy()[None]) > 1e-4
+
+
+def joint_probabilities(model: Any, prompt: torch.Tensor, top_k: int) -> torch.Tensor:
+    """`[vocab * vocab]` exact probabilities of the second and third token after the prompt."""
+    vocab = model.config.vocab_size
+
+    def following(prefixes: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(prefixes).logits[:, -1]
+        return TopKLogitsWarper(top_k)(prefixes, logits).double().softmax(dim=-1)
+
+    tokens = torch.arange(vocab)
+    one = torch.cat([prompt.expand(vocab, -1), tokens[:, None]], dim=1)
+    two = torch.cat([one.repeat_interleave(vocab, dim=0), tokens.repeat(vocab)[:, None]], dim=1)
+    first, second = following(prompt)[0], following(one)
+    third = following(two).view(vocab, vocab, vocab)
+    return torch.einsum("a,ab,abc->bc", first, second, third).flatten()
+
+
+class ObservedMedusa(MedusaCandidates):
+    """Keeps the hidden states and the generated tokens of every draft."""
+
+    def start(self, call: Call) -> DraftSession:
+        self.states: list[torch.Tensor] = []
+        self.texts: list[list[list[int]]] = []
+        session = super().start(call)
+        draft = session.draft
+
+        def observed(budget: Sequence[int]) -> DraftTree:
+            assert isinstance(call.target, HiddenStateTarget)
+            self.states.append(call.target.states.clone())
+            self.texts.append([list(text) for text in call.state.generated])
+            return draft(budget)
+
+        session.draft = observed  # type: ignore[method-assign]
+        return session
+
+
+def test_medusa_states_are_those_that_chose_the_last_tokens() -> None:
+    """The reference is a forward pass over the whole text: the state at its last token but one."""
+    model, inputs = tiny_model("llama"), prompts(3)
+    candidates = ObservedMedusa(fitted_heads(model, inputs), 6)
+    model.generate(**inputs, max_new_tokens=20, candidate_generator=candidates)
+    assert len(candidates.states) > 3
+    for states, generated in zip(candidates.states, candidates.texts, strict=True):
+        for row, text in enumerate(generated):
+            ids = torch.cat([inputs["input_ids"][row], torch.tensor(text)])[None]
+            mask = torch.cat([inputs["attention_mask"][row], torch.ones(len(text), dtype=torch.long)])[None]
+            expected = hidden_states(model, ids, mask)[0, -2]
+            torch.testing.assert_close(states[row], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_medusa_exception_leaves_no_hooks_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    before = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("the heads failed")
+
+    monkeypatch.setattr(MedusaReader, "logits", failing)
+    with pytest.raises(RuntimeError, match="the heads failed"):
+        model.generate(**prompts(1), max_new_tokens=9, candidate_generator=MedusaCandidates(random_heads(model), 8))
+    after = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+    assert before == after
+
+
+def test_medusa_in_transformers_own_loop_raises() -> None:
+    candidates = MedusaCandidates(random_heads(tiny_model("llama")))
+    with pytest.raises(ValueError, match="works with generate"):
+        candidates.get_candidates(torch.tensor([[1, 2]]))
+
+
+# Heads
+
+
+def test_new_heads_return_the_state_of_the_target() -> None:
+    model = tiny_model("llama")
+    heads = MedusaHeads.from_target(model, num_heads=3, num_layers=2, reads_token=True)
+    state = torch.randn(5, 64)
+    assert torch.equal(heads(state, torch.randn(5, 64)), state[:, None].expand(5, 3, 64))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_medusa_vocabulary_smaller_than_the_ranks_same_tokens(heads: int) -> None:
+    """Would catch: a rank that reaches into the next head's tokens."""
+    model = tiny_model("llama", vocab_size=6)
+    inputs = {"input_ids": torch.tensor([[1, 2, 3, 4]])}
+    candidates = MedusaCandidates(random_heads(model, num_heads=heads), tree=20)
+    assert_same_tokens(model, inputs, candidates, max_new_tokens=12)
+
+
+def test_medusa_target_in_changing_dtypes_leaves_the_given_heads_unchanged() -> None:
+    """The heads follow the dtype of their target from call to call; the caller's own are not rounded."""
+    model = fresh_model("llama")
+    heads = random_heads(model)
+    before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
+    candidates = MedusaCandidates(heads)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
+    assert all(torch.equal(before[name], tensor) for name, tensor in heads.state_dict().items())
+
+
+# Trees
+
+
+def test_rank_tree_of_paths() -> None:
+    tree = RankTree.from_paths([[0, 1, 0], [0], [2], [0, 1], [0]])
+    assert (tree.ranks, tree.parents, tree.depth, tree.width) == ((0, 2, 1, 0), (-1, -1, 0, 2), 3, 3)
+    assert tree.cut(2) == RankTree((0, 2, 1), (-1, -1, 0)) and tree.cut(0) == RankTree((), ())
+    assert tree.drawn_in_order.ranks == (0, 1, 0, 0)
+    assert tree.places(10).tolist() == [0, 2, 11, 20]
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ([], "no paths"),
+        ([[0], []], "not a list of ranks"),
+        ([[0], [-1]], "not a list of ranks"),
+        ([[0], [1, 0]], r"but not its beginning \[1\]"),
+        ("widest", 'must be "auto"'),
+        (0, "at least 1 node"),
+        (True, "at least 1 node"),
+        (2.5, "is a list of paths"),
+        ([0, 1], "is a list of paths"),
+    ],
+)
+def test_medusa_bad_tree_raises(tree: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MedusaCandidates("somewhere", tree=tree)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [([[0], [0, 0], [0, 0, 0]], "3 deep, but there are 2 heads"), ([[0], [99]], "ends at 98")],
+)
+def test_medusa_tree_that_does_not_fit_the_heads_raises(tree: Any, message: str) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=message):
+        candidates = MedusaCandidates(random_heads(model, num_heads=2), tree)
+        model.generate(**prompts(1), candidate_generator=candidates)
+
+
+def best_value_of_all_trees(probabilities: list[list[float]], price: float, max_nodes: int) -> float:
+    """The best value of any prefix-closed set of paths, by trying all of them."""
+    paths = [(r,) for r in range(len(probabilities[0]))]
+    paths += [(a, b) for a in range(len(probabilities[0])) for b in range(len(probabilities[1]))]
+    best = 1.0
+    for chosen in range(1, 2 ** len(paths)):
+        tree = {path for index, path in enumerate(paths) if chosen >> index & 1}
+        if len(tree) > max_nodes or any(len(path) == 2 and path[:1] not in tree for path in tree):
+            continue
+        expected = 1.0
+        for path in tree:
+            likely = 1.0
+            for head, rank in enumerate(path):
+                likely *= probabilities[head][rank]
+            expected += likely
+        best = max(best, expected / (1 + price * len(tree)))
+    return best
+
+
+@pytest.mark.parametrize("price", [0.0, 0.05, 0.2, 0.9])
+def test_best_tree_is_optimal(price: float) -> None:
+    """Against all trees of two heads and three ranks."""
+    probabilities = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.02]]
+    paths, expected = best_tree(probabilities, lambda nodes: 1 + price * nodes, max_nodes=8)
+    value = expected / (1 + price * len(paths))
+    assert value == pytest.approx(best_value_of_all_trees(probabilities, price, 8))
+
+
+def test_confidence_bin_of_almost_certain_token_is_the_last() -> None:
+    assert confidence_bin(0.99) == len(CONFIDENCE_EDGES)
+
+
+def test_confident_tree_of_confident_heads_is_deeper_and_narrower() -> None:
+    plan = ConfidentTree(Acceptance.untuned(4), CostCurve((1, 64), (1.0, 1.1), 256, 1))
+    confident, uncertain = plan.tree([1.0] * 4, 1), plan.tree([0.1] * 4, 1)
+    assert confident.depth == 4
+    assert len(children(confident.parents)[0]) <= len(children(uncertain.parents)[0])
+
+
+def test_confident_tree_of_expensive_target_is_smaller() -> None:
+    acceptance = Acceptance.untuned(4)
+    cheap, expensive = CostCurve((1, 64), (1.0, 1.1), 256, 1), CostCurve((1, 2), (1.0, 2.0), 256, 1)
+    assert len(ConfidentTree(acceptance, expensive).tree([0.1] * 4, 1).ranks) == 0
+    one_row, eight_rows = (ConfidentTree(acceptance, cheap).tree([0.5] * 4, rows) for rows in (1, 8))
+    assert len(eight_rows.ranks) < len(one_row.ranks)

@@ -1,0 +1,139 @@
+"""The metrics of `evaluate`, on cases that the field agrees on; intervals on data whose spread is known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import metrics
+from hf_specgen.evaluation.intervals import Interval, speedup_interval
+from hf_specgen.statistics import RowStep, Statistics
+
+pytest.importorskip("evaluate", reason="the metrics need evaluate")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    """`evaluate` keeps its files below the user's home otherwise."""
+    import evaluate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate.config, "HF_METRICS_CACHE", str(tmp_path_factory.mktemp("metrics")))
+        yield
+
+
+def test_acceptance_rate_literal() -> None:
+    found = metrics.load("acceptance_rate").compute(drafted=[3, 3, 2], accepted=[3, 1, 0])
+    assert found == {"drafts": 3, "drafted": 8, "accepted": 4, "acceptance_rate": 0.5}
+
+
+def test_position_acceptance_literal() -> None:
+    found = metrics.load("position_acceptance").compute(drafted=[3, 3, 2], accepted=[3, 1, 0])
+    assert found["accepted_per_position"] == [2, 1, 1]
+    assert found["drafted_per_position"] == [3, 3, 2]
+    assert found["acceptance_rate_per_position"] == pytest.approx([2 / 3, 1 / 3, 1 / 2])
+
+
+def test_position_acceptance_of_trees() -> None:
+    """7 nodes that are 3 deep reach position 3, not 7."""
+    found = metrics.load("position_acceptance").compute(drafted=[7], accepted=[2], depths=[3])
+    assert found["drafted_per_position"] == [1, 1, 1] and found["accepted_per_position"] == [1, 1, 0]
+
+
+def test_mean_accepted_length_literal() -> None:
+    metric = metrics.load("mean_accepted_length")
+    assert metric.compute(drafted=[3, 3], accepted=[3, 0]) == {"mean_acceptance_length": 2.5, "tokens_per_step": 2.5}
+
+
+def test_the_two_definitions_differ_where_steps_draft_nothing_or_are_cut() -> None:
+    metric = metrics.load("mean_accepted_length")
+    found = metric.compute(drafted=[3, 3, 0, 0], accepted=[3, 0, 0, 0], emitted=[3, 1, 1, 1])
+    assert found == {"mean_acceptance_length": 2.5, "tokens_per_step": 1.5}
+
+
+def test_speedup_is_a_ratio_of_sums() -> None:
+    """10 tokens in 1 s and 10 in 4 s are 4 tokens/s, not the mean rate 6.25; plain 20 in 10 s is 2."""
+    found = metrics.load("speedup").compute(
+        tokens=[10, 10], seconds=[1, 4], plain_tokens=[10, 10], plain_seconds=[5, 5], resamples=200
+    )
+    assert found["speedup"] == 2.0
+    assert found["low"] <= 2.0 <= found["high"] and found["differs"]
+
+
+def test_metrics_in_batches() -> None:
+    metric = metrics.load("acceptance_rate")
+    metric.add_batch(drafted=[3, 3], accepted=[3, 1])
+    metric.add(drafted=2, accepted=0)
+    assert metric.compute()["accepted"] == 4
+
+
+def test_bad_metric_input() -> None:
+    with pytest.raises(ValueError, match="no metric 'speed'; there are acceptance_rate"):
+        metrics.load("speed")
+    with pytest.raises(ValueError, match="accepted <= depth <= drafted"):
+        metrics.load("acceptance_rate").compute(drafted=[2], accepted=[3])
+    with pytest.raises(ValueError, match="for each step in every list"):
+        metrics.load("mean_accepted_length").compute(drafted=[2], accepted=[1], emitted=[1, 2])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
+def test_counts_agree_with_counting_by_hand(steps: list[tuple[int, int]]) -> None:
+    steps = [(max(pair), min(pair)) for pair in steps]
+    counts = Statistics.of_steps([d for d, _ in steps], [a for _, a in steps])
+    for position in range(1, 10):
+        if position <= len(counts.drafted_per_position):
+            assert counts.drafted_per_position[position - 1] == sum(d >= position for d, _ in steps)
+            assert counts.accepted_per_position[position - 1] == sum(a >= position for _, a in steps)
+    assert counts.tokens_per_step == pytest.approx(sum(a + 1 for _, a in steps) / len(steps))
+
+
+def test_statistics_of_two_calls_together() -> None:
+    first = Statistics([[RowStep(2, 2, 1, 2)]], [3], {"draft": 1.0})
+    second = Statistics([[RowStep(4, 4, 4, 5)]], [6], {"draft": 0.5, "total": 2.0})
+    both = first + second
+    assert (both.steps, both.accepted, both.emitted) == (2, 5, 9)
+    assert both.seconds == {"draft": 1.5, "total": 2.0}
+
+
+def test_interval_covers_the_truth() -> None:
+    """200 experiments of 40 requests whose true ratio is 1.2: a 95% interval must hold it in 90% or more.
+
+    A bootstrap over 40 requests covers a little less than it says; fewer than 180 of 200 has a probability under 1%
+    at a true coverage of 0.94.
+    """
+    generator = random.Random(1)
+    held = 0
+    for experiment in range(200):
+        plain = [generator.gauss(1.2, 0.2) for _ in range(40)]
+        ours = [generator.gauss(1.0, 0.2) for _ in range(40)]
+        found = speedup_interval([10] * 40, ours, [10] * 40, plain, resamples=400, seed=experiment)
+        held += found.low <= 1.2 <= found.high
+    assert 178 <= held < 200
+
+
+def test_interval_pairs_both_sides() -> None:
+    """Prompts differ tenfold in cost, but ours takes half the time on each: the interval has no width."""
+    plain = [1.0, 10.0, 3.0, 7.0]
+    found = speedup_interval([5] * 4, [s / 2 for s in plain], [5] * 4, plain)
+    assert (found.low, found.value, found.high) == pytest.approx((2, 2, 2))
+
+
+def test_interval_that_holds_one_is_no_difference() -> None:
+    assert "no difference" in str(Interval(1.1, 0.99, 1.2)) and not Interval(1.1, 0.99, 1.2).differs
+    assert "1.10x" in str(Interval(1.1, 1.01, 1.2))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (([], [], [], []), "at least 1"),
+        (([1], [1], [1, 2], [1, 2]), "same number"),
+        (([1], [0.0], [1], [1]), "must be positive"),
+    ],
+)
+def test_bad_intervals(columns: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        speedup_interval(*columns)

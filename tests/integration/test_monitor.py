@@ -1,0 +1,119 @@
+"""Monitors: windowed figures, counters, one log line per call, and the end of a call that fails."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_specgen import Call, Monitor, MonitorSession, NgramCandidates, SpeculationMonitor, Statistics, StepRecord
+from hf_specgen.monitoring.prometheus import PREFIX
+from tests.helpers import FailingOracle, Oracle, prompts, tiny_model
+
+
+def run_monitored(monitor: Monitor, accuracy: float = 0.7, batch: int = 2) -> Statistics:
+    """The statistics of a call with an oracle."""
+    model, inputs = tiny_model("llama"), prompts(batch)
+    oracle = Oracle(model.generate(**inputs, max_new_tokens=40)[:, 12:], accuracy)
+    model.generate(**inputs, max_new_tokens=40, candidate_generator=oracle, monitor=monitor)
+    assert oracle.speculation is not None
+    return oracle.speculation
+
+
+def test_monitor_figures_equal_the_statistics() -> None:
+    monitor = SpeculationMonitor(window=10_000, prometheus=False)
+    statistics = run_monitored(monitor)
+    assert monitor.acceptance_rate == pytest.approx(statistics.acceptance_rate)
+    assert monitor.tokens_per_step == pytest.approx(statistics.tokens_per_step)
+    assert sum(monitor.histogram.values()) == statistics.drafts
+    assert sum(n * count for n, count in monitor.histogram.items()) == statistics.accepted
+    assert len(monitor.timeline) == max(map(len, statistics.rows)) and all(step[3] > 0 for step in monitor.timeline)
+    assert statistics.seconds["policy"] > 0
+
+
+def test_monitor_window_covers_the_last_steps_only() -> None:
+    monitor = SpeculationMonitor(window=5, prometheus=False)
+    run_monitored(monitor, accuracy=1.0, batch=1)
+    assert monitor.acceptance_rate == 1
+    run_monitored(monitor, accuracy=0.0, batch=1)
+    assert monitor.acceptance_rate == 0 and monitor.calls == 2
+    assert "0% of draft tokens accepted" in monitor.summary()
+
+
+@pytest.mark.parametrize("arguments", [{"window": 0}, {"timeline": -1}])
+def test_monitor_of_no_steps_raises(arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        SpeculationMonitor(**arguments)
+
+
+def test_monitor_counts_in_prometheus_under_the_usual_names() -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+
+    def value(name: str, **labels: str) -> float:
+        return prometheus.REGISTRY.get_sample_value(f"{PREFIX}{name}_total", labels) or 0.0
+
+    monitor = SpeculationMonitor()
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    before = [value(name) for name in names]
+    first = value("accepted_tokens_per_pos", position="0")
+    statistics = run_monitored(monitor)
+    after = [statistics.drafts, statistics.drafted, statistics.accepted]
+    assert [value(name) for name in names] == [old + new for old, new in zip(before, after, strict=True)]
+    assert value("accepted_tokens_per_pos", position="0") - first == statistics.accepted_per_position[0]
+
+
+def test_monitor_logs_one_line_per_call(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hf_specgen"):
+        model, monitor = tiny_model("llama"), SpeculationMonitor(prometheus=False)
+        for _ in range(2):
+            ngram = NgramCandidates(k="auto")
+            model.generate(**prompts(1), max_new_tokens=20, candidate_generator=ngram, monitor=monitor)
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    assert "20 tokens" in caplog.text and repr(ngram) in caplog.text
+
+
+def test_monitor_plot_before_the_first_step_raises(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has seen no step"):
+        SpeculationMonitor(prometheus=False).plot(tmp_path / "monitor.png")
+
+
+def test_monitor_plot_writes_an_image(tmp_path: Path) -> None:
+    monitor = SpeculationMonitor(prometheus=False)
+    run_monitored(monitor)
+    monitor.plot(tmp_path / "monitor.png")
+    assert (tmp_path / "monitor.png").read_bytes().startswith(b"\x89PNG")
+
+
+class RecordingMonitor(Monitor):
+    """Records what happens in every call."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start(self, call: Call) -> MonitorSession:
+        self.events.append("start")
+        return _RecordingSession(self.events)
+
+
+class _RecordingSession(MonitorSession):
+    def __init__(self, events: list[str]):
+        self._events = events
+
+    def observe(self, step: StepRecord) -> None:
+        self._events.append("step")
+
+    def end(self) -> None:
+        self._events.append("end")
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_monitor_session_ends_once_after_an_exception(steps: int) -> None:
+    """Would catch: a call that is counted as running forever."""
+    model, inputs, monitor = tiny_model("llama"), prompts(1), RecordingMonitor()
+    failing = FailingOracle(model.generate(**inputs, max_new_tokens=30)[:, 12:], steps)
+    arguments: dict[str, Any] = {"candidate_generator": failing, "monitor": monitor}
+    with pytest.raises(RuntimeError, match="the draft session failed"):
+        model.generate(**inputs, max_new_tokens=30, **arguments)
+    assert monitor.events == ["start", *["step"] * steps, "end"]

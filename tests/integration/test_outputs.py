@@ -1,0 +1,160 @@
+"""Shapes, scores, logits and cache are those of plain `generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hf_specgen import NgramCandidates
+from hf_specgen.target.cache import RaggedCache
+from tests.helpers import Oracle, prompts, tiny_model
+
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
+"""One matmul over several rows rounds differently from several over one: about 1e-6 in float32 logits of size 1."""
+ENDS: dict[str, Any] = {"eos_token_id": list(range(0, 30)), "pad_token_id": 0}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "eos": ENDS,
+    "sampled": {"do_sample": True, "top_k": 12, **ENDS},
+    "row-wise": {"repetition_penalty": 1.3, **ENDS},
+}
+
+
+def run_both(model: Any, inputs: dict[str, torch.Tensor], **arguments: Any) -> tuple[Any, Any]:
+    """The outputs of plain `generate` and of an oracle that drafts trees, from one seed."""
+    torch.manual_seed(5)
+    plain = model.generate(**inputs, **arguments, return_dict_in_generate=True)
+    oracle = Oracle(plain.sequences[:, inputs["input_ids"].shape[1] :], accuracy=0.7, branching=True)
+    torch.manual_seed(5)
+    return plain, model.generate(**inputs, **arguments, return_dict_in_generate=True, candidate_generator=oracle)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_output_scores_and_logits_are_those_of_plain_generate(batch: int, arguments: str) -> None:
+    """Would catch: scores of rejected nodes, missing columns, rows mixed up, no scores for the padding of ended rows."""
+    both = {"output_scores": True, "output_logits": True}
+    plain, ours = run_both(tiny_model("llama"), prompts(batch), max_new_tokens=16, **both, **ARGUMENTS[arguments])
+    assert isinstance(ours, GenerateDecoderOnlyOutput)
+    assert torch.equal(plain.sequences, ours.sequences)
+    assert len(plain.scores) == len(ours.scores) == len(ours.logits) == plain.sequences.shape[1] - 12
+    for expected, got in zip(plain.scores + plain.logits, ours.scores + ours.logits, strict=True):
+        torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
+def test_output_without_scores_has_none() -> None:
+    _, ours = run_both(tiny_model("llama"), prompts(1), max_new_tokens=8)
+    assert ours.scores is None and ours.logits is None
+    assert ours.speculation.emitted == 8
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_output_cache_holds_the_keys_of_plain_generate(architecture: str, batch: int) -> None:
+    """Would catch: tree nodes left in wrong slots, padding of ended rows not read, a length that is off by one."""
+    plain, ours = run_both(tiny_model(architecture), prompts(batch), max_new_tokens=16, **ENDS)
+    cache = ours.past_key_values
+    assert isinstance(cache, RaggedCache)
+    assert cache.get_seq_length() == plain.past_key_values.get_seq_length()
+    assert len(set(cache.lengths)) == 1
+    first = (prompts(batch)["attention_mask"] == 0).sum(dim=1)
+    for layer, expected in zip(cache.layers, plain.past_key_values.layers, strict=True):
+        held, length = expected.keys.shape[2], cache.get_seq_length()
+        for row in range(batch):
+            start = max(int(first[row]), length - held)
+            theirs = expected.keys[row, :, start - length + held :]
+            torch.testing.assert_close(layer.keys[row, :, start:length], theirs, **TOLERANCE)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("given", ["none", "dynamic"])
+def test_cache_of_first_turn_continues_in_second(architecture: str, batch: int, given: str) -> None:
+    """Would catch: a second turn of a chat that reads the first one again, or continues from a wrong slot."""
+    model, inputs = tiny_model(architecture), prompts(batch)
+
+    def two_turns(speculative: bool) -> tuple[Any, int]:
+        arguments: dict[str, Any] = {"max_new_tokens": 9, "return_dict_in_generate": True}
+        if speculative:
+            arguments["candidate_generator"] = NgramCandidates(k=4, branches=2)
+        cache = {} if given == "none" else {"past_key_values": DynamicCache(config=model.config)}
+        first = model.generate(**inputs, **arguments, **cache)
+        ids = torch.cat([first.sequences, torch.full((batch, 3), 17)], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(batch, 12, dtype=torch.long)], dim=1)
+        read: list[int] = []
+        handle = model.register_forward_pre_hook(
+            lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        second = model.generate(input_ids=ids, attention_mask=mask, past_key_values=first.past_key_values, **arguments)
+        handle.remove()
+        return second, read[0]
+
+    (plain, _), (ours, read) = two_turns(False), two_turns(True)
+    assert torch.equal(plain.sequences, ours.sequences)
+    assert 4 <= read <= 4 + 4  # the second prompt, the last token of the first turn, and the tokens drafted behind them
+    assert type(ours.past_key_values) is (RaggedCache if given == "none" else DynamicCache)
+
+
+def test_given_dynamic_cache_is_updated_in_place() -> None:
+    """Plain `generate` leaves the text in the cache object that it was given, even if it returns a tensor only."""
+    model, inputs = tiny_model("gemma2"), prompts(1)
+    plain, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    model.generate(**inputs, max_new_tokens=12, past_key_values=plain)
+    model.generate(**inputs, max_new_tokens=12, past_key_values=ours, candidate_generator=NgramCandidates())
+    assert ours.get_seq_length() == plain.get_seq_length()
+    for expected, got in zip(plain.layers, ours.layers, strict=True):
+        torch.testing.assert_close(got.keys, expected.keys, **TOLERANCE)
+        torch.testing.assert_close(got.values, expected.values, **TOLERANCE)
+
+
+def test_returned_cache_in_plain_generate_same_tokens() -> None:
+    model, inputs = tiny_model("gemma2"), prompts(1)
+    first = model.generate(
+        **inputs, max_new_tokens=8, return_dict_in_generate=True, candidate_generator=NgramCandidates()
+    )
+    ids = torch.cat([first.sequences, torch.tensor([[3, 4]])], dim=1)
+    expected = model.generate(ids, max_new_tokens=8)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, past_key_values=first.past_key_values), expected)
+
+
+def test_cache_made_in_inference_mode_continues_outside() -> None:
+    """Would catch: an in-place write to an inference tensor."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    with torch.inference_mode():
+        first = model.generate(
+            **inputs, max_new_tokens=6, return_dict_in_generate=True, candidate_generator=NgramCandidates()
+        )
+    ids = first.sequences.clone()
+    expected = model.generate(ids, max_new_tokens=8)
+    cache = {"past_key_values": first.past_key_values}
+    ours = model.generate(ids, max_new_tokens=8, **cache, candidate_generator=NgramCandidates())
+    assert torch.equal(ours, expected)
+
+
+def test_generate_with_chunked_prefill_same_tokens() -> None:
+    model, inputs = tiny_model("llama"), prompts(2)
+    expected = model.generate(**inputs, max_new_tokens=10)
+    ours = model.generate(**inputs, max_new_tokens=10, prefill_chunk_size=5, candidate_generator=NgramCandidates())
+    assert torch.equal(expected, ours)
+
+
+def test_statistics_are_set_on_the_strategy_of_the_call_only() -> None:
+    """Would catch: statistics kept on the class, or lost where only a tensor is returned."""
+    model, mine, other = tiny_model("llama"), NgramCandidates(), NgramCandidates()
+    ids = model.generate(**prompts(2), max_new_tokens=20, candidate_generator=mine)
+    assert mine.speculation is not None and mine.speculation.emitted == 2 * (ids.shape[1] - 12)
+    assert other.speculation is None
+    assert mine.speculation.seconds["total"] >= mine.speculation.seconds["forward"] > 0
+
+
+def test_origins_of_perfect_drafts_mark_all_but_bonus_tokens() -> None:
+    model, inputs = tiny_model("llama"), prompts(2)
+    answers = model.generate(**inputs, max_new_tokens=20)[:, 12:]
+    oracle = Oracle(answers, 1.0, k=4)
+    model.generate(**inputs, max_new_tokens=20, candidate_generator=oracle)
+    assert oracle.speculation is not None
+    assert [oracle.speculation.origins(row) for row in range(2)] == [([True] * 4 + [False]) * 4] * 2

@@ -1,0 +1,143 @@
+"""At the end of a position table, behind it, and where rotary frequencies change: the tokens of plain `generate`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from tests.helpers import Oracle, fresh_model, prompts, tiny_model
+
+TABLE = {"gpt2": "n_positions", "opt": "max_position_embeddings", "llama": "max_position_embeddings"}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONG |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+ALWAYS = partial(Oracle, accuracy=1.0)
+
+
+def sharp_model(architecture: str, positions: int, **overrides: Any) -> Any:
+    """A model with a table of so many positions, and attention that is sharp enough to show a wrong position."""
+    model = fresh_model(architecture, **{TABLE[architecture]: positions}, **overrides)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter *= 4
+    return model
+
+
+def assert_same_logits(model: Any, inputs: dict[str, torch.Tensor], candidates: Any, **arguments: Any) -> Any:
+    """Assert that tokens and logits are those of plain `generate`; returns the speculative output."""
+    arguments |= {"return_dict_in_generate": True, "output_logits": True}
+    torch.manual_seed(2)
+    plain = model.generate(**inputs, **arguments)
+    if not isinstance(candidates, Candidates):
+        candidates = candidates(plain.sequences[:, inputs["input_ids"].shape[1] :])
+    torch.manual_seed(2)
+    ours = model.generate(**inputs, **arguments, candidate_generator=candidates)
+    assert torch.equal(plain.sequences, ours.sequences)
+    for expected, got in zip(plain.logits, ours.logits, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)  # float32, sums in another order
+    return ours
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("candidates", [ALWAYS, LayerSkipCandidates(2, k=3)], ids=["oracle", "layer-skip"])
+def test_prompt_behind_position_table_same_logits(sampling: dict, candidates: Any) -> None:
+    """Rotary positions continue behind the table. Would catch: draft tokens that are read at its last position."""
+    ours = assert_same_logits(
+        sharp_model("llama", 16), prompts(2, length=24), candidates, max_new_tokens=10, **sampling
+    )
+    assert ours.speculation.drafted > 0
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
+@pytest.mark.parametrize(("length", "new"), [(12, 4), (13, 3), (14, 2)])
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_row_that_ends_at_end_of_table_same_tokens(architecture: str, length: int, new: int, as_dict: bool) -> None:
+    """Would catch: the last token of an ended row being read at a position that does not exist."""
+    model, inputs = sharp_model(architecture, 15), prompts(2, length=length)
+    plain = model.generate(**inputs, max_new_tokens=new)
+    answers = plain[:, length:].clone()
+    answers[1] = (answers[1] + 1) % 90  # rejected in this row, which continues alone
+    ours = model.generate(
+        **inputs, max_new_tokens=new, candidate_generator=ALWAYS(answers), return_dict_in_generate=as_dict
+    )
+    assert torch.equal(plain, ours.sequences if as_dict else ours)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_draft_model_whose_table_ends_with_the_prompt_same_logits(architecture: str) -> None:
+    """Would catch: rows that the draft has no positions for being read with the others."""
+    draft = sharp_model(architecture, 12)
+    candidates = DraftModelCandidates(draft, k=3)
+    assert_same_logits(sharp_model(architecture, 40), prompts(3, length=12), candidates, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 5])
+@pytest.mark.parametrize("ends", [{}, {"eos_token_id": list(range(20)), "pad_token_id": 0}], ids=["full", "eos"])
+@pytest.mark.parametrize("table", [24, 16])
+def test_draft_model_with_table_to_end_of_target_table_same_tokens(batch: int, ends: dict, table: int) -> None:
+    """Would catch: a draft behind the end of the target's table, or of the draft model's own shorter one."""
+    target, draft = tiny_model("gpt2", n_positions=24), tiny_model("gpt2", n_positions=table)
+    plain = target.generate(**prompts(batch), max_length=24, **ends)
+    candidates = DraftModelCandidates(draft, k=5)
+    assert torch.equal(plain, target.generate(**prompts(batch), max_length=24, **ends, candidate_generator=candidates))
+
+
+def test_draft_model_with_table_shorter_than_prompt_raises() -> None:
+    target, draft = tiny_model("llama"), tiny_model("gpt2", n_positions=8)
+    with pytest.raises(ValueError, match="the prompt has 12 tokens, but the draft reads at most 8"):
+        target.generate(**prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(draft))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_layer_skip_to_end_of_table_same_tokens(batch: int) -> None:
+    model = tiny_model("gptj", n_positions=24)
+    plain = model.generate(**prompts(batch), max_length=24)
+    ours = model.generate(**prompts(batch), max_length=24, candidate_generator=LayerSkipCandidates(2, k=5))
+    assert torch.equal(plain, ours)
+
+
+def test_padding_behind_position_table_same_logits() -> None:
+    """Would catch: padding of an ended row that is read at the table's last position, so that its scores differ."""
+    model, inputs = sharp_model("llama", 16), prompts(3, length=14)
+    ids = model.generate(**inputs, max_new_tokens=10)[:, 14:]
+    end = int(ids[1, 2])
+    assert end not in ids[0].tolist(), "another row has to continue"
+    assert_same_logits(model, inputs, NgramCandidates(k=3), max_new_tokens=10, eos_token_id=[end], pad_token_id=0)
+
+
+def test_given_cache_with_whole_prompt_same_tokens() -> None:
+    """Plain `generate` then reads the prompt again. Would catch: a draft taken for the unread rest of the prompt."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    for cache in caches:
+        model(input_ids=inputs["input_ids"], past_key_values=cache)
+    oracle = ALWAYS(model.generate(**inputs, max_new_tokens=8)[:, 12:])
+    plain = model.generate(**inputs, max_new_tokens=8, past_key_values=caches[0])
+    ours = model.generate(**inputs, max_new_tokens=8, past_key_values=caches[1], candidate_generator=oracle)
+    assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize(("parameters", "length", "new"), [(DYNAMIC, 10, 6), (LONG, 10, 6), (LONG, 40, 8)])
+@pytest.mark.parametrize(
+    "candidates", [partial(Oracle, accuracy=0.7), LayerSkipCandidates(2, k=4)], ids=["oracle", "layer-skip"]
+)
+def test_text_on_one_side_of_frequency_change_same_logits(
+    parameters: dict, length: int, new: int, candidates: Any
+) -> None:
+    """Would catch: padding of shorter drafts that crosses the change, and changes the frequencies of all rows."""
+    model = sharp_model("llama", 64 if parameters is LONG else 16, rope_parameters=parameters)
+    assert_same_logits(model, prompts(2, length=length), candidates, max_new_tokens=new)
+
+
+@pytest.mark.parametrize(("parameters", "length"), [(DYNAMIC, 10), (DYNAMIC, 20), (LONG, 10), (LONG, 18)])
+def test_text_across_frequency_change_raises(parameters: dict, length: int) -> None:
+    """The last case has one row before the change, and one behind it."""
+    model = sharp_model("llama", 64 if parameters is LONG else 16, rope_parameters=parameters)
+    with pytest.raises(ValueError, match="changes its rotary frequencies"):
+        model.generate(**prompts(2, length=length), max_new_tokens=12, candidate_generator=NgramCandidates())

@@ -1,0 +1,118 @@
+"""The tokens of plain `generate`, greedy and sampled, whatever is proposed; all architectures are in `tests/slow`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LogitsProcessorList
+
+from tests.helpers import RowWisePrefixReader, StatefulReader, assert_same_tokens, prompts, tiny_model
+from tests.helpers.cases import FULL_SAMPLING, ORACLES, PROCESSORS, SAMPLING_AND_PROCESSORS, assert_oracle_was_used
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("oracle", ORACLES)
+@pytest.mark.parametrize(("sampling", "processors"), SAMPLING_AND_PROCESSORS)
+def test_generate_with_processors_same_tokens(batch: int, oracle: str, sampling: str, processors: str) -> None:
+    """Would catch: a processor that receives another prefix than in plain `generate`, noise of another step or row."""
+    arguments = {"max_new_tokens": 14, **FULL_SAMPLING[sampling], **PROCESSORS[processors]}
+    statistics = assert_same_tokens(tiny_model("llama"), prompts(batch), ORACLES[oracle], **arguments)
+    if processors != "minimum":  # there EOS may come before the first accepted or rejected token
+        assert_oracle_was_used(oracle, statistics)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("oracle", ORACLES)
+@pytest.mark.parametrize("sampling", FULL_SAMPLING)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_generate_several_prompts_same_tokens(seed: int, oracle: str, sampling: str, batch: int) -> None:
+    """Would catch: noise of a wrong step or row, which a single prompt can hide."""
+    inputs = prompts(batch)
+    inputs["input_ids"][:, -1] = seed + 1
+    assert_same_tokens(tiny_model("llama"), inputs, ORACLES[oracle], max_new_tokens=24, **FULL_SAMPLING[sampling])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampling", FULL_SAMPLING)
+@pytest.mark.parametrize("oracle", ORACLES)
+def test_generate_with_stateful_processor_same_tokens(batch: int, sampling: str, oracle: str) -> None:
+    """Would catch: a stateful processor called for a rejected token, twice for a column, or out of order."""
+    assert_same_tokens(
+        tiny_model("llama"),
+        prompts(batch),
+        ORACLES[oracle],
+        max_new_tokens=20,
+        make_processors=lambda: LogitsProcessorList([StatefulReader()]),
+        **FULL_SAMPLING[sampling],
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_generate_with_guidance_scale_same_tokens(batch: int) -> None:
+    """Classifier-free guidance runs the model inside the processor, with a cache of its own, one token a call."""
+    inputs = prompts(batch)
+    if batch > 1:
+        inputs["attention_mask"].fill_(1)
+    assert_same_tokens(tiny_model("llama"), inputs, ORACLES["sometimes"], max_new_tokens=14, guidance_scale=1.5)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"make_processors": lambda: LogitsProcessorList([RowWisePrefixReader()])},
+        {"prefix_allowed_tokens_fn": lambda row, ids: [(int(ids[-1]) + step + row) % 99 for step in (1, 2, 5)]},
+        {"sequence_bias": {(5,): 0.5, (6, 7): 2.0}},
+        {"encoder_repetition_penalty": 1.2},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": [4, 5], "pad_token_id": 0},
+        {"suppress_tokens": [1, 2, 3], "begin_suppress_tokens": [4, 5]},
+        {"forced_eos_token_id": 7, "renormalize_logits": True, "remove_invalid_values": True},
+        {"do_sample": True, "min_p": 0.05, "typical_p": 0.9, "top_k": 0},
+        {"do_sample": True, "epsilon_cutoff": 0.005, "eta_cutoff": 0.005, "top_h": 0.6, "top_k": 0},
+    ],
+    ids=lambda arguments: next(iter(arguments.keys() - {"do_sample", "make_processors"}), "row_wise"),
+)
+def test_generate_with_less_common_processors_same_tokens(batch: int, arguments: dict[str, Any]) -> None:
+    """Would catch: one of the processors that `generate` builds put into the wrong class of processors."""
+    assert_same_tokens(tiny_model("llama"), prompts(batch), ORACLES["sometimes"], max_new_tokens=14, **arguments)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_generate_with_strict_grammar_same_tokens(batch: int) -> None:
+    """Would catch: a grammar that is asked about a text that plain `generate` never passes to it; a trie raises then."""
+
+    def allowed(row: int, ids: Any) -> list[int]:
+        new = ids[12:].tolist()
+        return [(ids[0].item() + 7 * len(new) + row) % 90 + 1, 95] if 0 not in new else []
+
+    inputs = prompts(batch)
+    assert_same_tokens(
+        tiny_model("llama"), inputs, ORACLES["sometimes"], max_new_tokens=14, prefix_allowed_tokens_fn=allowed
+    )
+
+
+@pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 1.2}], ids=["score-only", "row-wise"])
+def test_generate_batch_of_rows_takes_different_numbers_of_steps(arguments: dict[str, Any]) -> None:
+    """Would catch: a batch cut to its shortest accepted draft."""
+    statistics = assert_same_tokens(
+        tiny_model("llama"), prompts(3), ORACLES["sometimes"], max_new_tokens=40, **arguments
+    )
+    assert len({len(steps) for steps in statistics.rows}) > 1
+
+
+def test_generate_with_num_return_sequences_same_tokens() -> None:
+    """Would catch: noise or answers assigned to the row of another returned sequence."""
+    arguments = {"max_new_tokens": 16, "do_sample": True, "num_return_sequences": 3}
+    # The answers have 6 rows, one per returned sequence.
+    statistics = assert_same_tokens(tiny_model("llama"), prompts(2), ORACLES["sometimes"], **arguments)
+    assert len(statistics.rows) == 6
+
+
+@pytest.mark.parametrize("architecture", ["llama4_text", "gemma4_text", "mistral"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_generate_window_smaller_than_text_same_tokens(architecture: str, batch: int) -> None:
+    """Would catch: a window counted in cache slots instead of positions (siblings of a tree share a position)."""
+    size = {"attention_chunk_size": 8} if architecture == "llama4_text" else {"sliding_window": 8}
+    assert_same_tokens(tiny_model(architecture, **size), prompts(batch), ORACLES["tree"], max_new_tokens=24)

@@ -1,0 +1,148 @@
+"""A whole benchmark: what it counts, what it chooses and concludes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from benchmarks.domains import Domain
+from benchmarks.plan import Plan
+from benchmarks.runner import choose
+from benchmarks.strategies import Family, build
+from benchmarks.synthetic import synthetic
+from benchmarks.units import tuning_units
+from rich.console import Console
+
+from benchmarks import summary
+from benchmarks.results import differing
+from hf_specgen.evaluation.cost import CostCurve
+from tests.helpers.bench_run import SMALL
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def test_every_part_is_measured(finished) -> None:
+    outcome, found, _ = finished
+    assert {r["section"] for r in outcome.records} == {"tuning", "domains", "batch", "temperature", "context"}
+    assert set(found["tables"]) == {
+        "speed", "acceptance", "latency", "limits", "cost", "tuning", "batch", "temperature", "context", "traces",
+        "synthetic",
+    }  # fmt: skip
+    names = {row["variant"].split()[0] for row in found["tables"]["speed"]}
+    assert names == {"plain", "n-grams", "prompt", "layer", "assistant_early_exit", "Medusa"}
+    for section in ("temperature", "context"):  # one row: the peers can take part
+        assert {row["variant"].split()[0] for row in found["tables"][section]} == names
+    assert "assistant_early_exit" not in {row["variant"].split()[0] for row in found["tables"]["batch"]}
+    assert outcome.curve is not None and outcome.curve.queries[-1] == 32
+
+
+def test_ours_writes_the_tokens_of_plain_decoding(finished) -> None:
+    outcome, found, _ = finished
+    ours = [r for r in outcome.records if "steps" in r]
+    assert len(ours) > 20 and all(r["identical"] for r in ours)
+    assert differing(outcome) == [] and "differences" not in found["tables"]
+
+
+def test_all_sides_have_the_same_tokens_to_write(finished) -> None:
+    """Nobody is measured on more or fewer answers: greedy domains give the same count for everybody."""
+    outcome, _, _ = finished
+    rounds: dict[str, set[int]] = {}
+    for r in outcome.records:
+        if r["cell"] == "edit":
+            rounds.setdefault(r["unit"], set()).add(r["tokens"])
+    assert rounds and all(len(counts) == 1 for counts in rounds.values())
+
+
+def test_counts_are_those_of_the_steps(finished) -> None:
+    """The first token of an answer may come from the prompt alone, all others come from steps."""
+    outcome, _, _ = finished
+    for r in outcome.records:
+        if "steps" in r:
+            answers = r["rows"] * (2 if (r["section"], r["cell"]) == ("domains", "chat") else 1)
+            assert 0 <= r["tokens"] - sum(emitted for *_, emitted in r["steps"]) <= answers
+
+
+def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
+    """Setting b is faster on the short prompt, a over both together."""
+    family = Family("x", {"a": dict, "b": dict}, ours=True)
+    measured = [("a", 100, 10.0), ("a", 10, 2.0), ("b", 100, 20.0), ("b", 10, 0.1)]
+    records = [{"section": "tuning", "variant": f"x {s}", "tokens": t, "seconds": d} for s, t, d in measured]
+    assert choose([family], records) == {"x": "a"}
+
+
+def test_settings_are_chosen_on_other_prompts_than_are_measured(tokenizer) -> None:
+    """One after the other from each domain; a domain without further prompts gives those it has."""
+    many, few = (Domain(name, [[f"{name} {i}"] for i in range(count)], {}) for name, count in (("m", 4), ("f", 1)))
+    plan = replace(SMALL, prompts=2, tuning_prompts=3)
+    prompts = [tokenizer.decode(unit.inputs["input_ids"][0]) for unit in tuning_units(plan, [many, few], tokenizer, [])]
+    assert [text.split("\n")[1] for text in prompts] == ["m 2", "f 0", "m 3"]
+
+
+def test_the_plan_holds_every_strategy_and_the_same_effort_for_both_sides(reference_model) -> None:
+    families = {family.name: family for family in build(Plan().strategies, Plan().peers, reference_model)}
+    for mine, theirs in {"n-grams": "prompt lookup", "draft model": "assistant_model"}.items():
+        assert len(families[mine].settings) == len(families[theirs].settings)
+    assert len(families["layer skip"].settings) == len(families["assistant_early_exit"].settings)
+    assert families["Medusa"].ours
+
+
+def test_peers_read_their_setting(reference_model) -> None:
+    """Transformers ignores k as an argument; it reads the drafting model's generation config."""
+    (_, theirs) = build(["draft"], ["transformers"], reference_model)
+    for setting, k, threshold in (("k=2", 2, 0.0), ("k=20 p>0.4", 20, 0.4)):
+        draft = theirs.settings[setting]()["assistant_model"]
+        config = draft.generation_config
+        assert (config.num_assistant_tokens, config.assistant_confidence_threshold) == (k, threshold)
+        assert config.num_assistant_tokens_schedule == "constant"
+
+
+def cell_of(**columns: Any) -> summary.Cell:
+    count = len(columns["seconds"])
+    made = [
+        {"cell": "c", "number": n, "tokens": 10, "identical": True, "sampled": False, "seconds": columns["seconds"][n]}
+        for n in range(count)
+    ]
+    plain = [{**record, "seconds": columns["plain"][record["number"]]} for record in made]
+    return summary.Cell("c", "ours", made, plain)
+
+
+def test_verdicts() -> None:
+    (faster,) = summary.speed([cell_of(seconds=[1.0, 1.1, 0.9, 1.0], plain=[2.0, 2.1, 1.9, 2.0])], "domain")
+    assert faster["verdict"] == "faster" and faster["speedup"] == pytest.approx(2.0) and faster["low"] > 1.9
+    (unsure,) = summary.speed([cell_of(seconds=[1.0, 3.0, 1.0, 3.0], plain=[1.5, 2.0, 2.0, 2.0])], "domain")
+    assert unsure["verdict"] == "no difference" and unsure["low"] < 1 < unsure["high"]
+    (few,) = summary.speed([cell_of(seconds=[1.0, 1.0], plain=[2.0, 2.0])], "domain")
+    assert few["verdict"] == "too few requests" and "low" not in few
+
+
+def test_repeats_of_a_prompt_are_one_request() -> None:
+    """Ten repeats of the same two prompts say no more about other prompts than two do."""
+    once = cell_of(seconds=[1.0, 2.0], plain=[2.0, 2.0])
+    often = summary.Cell("c", "ours", once.records * 10, once.plain * 10)
+    assert often.requests == 2
+    assert often.speedup.low == pytest.approx(once.speedup.low)
+
+
+def test_limits_follow_the_formulas() -> None:
+    """Of two pairs of drafts of 4 one is accepted, one stops at its first guess: alpha = 8 / (8 + 2)."""
+    steps = [[4, 4, 4, 5], [4, 4, 0, 1], [4, 4, 4, 5], [4, 4, 0, 1]]
+    times = {"forward": 0.04, "draft": 0.016}
+    base = {"cell": "c", "number": 0, "tokens": 12, "identical": True, "sampled": False}
+    ours = {**base, "seconds": 0.08, "steps": steps, "times": times}
+    curve = CostCurve((1, 8), (0.01, 0.01), context=1, batch=1)
+    (row,) = summary.limits([summary.Cell("c", "ours", [ours], [{**base, "seconds": 0.12}])], curve)
+    assert row["alpha"] == pytest.approx(0.8) and row["tokens/step"] == 3.0
+    assert row["expected"] == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096)
+    assert row["limit"] == pytest.approx(3 * 0.01 / 0.014)
+    assert row["of limit"] == pytest.approx(1.5 / row["limit"])
+
+
+def test_synthetic_acceptance_comes_out_as_it_went_in() -> None:
+    """40 texts of 200 tokens: about 2,500 drafts at alpha 0.8, a standard error of 0.03 tokens a step."""
+    for row in synthetic(40, alphas=(0.0, 0.8, 1.0), batches=(1,)):
+        assert row["tokens/step"] == pytest.approx(row["expected"], abs=0.2)
+        assert row["alpha found"] == pytest.approx(row["alpha"], abs=0.03)
+        assert row["loop, ms a step"] > 0

@@ -1,0 +1,189 @@
+"""Runs that end early, go on, have bad input, or are shared by several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.journal import Journal, JournalError
+from benchmarks.runner import run
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks import runner
+from benchmarks.results import result
+from hf_specgen.cli import bench as benchmark
+from hf_specgen.cli.app import app
+from tests.helpers.bench_run import SMALL
+from tests.helpers.paths import ROOT
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(SMALL, strategies=("ngram",), domains=("edit",), batches=(), temperatures=(), contexts=())
+    plan = replace(plan, repeats=4, trace_texts=0, seed=7, tuning_prompts=1)
+    rounds: list[int] = []
+    seeds: list[int] = []
+    measure_round = runner.measure_round
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        rounds.append(1)
+        if len(rounds) == 5:  # one to warm up, one to tune, two of the four repeats
+            raise KeyboardInterrupt
+        seeds.append(arguments[4])
+        return measure_round(*arguments, **options)
+
+    monkeypatch.setattr(runner, "measure_round", interrupted)
+    first = run(plan, tmp_path, quiet())
+    assert first is not None and "interrupted" in first.notes[-1]
+    kept = {r["unit"] for r in first.records}
+    assert len([unit for unit in kept if unit.startswith("domains")]) == 2
+    assert seeds == [0, 7, 7, 1007]  # the warm-up, the tuning prompt, two repeats of one prompt
+    assert "speed" in result(first)["tables"]
+    monkeypatch.setattr(runner, "measure_round", measure_round)
+    second = run(plan, tmp_path, quiet(), resume=True)
+    assert second is not None and {r["unit"] for r in second.records if r["section"] == "domains"} == {
+        f"domains/edit/0/{repeat}" for repeat in range(4)
+    }
+    old = {(r["unit"], r["variant"]): r["seconds"] for r in first.records}
+    again = {(r["unit"], r["variant"]): r["seconds"] for r in second.records}
+    assert len(again) == len(second.records) and all(again[key] == seconds for key, seconds in old.items())
+
+
+def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path) -> None:
+    """The signal itself, sent to the process while it measures."""
+    command = [sys.executable, "benchmarks/run.py", "--strategies", "ngram", "--peers", "", "--domains", "edit"]
+    command += ["--prompts", "40", "--tuning-prompts", "1", "--repeats", "1", "--max-new-tokens", "16"]
+    command += ["--batches", "", "--temperatures", "", "--contexts", "", "--traces", "0", "--out", str(tmp_path)]
+    log, records = tmp_path / "log", tmp_path / "records-0.jsonl"
+    heed: Any = {
+        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    }  # a job in the background ignores it
+    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, **heed) as process:
+        while process.poll() is None and not (records.exists() and len(records.read_text().splitlines()) > 4):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130, log.read_text()[-2000:]
+    kept = records.read_text().splitlines()
+    assert 4 < len(kept) < 42 and "interrupted" in (tmp_path / "report.html").read_text()
+    assert json.loads((tmp_path / "report.json").read_text())["tables"]["speed"]
+    ended = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    lines = records.read_text().splitlines()
+    assert lines[: len(kept)] == kept and len(lines) == 42  # the plan, the tuning prompt, 40 prompts
+    assert "interrupted" not in (tmp_path / "report.html").read_text()
+
+
+def test_journal(tmp_path: Path) -> None:
+    """Half a line at the end of a killed run does not count, and does not spoil what is written after it."""
+    with pytest.raises(JournalError, match="nothing to resume"):
+        Journal(tmp_path / "none", SMALL, resume=True)
+    Journal(tmp_path, SMALL).add("a/b/0/0", [{"x": 1}, {"x": 2}])
+    file = tmp_path / "records-0.jsonl"
+    file.write_text(file.read_text() + '[{"unit": "half')
+    assert "a/b/0/0" in Journal(tmp_path, SMALL, rank=1, resume=True)
+    Journal(tmp_path, SMALL, resume=True).add("half", [{"x": 3}])
+    resumed = Journal(tmp_path, SMALL, resume=True)
+    assert "half" in resumed and [record["x"] for record in resumed.old] == [1, 2, 3]
+    (tmp_path / "records-2.jsonl").write_text('{"plan": ')  # killed while it began
+    assert len(Journal(tmp_path, SMALL, rank=2, resume=True).old) == 3
+    with pytest.raises(JournalError, match="measured with other options"):
+        Journal(tmp_path, replace(SMALL, seed=5), resume=True)
+    assert Journal(tmp_path, SMALL).old == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategies", "magic"], "unknown strategy 'magic'"),
+        (["--strategies", "medusa=./no-heads"], "medusa"),
+        (["--domains", "poetry"], "there is no domain 'poetry'"),
+        (["--peers", "vllm"], "unknown peer 'vllm'"),
+        (["--model", "./no-such-folder"], "no-such-folder"),
+        (["--prompts", "0"], "prompts must be at least 1, got 0"),
+        (["--dtype", "int3"], "int3"),
+        (["--batches", "1,x"], "'x'"),
+        (["--resume"], "nothing to resume"),
+        (["--domains", "gsm8k-hub"], "no domain is left to measure"),
+        (["--domains", "rag", "--max-new-tokens", "2100"], "no prompt of domain 'rag' fits"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, tmp_path: Path) -> None:
+    outcome = CliRunner().invoke(app, ["bench", *arguments, "--out", str(tmp_path / "out")])
+    assert outcome.exit_code == 2, outcome.output
+    assert message in re.sub(r"\s+", " ", outcome.output)
+
+
+def test_without_network_the_local_domains_still_run(tmp_path: Path) -> None:
+    plan = replace(SMALL, strategies=("ngram",), peers=(), domains=("gsm8k-hub", "edit"), repeats=1, trace_texts=0)
+    outcome = run(replace(plan, batches=(), temperatures=(), contexts=()), tmp_path, quiet())
+    assert outcome is not None and {r["cell"] for r in outcome.records} == {"edit"}
+    assert "gsm8k-hub" in outcome.notes[0] and "no network" in outcome.notes[0]
+
+
+def test_model_without_a_chat_template(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "benchmarks" / "assets" / "reference-lm", model)
+    (model / "chat_template.jinja").unlink()
+    plan = replace(SMALL, model=str(model), strategies=("ngram",), peers=(), domains=("edit", "chat"), trace_texts=0)
+    outcome = run(replace(plan, batches=(), temperatures=(), contexts=()), tmp_path / "out", quiet())
+    assert outcome is not None and {r["cell"] for r in outcome.records} == {"edit"}
+    assert "has no chat template" in outcome.notes[0] and "'chat' has several turns" in outcome.notes[1]
+
+
+def test_a_different_token_fails_the_run(finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, _, _ = finished
+    difference = {"row": 0, "position": 9, "plain_token": 1, "our_token": 2, "plain_logit": 0.5, "our_logit": 0.25}
+    bad = [
+        {**r, "identical": False, "difference": difference} if "steps" in r and r["cell"] == "edit" else r
+        for r in outcome.records
+    ]
+    monkeypatch.setattr(runner, "run", lambda *_, **__: replace(outcome, records=bad))
+    ended = CliRunner().invoke(app, ["bench", "--out", str(tmp_path)])
+    assert ended.exit_code == 1 and "tokens differ from plain decoding" in ended.output
+    rows = json.loads((tmp_path / "report.json").read_text())["tables"]["differences"]
+    assert rows[0]["position"] == 9 and rows[0]["logit margin"] == 0.25
+
+
+def test_two_processes_share_the_prompts(tmp_path: Path) -> None:
+    # `--cpu` starts one process only, whatever the number (accelerate 1.15); this is its launcher of several.
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += ["--main_process_port", "29611", "benchmarks/run.py", "--strategies", "ngram", "--peers", ""]
+    command += ["--domains", "edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4", "--batches", ""]
+    command += ["--temperatures", "", "--contexts", "", "--traces", "0", "--out", str(tmp_path)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    shards = [file.read_text().splitlines()[1:] for file in sorted(tmp_path.glob("records-*.jsonl"))]
+    units = [{json.loads(line)[0]["unit"] for line in lines} for lines in shards]
+    assert len(units) == 2 and all(units) and not units[0] & units[1]
+    measured = {unit for unit in units[0] | units[1] if unit.startswith("domains")}
+    assert measured == {f"domains/{domain}/{number}/0" for domain in ("edit", "json") for number in (0, 1)}
+    saved = json.loads((tmp_path / "report.json").read_text())
+    over_all = [row for row in saved["tables"]["speed"] if row["domain"] == "all" and row["variant"] != "plain"]
+    assert len(over_all) == 1 and "low" in over_all[0]  # 4 requests, from both processes
+
+
+def test_installed_package_says_where_the_benchmark_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(benchmark, "REPOSITORY", tmp_path)
+    with pytest.raises(SystemExit, match="comes with the repository"):
+        benchmark.command()
+
+
+def test_help_is_that_of_the_script() -> None:
+    shown = CliRunner().invoke(app, ["bench", "--help"])
+    assert shown.exit_code == 0 and "--strategies" in shown.output

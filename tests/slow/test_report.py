@@ -1,0 +1,144 @@
+"""The page of a benchmark run, its files, and the tables in the README."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from benchmarks.core import SECTIONS
+from benchmarks.domains import FIELDS
+from benchmarks.tables import BEGIN, END, cell, markdown
+from benchmarks.tables import main as write_tables
+
+from benchmarks.report import _speed_cell
+from tests.helpers.bench_run import SMALL
+from tests.helpers.paths import ROOT
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href") and value]
+
+
+def test_page_holds_itself(finished) -> None:
+    """Nothing is fetched, no script runs, and each figure has a table with the numbers that it draws."""
+    _, found, page = finished
+    text = page.read_text()
+    parsed = _Page()
+    parsed.feed(text)
+    assert [link for link in parsed.links if not link.startswith(("#", "data:"))] == []
+    assert "script" not in parsed.tags and "@import" not in text and "url(http" not in text
+    assert parsed.tags.count("svg") == 7 == len(list((page.parent / "plots").glob("*.png")))
+    for name in ("speed", "acceptance", "cost", "tuning", "batch", "temperature", "context"):
+        for row in found["tables"][name]:
+            assert all(cell(value) in text for value in row.values() if isinstance(value, float)), (name, row)
+    assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
+
+
+def test_json_says_where_it_comes_from(finished) -> None:
+    _, found, page = finished
+    saved = json.loads((page.parent / "report.json").read_text())
+    assert saved == json.loads(json.dumps(found))
+    assert {"commit", "versions", "machine", "argv"} <= set(saved["provenance"])
+    assert saved["seed"] == 0 and saved["plan"] == json.loads(json.dumps(asdict(SMALL)))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to open the page in")
+def test_page_opens_in_a_browser_without_errors(finished, tmp_path: Path) -> None:
+    _, _, page = finished
+    log = tmp_path / "console.log"
+    command = [
+        str(CHROMIUM),
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    command += ["--enable-logging", f"--log-file={log}", "--v=0", "--window-size=390,900", "--dump-dom"]
+    broken = tmp_path / "broken.html"
+    broken.write_text("<script>nonsense(</script>")
+    assert "Speculative decoding, measured" in _opened([*command, page.as_uri()])
+    assert "CONSOLE" not in _log(log)
+    _opened([*command, broken.as_uri()])
+    assert "CONSOLE" in _log(log), "an error on a page would not have been seen"
+
+
+def _opened(command: list[str]) -> str:
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def _log(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def test_tables_are_written_between_their_markers(finished, tmp_path: Path) -> None:
+    _, _, page = finished
+    (tmp_path / "results" / "embedded").mkdir(parents=True)
+    shutil.copy(page.parent / "report.json", tmp_path / "results" / "embedded")
+    shutil.copy(ROOT / "benchmarks" / "results" / "loop.json", tmp_path / "results")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    for _ in range(2):
+        write_tables(tmp_path / "results", readme)
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert text.count("### loop") == 1 == text.count("#### speed") and "| domain | variant |" in text
+
+
+def test_readme_shows_the_recorded_results(tmp_path: Path) -> None:
+    """A result recorded, or a table's looks changed, without `python -m benchmarks.tables … --write`."""
+    recorded = ROOT / "benchmarks" / "results"
+    assert {file.stem for file in recorded.glob("*.json")} <= set(SECTIONS)
+    readme = tmp_path / "README.md"
+    shutil.copy(ROOT / "benchmarks" / "README.md", readme)
+    write_tables(recorded, readme)
+    assert readme.read_text() == (ROOT / "benchmarks" / "README.md").read_text()
+
+
+def test_headings_of_tables() -> None:
+    machine = {"processor": "P", "threads": 2, "gpu": None}
+    origin = {"commit": f"{'0123456789' * 4}+changes", "versions": {"torch": "1", "transformers": "2"}}
+    origin |= {"machine": machine, "argv": ["run.py", "--out", "x"]}
+    recorded = {"section": "loop", "repeats": 2, "rows": [{"a": 1.0}] * 30, "seconds": 90.0, "provenance": origin}
+    text = markdown(recorded)
+    assert "`python -m benchmarks.core loop --repeats 2`: commit 012345678901 with changes, " in text
+    assert "2 threads, 1.5 minutes" in text and "<details><summary>all 30 rows</summary>\n\n| a |" in text
+    domains = [{"domain": name, "a": 1.0} for name in [*"xyz" * 10, "all"]]
+    assert "\n| all | 1.00 |\n\n<details>" in markdown({**recorded, "rows": domains})
+    report = {"notes": [], "tables": {"speed": [{"a": 1.0}]}, "provenance": origin}
+    assert "`python benchmarks/run.py --out x`" in markdown(report) and "<details>" not in markdown(report)
+
+
+def test_an_interval_that_includes_1_is_printed_as_no_difference() -> None:
+    unsure = {"speedup": 1.1, "low": 0.9, "high": 1.2, "verdict": "no difference", "identical": True}
+    assert "no difference" in _speed_cell(unsure) and "1.10" not in _speed_cell(unsure)
+    assert "1.10" in _speed_cell({**unsure, "low": 1.01, "verdict": "faster"})
+
+
+def test_readme_code_and_domains(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """What the benchmark's README shows can be pasted."""
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
+        exec(compile(block, "benchmarks/README.md", "exec"), {})
+    assert float(capsys.readouterr().out.split()[1]) > 1
+    shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, flags=re.S).group(1))
+    assert shown and all(set(spec) <= FIELDS for spec in shown.values())
+    assert BEGIN in text and END in text

@@ -1,0 +1,265 @@
+"""The ragged cache against a list of lists, and against Transformers' own cache."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_specgen.target import cache as module
+from hf_specgen.target.cache import RaggedCache, RaggedLayer
+from tests.helpers import reference
+
+thorough = settings(max_examples=100, deadline=None, derandomize=True)
+LAYERS, HEADS, HEAD_DIM = 2, 2, 3
+Text = list[list[int]]  # for each row the number that stands in each slot
+
+
+def states(numbers: Text, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that contain the numbers, different in every layer, head and dimension."""
+    base = torch.tensor(numbers, dtype=torch.float32).view(len(numbers), 1, -1, 1)
+    place = torch.arange(HEADS * HEAD_DIM).view(1, HEADS, 1, HEAD_DIM) / 8 + layer / 64  # exact in float32
+    return base + place, -base - place
+
+
+def write(cache: RaggedCache | DynamicCache, numbers: Text) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One forward pass: the same step in every layer."""
+    return [cache.update(*states(numbers, layer), layer) for layer in range(LAYERS)]
+
+
+def assert_holds(cache: RaggedCache, text: Text) -> None:
+    assert cache.lengths == tuple(map(len, text))
+    for index, layer in enumerate(cache.layers):
+        assert layer.lengths == cache.lengths and layer.batch_size == len(text)
+        for row, numbers in enumerate(text):
+            keys, values = states([numbers], index)
+            assert torch.equal(layer.keys[row : row + 1, :, : len(numbers)], keys), (index, row)
+            assert torch.equal(layer.values[row : row + 1, :, : len(numbers)], values), (index, row)
+
+
+def filled(text: Text) -> RaggedCache:
+    """A cache with rows of different lengths: written as wide as the longest, then cut."""
+    width = max(map(len, text))
+    cache = RaggedCache()
+    write(cache, [[*row, *[-9] * (width - len(row))] for row in text])
+    cache.set_lengths([len(row) for row in text])
+    assert_holds(cache, text)
+    return cache
+
+
+@thorough
+@given(st.data())
+def test_ragged_cache_agrees_with_lists(data: st.DataObject) -> None:
+    """Would catch: a write at a wrong slot, a node moved from or to a wrong slot, stale lengths, lost old contents.
+
+    The buffer begins with 2 slots here, so that it grows many times.
+    """
+    text: Text = [[] for _ in range(data.draw(st.integers(1, 3), "batch"))]
+    cache, number = RaggedCache(), 0
+    with patch.object(module, "MIN_SPARE_SLOTS", 2):
+        for _ in range(data.draw(st.integers(1, 6), "steps")):
+            nodes = data.draw(st.integers(0, 5), "nodes")
+            step = [[number + row * 100 + i for i in range(1 + nodes)] for row in range(len(text))]
+            number += 10
+            starts = tuple(map(len, text))
+            for index, (keys, values) in enumerate(write(cache, step)):
+                for row, old in enumerate(text):
+                    expected = states([old + step[row]], index)
+                    assert torch.equal(keys[row : row + 1, :, : len(old) + 1 + nodes], expected[0])
+                    assert torch.equal(values[row : row + 1, :, : len(old) + 1 + nodes], expected[1])
+                assert keys.shape[2] == values.shape[2] == max(starts) + 1 + nodes
+            paths = [data.draw(paths_down(nodes), "path") for _ in text]
+            cache.keep_accepted(starts, paths)
+            for row, path in enumerate(paths):
+                if path is not None:
+                    text[row] += [step[row][0], *(step[row][1 + node] for node in path)]
+            assert_holds(cache, text)
+
+
+def paths_down(nodes: int) -> st.SearchStrategy[list[int] | None]:
+    """A path from the root to any node of any tree; None for a row that takes no part."""
+    trees = reference.any_parents(st.just(nodes))
+    paths = trees.flatmap(lambda p: st.integers(-1, nodes - 1).map(lambda node: reference.walk_up(p, node)[::-1]))
+    return st.none() | paths
+
+
+def test_keep_accepted_moves_the_accepted_nodes() -> None:
+    """Would catch: nodes counted from the pending token, a row moved by another row's path. Slots before and after:
+
+    row 0: a P 0 1 2   path 1 2   ->  a P 1 2
+    row 1: P 0 1 2     path 2     ->  P 2
+    row 2: a b P 0 1 2 path []    ->  a b P
+    row 3: a P 0 1 2   None       ->  a
+    """
+    cache = filled([[1], [], [1, 2], [1]])
+    write(cache, [[10, 20, 21, 22]] * 4)
+    cache.keep_accepted((1, 0, 2, 1), [[1, 2], [2], [], None])
+    assert_holds(cache, [[1, 10, 21, 22], [10, 22], [1, 2, 10], [1]])
+
+
+def test_keep_accepted_of_chains_moves_nothing() -> None:
+    """Would catch: a copy in every step of strategies that draft chains, whose nodes are in their final slots already."""
+    cache = filled([[1], [1, 2]])
+    write(cache, [[10, 20, 21]] * 2)
+    with patch.object(RaggedLayer, "move") as move:
+        cache.keep_accepted((1, 2), [[0, 1], [0]])
+        move.assert_not_called()
+    assert_holds(cache, [[1, 10, 20, 21], [1, 2, 10, 20]])
+
+
+def test_ragged_layer_one_token_steps_copy_seldom_and_reserve_little() -> None:
+    """Would catch: a copy of the whole cache at every step, or a buffer that doubles (B3)."""
+    layer, copies = RaggedLayer(), []
+    for length in range(1, 4001):
+        before = layer.keys
+        layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+        assert layer.keys is not None
+        if layer.keys is not before:
+            copies.append(length)
+        assert layer.keys.shape[2] <= length + max(module.MIN_SPARE_SLOTS, module.SPARE_SHARE * length)
+    assert len(copies) < 60
+
+
+def test_ragged_layer_of_known_length_reserves_no_more() -> None:
+    """Would catch: a buffer that grows beyond the maximum length of the call."""
+    layer = RaggedLayer(max_slots=120)
+    for _ in range(120):
+        layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+    assert layer.keys is not None and layer.keys.shape[2] == 120
+
+
+@pytest.mark.parametrize("window", [4, 100, 300])
+def test_ragged_layer_with_a_window_keeps_what_later_queries_see(window: int) -> None:
+    """Would catch: slots that are dropped too early, or never."""
+    layer, full = RaggedLayer(window), RaggedLayer()
+    for step in range(1500):
+        states = torch.full((2, 1, 1, 2), float(step))
+        announced = layer.get_mask_sizes(1) if step else (1, 0)
+        keys, _ = layer.update(states, states)
+        everything, _ = full.update(states, states)
+        assert announced[0] == keys.shape[2] and announced[0] + announced[1] == step + 1
+        seen = min(window + module.MAX_ROLLBACK, everything.shape[2])
+        assert torch.equal(keys[:, :, -seen:], everything[:, :, -seen:])
+    assert layer.keys is not None
+    assert layer.keys.shape[2] <= 2 * window + module.MAX_ROLLBACK + 3 * module.MIN_SPARE_SLOTS
+
+
+def test_ragged_layer_protected_length_can_be_returned_to() -> None:
+    """Would catch: a cache of the user that cannot be restored after an exception."""
+    layer = RaggedLayer(4)
+    layer.update(torch.arange(20.0).view(1, 1, 20, 1), torch.zeros(1, 1, 20, 1))
+    layer.protected = 20
+    for _ in range(800):
+        layer.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    assert layer.first <= 20 - 4 and layer.keys is not None
+    assert layer.keys[0, 0, 20 - layer.first - 4 : 20 - layer.first, 0].tolist() == [16.0, 17.0, 18.0, 19.0]
+
+
+def test_ragged_layer_unwritten_slots_are_finite() -> None:
+    """Would catch: uninitialised slots behind a short row: they are masked, but 0 * nan is nan."""
+    with patch.object(torch.Tensor, "new_empty", lambda self, *size: self.new_full(size, float("nan"))):
+        cache = filled([[1]])
+        cache.layers[0].reserve(300)
+    assert bool(cache.layers[0].keys.isfinite().all()) and bool(cache.layers[0].values.isfinite().all())
+
+
+def test_ragged_layer_keys_and_values_of_different_shapes() -> None:
+    """Would catch: values given the keys' head size (multi-head latent attention has two)."""
+    layer = RaggedLayer()
+    keys, values = layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 6))
+    assert keys.shape == (1, 2, 3, 4) and values.shape == (1, 1, 3, 6)
+
+
+def test_ragged_cache_lengths_and_mask_sizes_after_update_and_reset() -> None:
+    cache = RaggedCache()
+    assert (cache.lengths, cache.get_seq_length()) == ((), 0)
+    write(cache, [[1, 2, 3], [4, 5, 6]])
+    cache.set_lengths([1, 3])
+    assert cache.get_seq_length() == 3 and cache.get_mask_sizes(2, 0) == (5, 0)
+    cache.reset()
+    assert_holds(cache, [[], []])
+
+
+def test_crop_drops_the_last_slots_of_every_row() -> None:
+    cache = filled([[1, 2, 3], [4]])
+    cache.crop(-2)
+    assert_holds(cache, [[1], []])
+    cache.crop(0)
+    assert_holds(cache, [[1], []])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda cache: cache.batch_select_indices(torch.tensor([1, 1, 0])), [[4], [4], [1, 2, 3]]),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [[4], [1, 2, 3]]),
+        (lambda cache: cache.batch_repeat_interleave(2), [[1, 2, 3], [1, 2, 3], [4], [4]]),
+    ],
+)
+def test_selected_rows_keep_their_lengths(change, expected: Text) -> None:
+    """Would catch: rows re-ordered without their lengths, or repeated as a block (0 1 0 1) instead of one by one."""
+    cache = filled([[1, 2, 3], [4]])
+    change(cache)
+    assert_holds(cache, expected)
+    write(cache, [[7]] * len(expected))
+    assert_holds(cache, [[*row, 7] for row in expected])
+
+
+def dynamic_cache(window: int) -> DynamicCache:
+    """A full and a sliding layer, as models with mixed attention have them."""
+    cache = DynamicCache()
+    cache.layers = [DynamicLayer(), DynamicSlidingWindowLayer(window)]
+    return cache
+
+
+@thorough
+@given(st.integers(2, 6), st.integers(0, 9), st.integers(1, 9), st.integers(0, 4))
+def test_from_and_to_dynamic_round_trip_equals_direct_update(window: int, before: int, new: int, rejected: int) -> None:
+    """Would catch: a window one slot too long or short, or in the wrong place; a wrong cumulative length.
+
+    Afterwards Transformers' cache holds what it would hold if it had read the accepted text itself.
+    """
+    old, more = [list(range(before)), list(range(50, 50 + before))], [list(range(100, 100 + new))] * 2
+    given_cache, expected = dynamic_cache(window), dynamic_cache(window)
+    for dynamic in (given_cache, expected):
+        if before:
+            write(dynamic, old)
+    cache = RaggedCache.from_dynamic(given_cache)
+    assert cache.lengths == ((before, before) if before else ())
+    write(cache, [row + [-9] * rejected for row in more])
+    cache.set_lengths([before + new] * 2)
+    cache.to_dynamic(given_cache)
+    write(expected, more)
+    for mine, theirs in zip(given_cache.layers, expected.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+        assert mine.get_seq_length() == theirs.get_seq_length()
+        assert mine.get_mask_sizes(1) == theirs.get_mask_sizes(1)
+
+
+def test_from_dynamic_does_not_change_the_original() -> None:
+    """Would catch: a shared buffer, which a failed call would leave half written."""
+    dynamic = dynamic_cache(4)
+    write(dynamic, [[1, 2, 3, 4, 5, 6]])
+    cache = RaggedCache.from_dynamic(dynamic)
+    sliding = cache.layers[1]
+    assert sliding.first == 3
+    assert sliding.keys[0, 0, :3, 0].tolist() == states([[4, 5, 6]], 1)[0][0, 0, :, 0].tolist()
+    cache.set_lengths([0])
+    write(cache, [[-9] * 6])
+    assert torch.equal(dynamic.layers[0].keys, states([[1, 2, 3, 4, 5, 6]])[0])
+    assert dynamic.layers[1].get_seq_length() == 6
+
+
+def test_to_dynamic_makes_layers_and_copies_their_states() -> None:
+    """Would catch: a returned cache that keeps the whole buffer alive; a failure for one that was given without layers."""
+    cache, dynamic = filled([[1, 2]]), DynamicCache()
+    cache.to_dynamic(dynamic)
+    for index, layer in enumerate(dynamic.layers):
+        assert torch.equal(layer.keys, states([[1, 2]], index)[0])
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
+    write(dynamic, [[3]])
+    assert torch.equal(dynamic.layers[1].values, states([[1, 2, 3]], 1)[1])

@@ -1,0 +1,153 @@
+"""Every private Transformers symbol in `hf_specgen.compat` exists in the installed version, and is used nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import hub
+
+import hf_specgen
+from hf_specgen import compat
+from tests.helpers import RecordingStreamer, prompts, tiny_model
+
+PACKAGE = Path(hf_specgen.__file__).parent
+PARAMETERS = {
+    "GenerationMixin._prefill": (GenerationMixin, "_prefill", ["self", "input_ids", "generation_config", "model_kwargs"]),
+    "GenerationMixin._supports_logits_to_keep": (GenerationMixin, "_supports_logits_to_keep", ["self"]),
+    "PreTrainedModel._optimize_model_for_decode": (PreTrainedModel, "_optimize_model_for_decode", ["self"]),
+}
+SET_BY_GENERATE = {
+    "GenerationConfig._mask_length": lambda seen: seen["generation_config"]._mask_length == 12,
+    "GenerationConfig._pad_token_tensor": lambda seen: int(seen["generation_config"]._pad_token_tensor) == 0,
+    "Cache._is_user_defined": lambda seen: seen["past_key_values"]._is_user_defined is True,
+}
+PRIVATE = {
+    "_attn_implementation",
+    "_is_stateful",
+    "_is_user_defined",
+    "_mask_length",
+    "_optimize_model_for_decode",
+    "_pad_token_tensor",
+    "_prefill",
+    "_raise_exceptions_for_missing_entries",
+    "_supports_logits_to_keep",
+}
+
+
+def missing(symbol: str) -> str:
+    """The message of a failed check."""
+    return f"{symbol} is not what hf_specgen.compat expects in Transformers {transformers.__version__}: replace it there"
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    """What `generate` passes to a `custom_generate` callable."""
+    arguments: dict[str, Any] = {}
+
+    def record(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        arguments.update(kwargs, streamer=compat.local_of_generate("streamer"))
+        return input_ids
+
+    inputs = {**prompts(1), "past_key_values": DynamicCache(), "streamer": RecordingStreamer()}
+    original = inspect.unwrap(GenerationMixin.generate)
+    original(tiny_model("llama"), **inputs, max_new_tokens=4, custom_generate=record)
+    return arguments
+
+
+@pytest.mark.parametrize("symbol", PARAMETERS)
+def test_private_method_exists_with_its_parameters(symbol: str) -> None:
+    owner, name, expected = PARAMETERS[symbol]
+    method = getattr(owner, name, None)
+    assert method is not None, missing(symbol)
+    parameters = inspect.signature(method).parameters.values()
+    required = [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
+    assert required == expected, missing(symbol)
+
+
+@pytest.mark.parametrize("symbol", SET_BY_GENERATE)
+def test_private_attribute_is_set_by_generate(symbol: str, seen: dict[str, Any]) -> None:
+    try:
+        found = SET_BY_GENERATE[symbol](seen)
+    except (AttributeError, KeyError, TypeError):
+        found = False
+    assert found, missing(symbol)
+
+
+def test_prefill_reads_the_whole_prompt_of_an_unset_mask_length() -> None:
+    """`_prefill` must read `_mask_length` where no attention mask is passed: there the prompt may begin in the cache."""
+    assert "_mask_length" in inspect.getsource(GenerationMixin._prefill), missing("GenerationConfig._mask_length")
+
+
+def test_is_stateful_is_declared_by_model_classes() -> None:
+    assert getattr(PreTrainedModel, "_is_stateful", None) is False, missing("PreTrainedModel._is_stateful")
+    assert compat.is_stateful(tiny_model("qwen3_next")), missing("PreTrainedModel._is_stateful")
+
+
+@pytest.mark.parametrize(("architecture", "expected"), [("llama", "sdpa"), ("gemma2", "eager")])
+def test_attention_implementation_is_that_of_the_model(architecture: str, expected: str) -> None:
+    config = tiny_model(architecture).config
+    assert hasattr(config, "_attn_implementation"), missing("PreTrainedConfig._attn_implementation")
+    assert compat.attention_implementation(config) == expected
+
+
+def test_cached_file_of_a_missing_entry_returns_none(tmp_path: Path) -> None:
+    symbol = "_raise_exceptions_for_missing_entries of transformers.utils.cached_file"
+    assert "_raise_exceptions_for_missing_entries" in inspect.getsource(hub.cached_files), missing(symbol)
+    assert compat.cached_file_or_none(str(tmp_path), "config.json") is None, missing(symbol)
+
+
+def test_local_of_generate_is_the_streamer_of_the_caller(seen: dict[str, Any]) -> None:
+    assert isinstance(seen["streamer"], BaseStreamer), missing("the local variable `streamer` of generate")
+
+
+def test_local_of_generate_outside_of_generate_is_none() -> None:
+    assert compat.local_of_generate("streamer") is None
+
+
+@pytest.mark.parametrize(
+    "file", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix()
+)
+def test_private_symbols_are_used_in_compat_only(file: Path) -> None:
+    """Would catch: a private symbol that breaks with the next Transformers and that no test here names."""
+    if file.name == "compat.py":
+        return
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert not names & PRIVATE, f"{file.name} must use hf_specgen.compat"
+
+
+def test_compat_documents_every_private_symbol() -> None:
+    """Would catch: a symbol added to `compat` that these tests do not know."""
+    tree = ast.parse((PACKAGE / "compat.py").read_text(encoding="utf-8"))
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    keywords = {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg}
+    constants = {
+        node.args[1].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
+        for _ in [0]
+        if isinstance(node.args[1], ast.Constant)
+    }
+    used = {name for name in attributes | keywords | constants if name.startswith("_")} - {"_getframe"}
+    assert used == PRIVATE
+
+
+def test_cache_accepts_the_marker_of_a_user_defined_cache() -> None:
+    cache = Cache(layers=[])
+    cache._is_user_defined = True  # type: ignore[attr-defined]
+    assert compat.is_user_defined(cache) and not compat.is_user_defined(DynamicCache())
+
+
+def test_generation_config_copies_keep_the_mask_length() -> None:
+    config = GenerationConfig()
+    compat.set_mask_length(config, 7)
+    assert compat.mask_length(config) == 7 and compat.mask_length(GenerationConfig()) == -1

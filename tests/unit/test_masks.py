@@ -1,0 +1,169 @@
+"""Masks as 0/1 matrices for small cases, and against the slow reference for random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specgen.target.masks import StepLayout, additive, chunked_mask, full_mask, sliding_mask
+from tests.helpers import reference
+
+thorough = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+def layout(
+    lengths: Sequence[int],
+    parents: Sequence[Sequence[int]],
+    visible: Sequence[Sequence[bool]] | None = None,
+    spare: int = 0,
+) -> StepLayout:
+    """A step of rows with equally many nodes, `spare` slots wider than the longest row needs."""
+    return StepLayout(
+        lengths=torch.tensor(lengths),
+        depths=torch.tensor([[reference.depth(row, node) for node in range(-1, len(row))] for row in parents]),
+        ancestors=torch.tensor([reference.ancestor_matrix(row) for row in parents], dtype=torch.bool),
+        visible=None if visible is None else torch.tensor(visible, dtype=torch.bool),
+        width=max(lengths) + 1 + len(parents[0]) + spare,
+    )
+
+
+def as_rows(mask: torch.Tensor) -> list[list[str]]:
+    """A line of 0 and 1 for each query, a list of lines for each row."""
+    assert mask.dtype == torch.bool and mask.shape[1] == 1
+    return [["".join(str(int(seen)) for seen in line) for line in row] for row in mask[:, 0].tolist()]
+
+
+def test_full_mask_of_rows_of_different_lengths() -> None:
+    """Would catch: this step's tokens expected in the same slots of every row. The example of the module's docstring."""
+    step = layout([3, 1], [(-1,), (-1,)])
+    assert as_rows(full_mask(step)) == [
+        # c c c P d
+        ["11110", "11111"],
+        # c P d . .
+        ["11000", "11100"],
+    ]
+
+
+def test_full_mask_of_a_tree_shows_ancestors_only() -> None:
+    """Would catch: a node that attends to its sibling or its child. Nodes 0 and 1 are siblings, 2 is a child of 0."""
+    step = layout([2], [(-1, -1, 0)], spare=1)
+    assert as_rows(full_mask(step)) == [
+        # c c P 0 1 2 .
+        [
+            "1110000",
+            "1111000",
+            "1110100",
+            "1111010",
+        ]
+    ]
+
+
+def test_full_mask_hides_left_padding() -> None:
+    """Would catch: padding taken for text; the mask of the prompt is shorter than the cache after a few steps."""
+    step = layout([4, 3], [(-1,), (-1,)], visible=[[0, 0, 1], [1, 1, 1]])
+    assert as_rows(full_mask(step)) == [
+        # . . c c P d
+        ["001110", "001111"],
+        # c c c P d .
+        ["111100", "111110"],
+    ]
+
+
+def test_sliding_mask_counts_positions_instead_of_slots() -> None:
+    """Would catch: siblings that move older tokens out of the window.
+
+    Nodes 0, 1, 2 all continue the row, 3 continues 2: it has position 6 although it is in slot 8. With a window of 3
+    it attends to positions 4 (the pending token), 5 (node 2) and 6 (itself).
+    """
+    step = layout([4], [(-1, -1, -1, 2)])
+    assert as_rows(sliding_mask(step, window=3)) == [
+        # positions 0 1 2 3 4 5 5 5 6
+        # slots     c c c c P 0 1 2 3
+        [
+            "001110000",
+            "000111000",
+            "000110100",
+            "000110010",
+            "000010011",
+        ]
+    ]
+
+
+def test_sliding_mask_of_rows_of_different_lengths() -> None:
+    """Would catch: a window counted from the longest row's end."""
+    step = layout([4, 1], [(-1,), (-1,)])
+    assert as_rows(sliding_mask(step, window=2)) == [["000110", "000011"], ["110000", "011000"]]
+
+
+def test_sliding_mask_window_of_one_shows_the_token_itself() -> None:
+    assert as_rows(sliding_mask(layout([2], [(-1,)]), window=1)) == [["0010", "0001"]]
+
+
+def test_chunked_mask_counts_from_the_first_token_after_padding() -> None:
+    """Would catch: chunks cut at slots, which left padding shifts.
+
+    Chunks of 2. Row 0 has one slot of padding: its chunks are slots 1-2, 3-4, 5-6. Row 1 has none: 0-1, 2-3, 4-5.
+    """
+    step = layout([4, 4], [(-1, 0), (-1, 0)], visible=[[0, 1, 1], [1, 1, 1]])
+    assert as_rows(chunked_mask(step, chunk_size=2)) == [
+        # . c|c c|P d d   chunks of row 0: .|cc|cP|dd
+        ["0001100", "0000010", "0000011"],
+        # c c|c c|P d|d
+        ["0000100", "0000110", "0000001"],
+    ]
+
+
+def test_chunked_mask_siblings_share_a_chunk() -> None:
+    """Would catch: chunks cut at slots instead of positions, so that the third sibling falls into the next chunk."""
+    step = layout([2], [(-1, -1, -1)])
+    assert as_rows(chunked_mask(step, chunk_size=2)) == [["001000", "001100", "001010", "001001"]]
+
+
+@st.composite
+def any_step(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, ...]], list[list[bool]] | None, int]:
+    """Lengths, parents, padding (left, never the whole prompt) and spare width of a batch."""
+    batch, nodes = draw(st.integers(1, 3)), draw(st.integers(0, 5))
+    lengths = draw(st.lists(st.integers(1, 9), min_size=batch, max_size=batch))
+    parents = [draw(reference.any_parents(st.just(nodes))) for _ in range(batch)]
+    prompt = draw(st.integers(1, min(lengths)))
+    paddings = [draw(st.integers(0, prompt - 1)) for _ in range(batch)]
+    visible = [[slot >= padding for slot in range(prompt)] for padding in paddings]
+    return lengths, parents, draw(st.sampled_from([None, visible])), draw(st.integers(0, 2))
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "chunk"])
+@thorough
+@given(step=any_step(), size=st.integers(1, 8))
+def test_masks_agree_with_the_reference(kind: str, step: tuple, size: int) -> None:
+    lengths, parents, visible, spare = step
+    fast = layout(lengths, parents, visible, spare)
+    mask = {"full": full_mask, "window": sliding_mask, "chunk": chunked_mask}[kind]
+    limits = {} if kind == "full" else {kind: size}
+    slow = [
+        reference.row_mask(length, tree, fast.width, visible and visible[row], **limits)
+        for row, (length, tree) in enumerate(zip(lengths, parents, strict=True))
+    ]
+    assert mask(fast, *limits.values())[:, 0].int().tolist() == slow
+
+
+def test_masks_do_not_change_the_layout() -> None:
+    """Would catch: an in-place operation on a tensor that the next layer's mask is made of."""
+    step = layout([2, 1], [(-1,), (-1,)], visible=[[0], [1]])
+    first = [as_rows(full_mask(step)), as_rows(sliding_mask(step, 2)), as_rows(chunked_mask(step, 2))]
+    assert first == [as_rows(full_mask(step)), as_rows(sliding_mask(step, 2)), as_rows(chunked_mask(step, 2))]
+    assert step.visible is not None and step.visible.tolist() == [[False], [True]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_additive_mask_has_finite_softmax_in_every_dtype(dtype: torch.dtype) -> None:
+    """Would catch: a bool given to eager attention (which adds it), or -inf, whose softmax is nan in an empty line."""
+    mask = torch.tensor([[True, False], [False, False]])
+    numbers = additive(mask, dtype)
+    assert numbers.dtype == dtype
+    assert numbers.tolist() == [[0, torch.finfo(dtype).min], [torch.finfo(dtype).min] * 2]
+    assert bool(numbers.softmax(dim=-1).isfinite().all())
+    assert mask.tolist() == [[True, False], [False, False]]

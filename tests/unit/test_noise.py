@@ -1,0 +1,158 @@
+"""The noise buffer draws the noise that `torch.multinomial` would draw, and gives back what was drawn ahead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_specgen.verification import noise
+from hf_specgen.verification.noise import NoiseBuffer, check_multinomial
+
+CPU = torch.device("cpu")
+VOCAB = 17
+
+
+def distributions(steps: int, batch: int) -> torch.Tensor:
+    """`[steps, batch, VOCAB]` probabilities, sharp enough that noise of another step or row picks other tokens."""
+    logits = torch.randn(steps, batch, VOCAB, generator=torch.Generator().manual_seed(1))
+    return logits.softmax(dim=-1)
+
+
+def plain_sampling(p: torch.Tensor) -> list[list[int]]:
+    """What plain `generate` does: one call of multinomial per step, for the whole batch."""
+    return [torch.multinomial(step, 1)[:, 0].tolist() for step in p]
+
+
+def race_winners(p: torch.Tensor, e: torch.Tensor) -> list[int]:
+    return (p / e).argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_exponential_race_picks_the_tokens_of_multinomial(batch: int) -> None:
+    """Would catch: noise of another distribution, shape or order than multinomial's, rows swapped.
+
+    40 steps over 17 tokens: other noise agrees everywhere with a probability below 1e-20.
+    """
+    p = distributions(40, batch)
+    torch.manual_seed(5)
+    plain = plain_sampling(p)
+    torch.manual_seed(5)
+    buffer = NoiseBuffer(batch, VOCAB, CPU)
+    for step in range(40):
+        e = buffer.at([[step]] * batch)
+        assert e.shape == (batch, 1, VOCAB)
+        assert race_winners(p[step], e[:, 0]) == plain[step]
+
+
+def test_noise_buffer_rows_at_different_steps_get_the_noise_of_their_step() -> None:
+    """Would catch: noise indexed by call instead of by step, when rows of a batch have different lengths."""
+    p = distributions(9, 2)
+    torch.manual_seed(5)
+    plain = plain_sampling(p)
+    torch.manual_seed(5)
+    buffer = NoiseBuffer(2, VOCAB, CPU)
+    for first, second in (([0, 1, 2], [0, 1, 1]), ([3, 4, 5], [1, 2, 2]), ([8, 7, 6], [0, 3, 8])):
+        e = buffer.at([first, second])
+        assert e.shape == (2, 3, VOCAB)
+        for node in range(3):
+            assert race_winners(p[first[node], 0], e[0, node]) == plain[first[node]][0]
+            assert race_winners(p[second[node], 1], e[1, node]) == plain[second[node]][1]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 4, 9])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rewind_restores_the_generator_state_of_plain_sampling(kept: int, batch: int) -> None:
+    """Would catch: noise drawn ahead and not given back, so that the rest of the program gets other random numbers."""
+    torch.manual_seed(6)
+    plain_sampling(distributions(kept, batch))
+    expected = torch.rand(4)
+    torch.manual_seed(6)
+    buffer = NoiseBuffer(batch, VOCAB, CPU)
+    buffer.at([[0, 3, 8]] * batch)
+    buffer.rewind(kept)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_noise_buffer_second_read_draws_nothing() -> None:
+    """Would catch: new noise for a step whose draft token was rejected."""
+    buffer = NoiseBuffer(1, VOCAB, CPU)
+    ahead = buffer.at([[0, 1, 2]])
+    before = torch.get_rng_state()
+    again = buffer.at([[2, 0]])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(again[0], ahead[0, [2, 0]])
+
+
+def test_release_frees_the_past_only() -> None:
+    """Would catch: a buffer that grows with the text by one `[batch, vocab]` tensor and one generator state per token."""
+    buffer = NoiseBuffer(1, VOCAB, CPU)
+    ahead = buffer.at([[0, 1, 2, 3]])
+    buffer.release(2)
+    assert torch.equal(buffer.at([[2, 3]])[0], ahead[0, 2:])
+    with pytest.raises(KeyError):
+        buffer.at([[1]])
+
+
+def test_release_after_every_step_keeps_memory_bounded() -> None:
+    """Would catch: a buffer that keeps the noise of all steps."""
+    sizes = []
+    for steps in (4, 400):
+        buffer = NoiseBuffer(1, VOCAB, CPU)
+        for step in range(steps):
+            buffer.at([[step]])
+            buffer.release(step)
+        sizes.append(sum(tensor_bytes(value) for value in vars(buffer).values()))
+    assert sizes[0] == sizes[1] > 0
+
+
+def tensor_bytes(value: object) -> int:
+    """Bytes of the tensors in a container."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return sum(item.untyped_storage().nbytes() for item in items if isinstance(item, torch.Tensor))
+
+
+def test_rewind_after_release_restores_the_generator() -> None:
+    """Would catch: the state of the step that the call ends with being released."""
+    torch.manual_seed(6)
+    plain_sampling(distributions(2, 1))
+    expected = torch.rand(4)
+    torch.manual_seed(6)
+    buffer = NoiseBuffer(1, VOCAB, CPU)
+    buffer.at([[0, 1, 2, 3]])
+    buffer.release(2)
+    buffer.rewind(2)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_capacity_is_limited_by_the_size_of_the_buffer() -> None:
+    """2 rows of 2^20 float32 take 8 MiB a step: 32 steps in 256 MiB. Never fewer than 16."""
+    assert NoiseBuffer(2, 2**20, CPU).capacity == 32
+    assert NoiseBuffer(2, 2**30, CPU).capacity == noise.MIN_BUFFERED_STEPS == 16
+
+
+def test_check_multinomial_does_not_change_the_generator() -> None:
+    """Would catch: a check that changes the text of the first sampled call only (it is cached)."""
+    check_multinomial.cache_clear()
+    before = torch.get_rng_state()
+    check_multinomial(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("defect", ["other tokens", "more noise"])
+def test_check_multinomial_of_another_kind_raises(monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
+    """Would catch: a check that compares only the tokens or only the generator's state, or changes the generator."""
+    multinomial = torch.multinomial
+
+    def other(p: torch.Tensor, count: int) -> torch.Tensor:
+        picked = multinomial(p, count)
+        if defect == "more noise":
+            torch.rand(1)
+            return picked
+        return (picked + 1) % p.shape[1]
+
+    check_multinomial.cache_clear()
+    before = torch.get_rng_state()
+    monkeypatch.setattr(torch, "multinomial", other)
+    with pytest.raises(RuntimeError, match="use do_sample=False"):
+        NoiseBuffer(1, VOCAB, CPU)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,211 @@
+"""Rejection sampling has the target's distribution, and a draft that misreports its q is detected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from hf_specgen import DraftTree
+from hf_specgen.tree import Parents, children
+from hf_specgen.verification import RejectionVerifier, rejection
+from tests.helpers import RowWiseIdentity, reference_rejection
+from tests.helpers.goodness_of_fit import (
+    FIRST,
+    VOCAB,
+    Draw,
+    emitted_by_choose,
+    emitted_by_verify,
+    p_values,
+    previous_tokens,
+    start_session,
+    target_logits,
+    verify_once,
+    warped,
+    warpers,
+)
+
+TRIALS = 50_000
+CHAIN: Parents = (-1, 0, 1)
+TREE: Parents = (-1, -1, -1, 0, 0, 1)
+"""Three siblings; the first has two children, the second one."""
+SIBLINGS: Parents = (-1, -1)
+
+PLAUSIBLE = 1e-5
+"""A correct verifier has a smaller p-value at one position in 1e5. Seeds are fixed, so a pass stays a pass; with some
+20 positions, the probability that a change of the random numbers requires another seed is 2e-4."""
+REFUTED = 1e-12
+"""An incorrect verifier must have a smaller p-value at some position."""
+
+
+def sampled(trials: int, parents: Parents) -> tuple[torch.Tensor, torch.Tensor]:
+    """A correct draft: from the warped negated logits, siblings without replacement."""
+    own = torch.Generator().manual_seed(2)
+    tokens, q = torch.zeros(trials, len(parents), dtype=torch.long), torch.zeros(trials, len(parents), VOCAB)
+    table = warped(-target_logits())
+    for node, parent in enumerate(parents):
+        q[:, node] = table[previous_tokens(tokens, parents, node)]
+        earlier = [other for other in range(node) if parents[other] == parent]
+        left = q[:, node].scatter(1, tokens[:, earlier], 0.0)
+        tokens[:, node] = torch.multinomial(left, 1, generator=own)[:, 0]
+    return tokens, q
+
+
+def deterministic(trials: int, parents: Parents) -> tuple[torch.Tensor, None]:
+    """The target's third most likely token, then its fourth and so on, without q."""
+    tokens = torch.zeros(trials, len(parents), dtype=torch.long)
+    ranked = target_logits().argsort(dim=1, descending=True)
+    for node, parent in enumerate(parents):
+        tokens[:, node] = ranked[previous_tokens(tokens, parents, node), 2 + parents[:node].count(parent)]
+    return tokens, None
+
+
+def mixed(trials: int, parents: Parents) -> tuple[torch.Tensor, torch.Tensor]:
+    """The root's last child is deterministic: the smallest token that its siblings do not have, with q all zeros."""
+    tokens, q = sampled(trials, parents)
+    *earlier, last = children(parents)[0]
+    tokens[:, last] = torch.ones(trials, VOCAB).scatter(1, tokens[:, earlier], 0.0).argmax(dim=1)
+    q[:, last] = 0
+    return tokens, q
+
+
+def misreported(trials: int, parents: Parents) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sampled after temperature and top-k, but q is the distribution before them."""
+    tokens, q = sampled(trials, parents)
+    for node in range(len(parents)):
+        q[:, node] = (-target_logits()).softmax(dim=-1)[previous_tokens(tokens, parents, node)]
+    return tokens, q
+
+
+@pytest.mark.parametrize(
+    ("draw", "parents"), [(sampled, CHAIN), (sampled, TREE), (deterministic, TREE), (mixed, SIBLINGS)]
+)
+def test_rejection_every_position_has_the_distribution_of_the_target(draw: Draw, parents: Parents) -> None:
+    """Would catch: any error in the acceptance test, the residual, siblings or the bonus token."""
+    texts = emitted_by_choose(RejectionVerifier(), draw, parents, TRIALS)
+    assert (texts[:, 1] >= 0).float().mean() > 0.1  # accepted at least one draft token
+    assert min(p_values(texts)) > PLAUSIBLE
+
+
+@pytest.mark.parametrize("processors", [[], [RowWiseIdentity()]], ids=["at-once", "column-walk"])
+def test_rejection_verify_has_the_distribution_of_the_target(processors: list) -> None:
+    """Would catch: slots of the column walk taken for those of the whole tree. Row by row, so fewer trials."""
+    both = LogitsProcessorList([*warpers(), *processors])
+    texts = emitted_by_verify(RejectionVerifier(), sampled, TREE, 20_000, both)
+    assert min(p_values(texts)) > PLAUSIBLE
+
+
+def test_rejection_acceptance_rate_is_the_overlap_of_p_and_q() -> None:
+    """alpha = sum_v min(p_v, q_v) (Leviathan et al., theorem 3.5); 5 sigma of 50,000 trials is below 0.012."""
+    p, q = (warped(sign * target_logits())[FIRST] for sign in (1, -1))
+    texts = emitted_by_choose(RejectionVerifier(), sampled, (-1,), TRIALS)
+    accepted = (texts[:, 1] >= 0).float().mean()
+    assert float(accepted) == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.012)
+
+
+def test_goodness_of_fit_misreported_q_is_detected() -> None:
+    """The test has power: q is the distribution before the draft's processors."""
+    assert min(p_values(emitted_by_choose(RejectionVerifier(), misreported, CHAIN, TRIALS))) < REFUTED
+
+
+def test_goodness_of_fit_noise_shared_by_draft_and_residual_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test has power: the draft token is the argmax under the noise that the residual is sampled with."""
+    noise = torch.empty(TRIALS, 1, VOCAB).exponential_()
+
+    def draw(trials: int, parents: Parents) -> tuple[torch.Tensor, torch.Tensor]:
+        q = warped(-target_logits())[FIRST].expand(trials, 1, VOCAB)
+        return (q / noise).argmax(dim=-1), q
+
+    assert min(p_values(emitted_by_choose(RejectionVerifier(), draw, (-1,), TRIALS)[:, :1])) > PLAUSIBLE
+    monkeypatch.setattr(rejection, "exponential", lambda *_: noise)
+    assert min(p_values(emitted_by_choose(RejectionVerifier(), draw, (-1,), TRIALS)[:, :1])) < REFUTED
+
+
+def test_goodness_of_fit_residual_not_updated_by_siblings_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test has power: every sibling is verified as if it were the first."""
+    first: list[torch.Tensor] = []
+
+    def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        first.append(p)
+        return (first[0] - q).clamp(min=0)
+
+    monkeypatch.setattr(rejection, "residual", residual)
+    assert min(p_values(emitted_by_choose(RejectionVerifier(), sampled, SIBLINGS, TRIALS))) < REFUTED
+
+
+def test_goodness_of_fit_q_with_earlier_siblings_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test has power: siblings sampled without replacement, verified as if sampled with replacement."""
+    correct = rejection.draft_distribution
+
+    def with_replacement(
+        q: torch.Tensor, node: torch.Tensor, token: torch.Tensor, earlier: torch.Tensor, p: torch.Tensor
+    ) -> torch.Tensor:
+        return correct(q, node, token, earlier[..., :0], p)
+
+    monkeypatch.setattr(rejection, "draft_distribution", with_replacement)
+    assert min(p_values(emitted_by_choose(RejectionVerifier(), sampled, SIBLINGS, TRIALS))) < REFUTED
+
+
+def test_accept_or_reject_agrees_with_the_reference() -> None:
+    """Same uniforms, same decisions and residuals: 300 slots of 0 to 3 siblings. 1e-4: float32 against double."""
+    random = torch.Generator().manual_seed(4)
+    tokens, q = sampled(300, (-1, -1, -1))
+    q[::5, 1] = 0
+    p = warped(target_logits())[torch.randint(VOCAB, (300, 1), generator=random)]
+    uniforms = torch.rand(300, 1, 3, generator=random)
+    table = torch.arange(3).repeat(300, 1, 1)
+    for row in range(300):
+        table[row, 0, row % 4 :] = -1
+    drafted = torch.where(table >= 0, tokens[:, None], -1)
+    accepted, rest = rejection.accept_or_reject(p, q, table, drafted, uniforms)
+    for row in range(300):
+        drafts = [(int(t), d.tolist() if d.any() else None) for t, d in zip(tokens[row], q[row], strict=True)]
+        siblings = row % 4
+        token, left = reference_rejection.accept_or_reject(
+            p[row, 0].tolist(), drafts[:siblings], uniforms[row, 0, :siblings].tolist()
+        )
+        assert int(accepted[row, 0]) == token
+        if token < 0:
+            assert rest[row, 0].tolist() == pytest.approx(left, abs=1e-4)
+    assert 20 < int((accepted >= 0).sum()) < 280
+
+
+def test_accept_or_reject_q_equal_to_p_accepts_always() -> None:
+    """Would catch: a division by the mass of the residual, which is zero here; rounding taken for a rejection."""
+    p = warped(target_logits())
+    tokens = torch.multinomial(p, 1)[:, :, None]
+    table = torch.zeros(VOCAB, 1, 1, dtype=torch.long)
+    almost_one = torch.full((VOCAB, 1, 1), 1 - 2**-24)
+    accepted, rest = rejection.accept_or_reject(p[:, None], p[:, None], table, tokens, almost_one)
+    assert torch.equal(accepted, tokens[..., 0]) and not rest.isnan().any()
+
+
+def test_sample_draft_has_its_own_random_numbers_and_repeats() -> None:
+    """Would catch: drafting that changes the random numbers of verification, and runs that do not repeat."""
+    scores = torch.randn(3, VOCAB)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        session = start_session(RejectionVerifier(), 3)
+        state = torch.get_rng_state()
+        runs.append(torch.stack([session.sample_draft(scores, [0] * 3) for _ in range(2000)]))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert session.wants_q
+    assert torch.equal(*runs)
+    share = torch.stack([(runs[0] == token).float().mean(dim=0) for token in range(VOCAB)], dim=1)
+    assert torch.allclose(share, scores.softmax(dim=-1), atol=0.06)  # 5 sigma of 2000 draws
+
+
+def emitted_for_one_token(q: torch.Tensor) -> list[int]:
+    """What a row with a vocabulary of 16 emits for one draft token, 2."""
+    tree = DraftTree(torch.tensor([[2]]), ((-1,),), q)
+    return verify_once(RejectionVerifier(), tree, target_logits()[None, [FIRST, 2]]).tokens[0]
+
+
+def test_rejection_q_smaller_than_the_vocabulary_is_padded() -> None:
+    assert emitted_for_one_token(torch.full((1, 1, 4), 0.25))
+
+
+def test_rejection_q_larger_than_the_vocabulary_raises() -> None:
+    with pytest.raises(ValueError, match="q has 17 tokens, the target has 16; cut"):
+        emitted_for_one_token(torch.ones(1, 1, 17))

@@ -1,0 +1,196 @@
+"""The draft tree against its slow reference: how trees are built, checked, and walked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specgen.tree import (
+    DraftTree,
+    accepted_path,
+    ancestor_matrix,
+    chain_parents,
+    depths,
+    merge_paths,
+    merge_trees,
+    validate_parents,
+)
+from tests.helpers import reference
+
+# The same examples in every run.
+thorough = settings(max_examples=200, deadline=None, derandomize=True)
+few_tokens = st.integers(0, 2)
+path_lists = st.lists(st.lists(few_tokens, max_size=5), max_size=6)
+some_parents = reference.any_parents(st.integers(0, 9))
+
+
+def test_chains_of_different_lengths_are_padded_on_the_right() -> None:
+    """Would catch: padding on the left, or padding counted as nodes."""
+    tree = DraftTree.chains([[5, 6, 7], [], [8]])
+    assert tree.tokens.tolist() == [[5, 6, 7], [0, 0, 0], [8, 0, 0]]
+    assert tree.parents == ((-1, 0, 1), (), (-1,))
+    assert (tree.batch, tree.nodes, tree.q) == (3, 3, None)
+
+
+@pytest.mark.parametrize("tree", [DraftTree.empty(2), DraftTree.chains([[], []]), DraftTree.from_paths([[], [[]]])])
+def test_empty_tree_has_no_nodes_and_integer_tokens(tree: DraftTree) -> None:
+    """Would catch: an empty list of tokens that becomes float, or of shape `[batch]`, as `torch.tensor([])` is."""
+    assert tree.tokens.shape == (2, 0) and tree.tokens.dtype == torch.long
+    assert tree.parents == ((), ()) and tree.nodes == 0
+
+
+def test_chains_of_no_rows_has_shape_0_0() -> None:
+    assert DraftTree.chains([]).tokens.shape == (0, 0)
+
+
+def test_from_paths_shares_common_prefixes_within_each_row() -> None:
+    """Would catch: nodes shared between rows, or a token shared under different parents.
+
+    Row 0 is drawn in the module's docstring; in row 1 the token 5 continues itself.
+    """
+    tree = DraftTree.from_paths([[[5, 6], [9], [5, 7]], [[5, 5], [5]]])
+    assert tree.tokens.tolist() == [[5, 6, 9, 7], [5, 5, 0, 0]]
+    assert tree.parents == ((-1, 0, -1, 0), (-1, 0))
+
+
+def test_from_nodes_keeps_tokens_and_parents() -> None:
+    tree = DraftTree.from_nodes([([1, 2, 3], (-1, -1, 1)), ([4], (-1,))])
+    assert tree.tokens.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert tree.parents == ((-1, -1, 1), (-1,))
+
+
+def test_leftmost_chain_of_a_tree_is_its_first_path() -> None:
+    """Would catch: a path that ends early, nodes of another row, q of other nodes."""
+    chain = DraftTree.chains([[1, 2], [3]])
+    assert chain.leftmost_chain() is chain
+    q = torch.rand(2, 4, 9)
+    tree = DraftTree(torch.tensor([[5, 6, 7, 8], [1, 2, 3, 0]]), ((-1, -1, 0, 2), (-1, 0, -1)), q)
+    first = tree.leftmost_chain()
+    assert first.tokens.tolist() == [[5, 7, 8], [1, 2, 1]] and first.parents == ((-1, 0, 1), (-1, 0))
+    assert first.q is not None
+    assert torch.equal(first.q[0], q[0, [0, 2, 3]]) and torch.equal(first.q[1, :2], q[1, :2])
+
+
+def test_tree_with_q_keeps_it() -> None:
+    q = torch.full((1, 2, 4), 0.25)
+    assert DraftTree(torch.zeros(1, 2, dtype=torch.long), ((-1, 0),), q).q is q
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ((0,), "node 0 has parent 0; a parent is -1 or an earlier node"),
+        ((-1, 1), "node 1 has parent 1"),
+        ((-1, 2, 0), "node 1 has parent 2"),
+        ((-1, 0, -2), "node 2 has parent -2"),
+    ],
+)
+def test_validate_parents_bad_parent_raises_every_time(parents: tuple[int, ...], message: str) -> None:
+    """Would catch: a cycle or a forward reference that would silently lead to a wrong ancestor.
+
+    Checked twice, because the check is cached and an error must be raised again.
+    """
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            validate_parents(parents)
+    with pytest.raises(ValueError, match=message):
+        DraftTree.from_nodes([([1] * len(parents), parents)])
+
+
+def test_tree_of_inconsistent_shapes_raises() -> None:
+    tokens = torch.zeros(2, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match="of 2 rows needs 2 lists of parents, got 1"):
+        DraftTree(tokens, ((-1,),))
+    with pytest.raises(ValueError, match="row 1 has 2 parents but only 1 tokens"):
+        DraftTree(tokens, ((-1,), (-1, 0)))
+
+
+@thorough
+@given(some_parents, st.integers(0, 8), st.integers(-4, 12))
+def test_validate_parents_accepts_exactly_the_trees(parents: tuple[int, ...], place: int, value: int) -> None:
+    """Would catch: a bound that is off by one, on any node."""
+    validate_parents(parents)
+    changed = (*parents[:place], value, *parents[place + 1 :])
+    place = min(place, len(parents))
+    if -1 <= value < place:
+        validate_parents(changed)
+    else:
+        with pytest.raises(ValueError, match=f"node {place} has parent {value}"):
+            validate_parents(changed)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_chain_parents_are_the_previous_nodes(length: int) -> None:
+    assert chain_parents(length) == tuple([-1, 0, 1, 2][:length])
+
+
+@thorough
+@given(path_lists)
+def test_merge_paths_agrees_with_the_reference(paths: list[list[int]]) -> None:
+    """Would catch: a duplicate node, siblings under a wrong parent, an order that is not that of first appearance."""
+    assert merge_paths(paths) == reference.merge_paths(paths)
+
+
+@thorough
+@given(some_parents)
+def test_depths_and_ancestor_matrix_agree_with_the_reference(parents: tuple[int, ...]) -> None:
+    assert list(depths(parents)) == [reference.depth(parents, node) for node in range(len(parents))]
+    assert ancestor_matrix(parents).int().tolist() == reference.ancestor_matrix(parents)
+
+
+def test_ancestor_matrix_of_the_docstring_tree() -> None:
+    """The tree of the module's docstring: nodes 0 and 1 continue the row, 2 and 3 continue node 0.
+
+    row 0 1 2 3
+    """
+    assert ancestor_matrix((-1, -1, 0, 0)).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
+    assert ancestor_matrix(()).int().tolist() == [[1]]
+
+
+@thorough
+@given(path_lists, st.data())
+def test_accepted_path_is_the_longest_in_the_reference(paths: list[list[int]], data: st.DataObject) -> None:
+    """Would catch: a path that ends early or continues in a sibling's branch, a bonus token of a wrong node."""
+    tokens, parents = merge_paths(paths)
+    chosen = data.draw(st.lists(few_tokens, min_size=len(tokens) + 1, max_size=len(tokens) + 1))
+    path, emitted = accepted_path(tokens, parents, chosen)
+    assert path == reference.longest_accepted_path(tokens, parents, chosen)
+    bonus = chosen[path[-1] + 1] if path else chosen[0]
+    assert emitted == [*(tokens[node] for node in path), bonus]
+
+
+def test_accepted_path_ignores_padding_behind_the_nodes() -> None:
+    """Would catch: a row with fewer nodes that accepts its padding (token 0) because the target chose 0."""
+    assert accepted_path([5, 0, 0], (-1,), [5, 0, 0, 0]) == ([0], [5, 0])
+
+
+# Merging
+
+
+@thorough
+@given(st.lists(path_lists, min_size=1, max_size=3))
+def test_merge_trees_contains_exactly_the_paths_of_its_parts(parts: list[list[list[int]]]) -> None:
+    """Would catch: a path lost, joined to another part's path, or present twice."""
+    merged = merge_trees([DraftTree.from_paths([paths]) for paths in parts])
+    tokens, parents = merged.tokens[0].tolist(), merged.parents[0]
+    found = [[tokens[above] for above in reference.walk_up(parents, node)][::-1] for node in range(len(parents))]
+    wanted = {tuple(path[:length]) for paths in parts for path in paths for length in range(1, len(path) + 1)}
+    assert sorted(map(tuple, found)) == sorted(wanted)
+
+
+def test_merge_trees_keeps_q_with_its_nodes_behind_deterministic_siblings() -> None:
+    """Would catch: q of another node; sampled siblings before deterministic ones, which rejection sampling forbids."""
+    q = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
+    sampled = DraftTree(torch.tensor([[0, 1]]), ((-1, 0),), q)
+    merged = merge_trees([sampled, DraftTree.chains([[1, 0]])])
+    assert merged.tokens.tolist() == [[1, 0, 0, 1]] and merged.parents == ((-1, 0, -1, 2),)
+    assert merged.q is not None
+    assert merged.q[0].tolist() == torch.cat([torch.zeros(2, 2), q[0]]).tolist()
