@@ -9,7 +9,6 @@ from typing import Any
 STRATEGIES = ("oracle", "oracle_tree", "random", "random_tree", "ngram", "ngram_tree", "history", "native")
 NETWORKS = ("draft", "draft_other", "skip", "skip_adapter", "medusa", "medusa_auto")
 COMBINED = ("ngram", "ngram_tree", "history", "draft", "skip", "medusa", "oracle", "random_tree")
-POLICIES = ("fixed", "random", "window", "schedule", "auto")
 PROCESSORS = ("prefix", "row_wise", "stateful")
 BROKEN_LOGITS = ("nan", "inf", "minus_inf")
 OPTIONS = (
@@ -66,6 +65,9 @@ class Case:
     members: tuple[str, ...] = ()
     """Strategies of a combined one."""
     policy: str = "fixed"
+    """ "fixed", "random", "window", "schedule", "adaptive" (with given latencies) or "auto" (with measured ones)."""
+    draft_tree: int | str | None = None
+    """Size of the trees that networks draft; "auto", or None for chains."""
     verification: str = "exact"
     entry: str = "keyword"
     """How speculation is asked for: "keyword", "custom" (`custom_generate=`) or "custom_streamer"."""

@@ -66,7 +66,7 @@ class Comparison:
     def run(self) -> Outcome:
         """All turns of the case."""
         case = self.case
-        with modes(case, self.model, self.draft), broken_logits(self.model, case.broken_logits):
+        with modes(case, self.model, self.draft):
             inputs = settings.prompts(case)
             ends = self._find_ends(inputs)
             caches = (self._new_cache(), self._new_cache())
@@ -128,7 +128,15 @@ class Comparison:
                     self.candidates = strategies.build(self.case, self.model, self.draft, known, self.answers)
                 except checks.REFUSALS as error:
                     self.outcome.status, self.outcome.reason = "refused", str(error)
-        return self.candidates is not None
+                    return False
+                if self.case.broken_logits:
+                    self._check_whole_model()
+        return True
+
+    def _check_whole_model(self) -> None:
+        """A first call, in which the package finds out what the model can do: not while its logits are broken."""
+        with contextlib.suppress(*checks.REFUSALS):
+            self.model.generate(torch.tensor([[5, 6]]), max_new_tokens=1, candidate_generator=self.candidates)
 
     def _new_cache(self) -> Any:
         return DynamicCache(config=self.model.config) if self.case.cache == "dynamic" else None
@@ -156,7 +164,7 @@ class Comparison:
         error, output = None, None
         mode = torch.inference_mode() if case.inference_mode else contextlib.nullcontext()
         try:
-            with time_limit(SECONDS_PER_CALL), mode:
+            with time_limit(SECONDS_PER_CALL), mode, broken_logits(self.model, case.broken_logits):
                 output = self.model.generate(**given, **arguments)
         except (Exception, Interrupt) as raised:
             error = raised

@@ -85,7 +85,8 @@ def _strategy(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
         "threshold": _weighted(random, {0.0: 3, 0.1: 1, 0.5: 1}),
         "exit_layer": random.randint(1, parts["layers"] - 1),
         "members": tuple(random.sample(COMBINED, random.randint(1, 3))) if strategy == "combined" else (),
-        "policy": _weighted(random, {"fixed": 10, "random": 5, "window": 1, "schedule": 1, "auto": 3}),
+        "policy": _weighted(random, {"fixed": 10, "random": 5, "window": 1, "schedule": 1, "adaptive": 4, "auto": 1}),
+        "draft_tree": _weighted(random, {None: 3, 2: 1, 8: 2, "auto": 2}),
         "verification": _weighted(random, {"exact": 10, "rejection": 1, "typical": 1}),
         "entry": _weighted(random, {"keyword": 8, "custom": 1, "custom_streamer": 1}),
     }

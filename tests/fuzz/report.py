@@ -33,13 +33,14 @@ class Row:
 
 
 class Report:
-    """Sums outcomes up: by strategy, by architecture, refusals by their reason, known defects by their name."""
+    """Sums outcomes up: by strategy, by architecture, refusals and errors by reason, known defects by name."""
 
     def __init__(self) -> None:
         self.total = Row()
         self.by_strategy: defaultdict[str, Row] = defaultdict(Row)
         self.by_architecture: defaultdict[str, Row] = defaultdict(Row)
         self.refusals: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
         self.known: Counter[str] = Counter()
         self.faults_raised = 0
         self.failures: list[Outcome] = []
@@ -56,6 +57,8 @@ class Report:
                 self.known[f"{defect.name}: {defect.description}"] += 1
         if status == "refused":
             self.refusals[_without_names(outcome.reason)] += 1
+        if status == "raised":
+            self.errors[_without_names(outcome.reason)] += 1
         self.faults_raised += outcome.fault_raised
         for row in (self.total, self.by_strategy[case.strategy], self.by_architecture[case.architecture]):
             row.cases += 1
@@ -69,9 +72,10 @@ class Report:
     def tables(self) -> Iterable[Table]:
         yield _counts("strategy", self.by_strategy, self.total)
         yield _counts("architecture", self.by_architecture, self.total)
-        for title, counter in (("refusals", self.refusals), ("known defects", self.known)):
+        reasons = {"refusals": self.refusals, "errors of both sides": self.errors, "known defects": self.known}
+        for title, counter in reasons.items():
             if counter:
-                table = Table("cases", "reason" if title == "refusals" else "defect", title=title)
+                table = Table("cases", "reason", title=title)
                 for name, count in counter.most_common():
                     table.add_row(str(count), name)
                 yield table
@@ -83,6 +87,7 @@ class Report:
             "statuses": {status: self.total.statuses[status] for status in STATUSES},
             "faults_raised": self.faults_raised,
             "refusals": dict(self.refusals.most_common()),
+            "errors_of_both_sides": dict(self.errors.most_common()),
             "known_defects": dict(self.known.most_common()),
             "failures": [outcome.case.to_json() for outcome in self.failures],
         }

@@ -9,9 +9,10 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specgen import (
-    AutoCandidates,
-    Controller,
+    AdaptiveDepth,
+    CombinedCandidates,
     DraftModelCandidates,
+    FixedDepth,
     LayerSkipCandidates,
     MedusaCandidates,
     MovingWindow,
@@ -22,8 +23,9 @@ from hf_specgen import (
 )
 from tests.fuzz.cases import Case
 from tests.fuzz.fitted import exit_adapter, medusa_heads
-from tests.fuzz.internals import Fixed, Nodes, RandomDepths, Script, Scripted
+from tests.fuzz.internals import given_latency
 from tests.fuzz.models import VOCAB, disturbed_copy, tiny_model
+from tests.fuzz.scripted import Nodes, RandomDepths, Script, Scripted
 
 MEDUSA_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
@@ -73,7 +75,8 @@ def build(case: Case, model: Any, draft: Any, known: Known, answers: Answers) ->
         answers: what oracles look up.
     """
     if case.strategy == "combined":
-        return AutoCandidates([_simple(case, name, model, draft, known, answers) for name in case.members])
+        members = [_simple(case, name, model, draft, known, answers) for name in case.members]
+        return CombinedCandidates(members, policy=_policy(case))
     return _simple(case, case.strategy, model, draft, known, answers)
 
 
@@ -88,17 +91,17 @@ def draft_model(case: Case, model: Any) -> Any:
 
 
 def call_policy(case: Case) -> Policy | None:
-    """The `policy=` of the call: a combined strategy has a policy of its own, which only the call can replace."""
-    return _policy(case) if case.strategy == "combined" and case.policy != "auto" else None
+    """The `policy=` of the call, where the strategy has none of its own."""
+    return _policy(case) if case.strategy == "native" and case.policy != "fixed" else None
 
 
 def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers: Answers) -> Any:
-    depth: Any = "auto" if case.policy == "auto" else case.k
-    policy = None if case.policy in ("auto", "fixed") or case.strategy == "combined" else _policy(case)
-    settings: dict[str, Any] = {"k": depth, "policy": policy}
+    adaptive = case.policy in ("adaptive", "auto")
+    policy = _policy(case)
+    settings: dict[str, Any] = {"k": "auto" if adaptive else case.k, "policy": policy}
+    tree: Any = None if adaptive else case.draft_tree
     if name in ("oracle", "oracle_tree", "random", "random_tree"):
-        own = Controller() if case.policy == "auto" else policy
-        return Scripted(lambda: _script(name, case, answers), case.k, own)
+        return Scripted(lambda: _script(name, case, answers), case.k, policy)
     if name in ("ngram", "ngram_tree"):
         return NgramCandidates(**settings, branches=case.branches if name == "ngram_tree" else 1)
     if name == "history":
@@ -109,25 +112,26 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
     if name == "native":
         return PromptLookupCandidateGenerator(num_output_tokens=case.k, max_matching_ngram_size=2, max_length=512)
     if name in ("draft", "draft_other"):
-        return DraftModelCandidates(draft, **settings, confidence_threshold=case.threshold)
-    if name == "skip":
-        return LayerSkipCandidates(case.exit_layer, **settings)
-    if name == "skip_adapter":
-        adapter = exit_adapter(model, case.exit_layer, known.ids, known.mask)
-        return LayerSkipCandidates(case.exit_layer, **settings, adapter=adapter)
+        return DraftModelCandidates(draft, **settings, tree=tree, confidence_threshold=case.threshold)
+    if name in ("skip", "skip_adapter"):
+        adapter = exit_adapter(model, case.exit_layer, known.ids, known.mask) if name == "skip_adapter" else None
+        return LayerSkipCandidates(case.exit_layer, **settings, tree=tree, adapter=adapter)
     heads = medusa_heads(model, known.ids, known.mask)
-    tree: Any = "auto" if name == "medusa_auto" else (MEDUSA_TREE if case.branches > 2 else case.k)
-    return MedusaCandidates(heads, tree=tree, policy=policy)
+    heads_tree: Any = "auto" if name == "medusa_auto" else (MEDUSA_TREE if case.branches > 2 else case.k)
+    return MedusaCandidates(heads, tree=heads_tree, policy=policy)
 
 
-def _policy(case: Case) -> Policy:
+def _policy(case: Case) -> Policy | None:
+    """The policy of a strategy; None for the one that belongs to its k."""
+    if case.policy == "fixed":
+        return FixedDepth() if case.strategy == "combined" else None
     if case.policy == "random":
         return RandomDepths(case.seed)
     if case.policy == "window":
         return MovingWindow(start=1)
     if case.policy == "schedule":
         return Schedule({1: case.k, 2: 2, 4: 1})
-    return Fixed()
+    return AdaptiveDepth(given_latency() if case.policy == "adaptive" else None)
 
 
 def _script(name: str, case: Case, answers: Answers) -> Script:
