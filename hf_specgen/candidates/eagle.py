@@ -96,7 +96,9 @@ class EagleCandidates(Candidates):
     def _attach(self, model: PreTrainedModel) -> AttachedHead:
         head = load_head(self._name) if self._head is None else copy.deepcopy(self._head)
         if not isinstance(head, Eagle1Head | Eagle3Head):
-            raise ValueError(f"{self._name!r} is a {type(head).__name__}, not an EAGLE head; use the strategy made for it")
+            raise ValueError(
+                f"{self._name!r} is a {type(head).__name__}, not an EAGLE head; use the strategy made for it"
+            )
         if head.config.mask_token_id is not None:
             raise ValueError(
                 f"{self._name!r} is a P-EAGLE head, which drafts all tokens in one pass; EagleCandidates runs heads "
