@@ -27,7 +27,7 @@ DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*
 class AutoCandidates:
     """Builds the strategy for a checkpoint, in the convention of Transformers' Auto classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object) -> None:
         raise TypeError(
             "AutoCandidates is built by AutoCandidates.from_pretrained(name_or_path); to merge several strategies use "
             "CombinedCandidates([...])"

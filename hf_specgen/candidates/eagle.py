@@ -33,7 +33,7 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
 MAX_DEPTH = 8
-"""Maximum depth of k="auto", as in the trees of EAGLE-3: heads are trained to continue from their own output that far."""
+"""Maximum depth of k="auto", as in the trees of EAGLE-3: heads learn to continue from their own output that far."""
 
 
 class EagleCandidates(Candidates):

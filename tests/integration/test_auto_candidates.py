@@ -52,7 +52,7 @@ def test_auto_format_without_strategy_raises(name: str, format_name: str) -> Non
 @pytest.mark.parametrize("config", [{}, {"speculators_model_type": "hydra"}, {"architectures": ["LlamaForCausalLM"]}])
 def test_auto_unknown_format_raises_and_lists_the_known_ones(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ValueError, match="none of the known formats, which are: exit adapters; Medusa heads; .*EAGLE"):
+    with pytest.raises(ValueError, match=r"none of the known formats, which are: exit adapters; Medusa heads; .*EAGLE"):
         AutoCandidates.from_pretrained(tmp_path)
 
 
@@ -69,5 +69,5 @@ def test_auto_missing_folder_raises() -> None:
 
 def test_auto_list_of_strategies_raises() -> None:
     """What merged strategies under this name is called `CombinedCandidates`."""
-    with pytest.raises(TypeError):
-        AutoCandidates([])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"use CombinedCandidates\(\[...\]\)"):
+        AutoCandidates([])

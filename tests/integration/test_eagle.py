@@ -12,9 +12,10 @@ from transformers import LogitsProcessorList
 from hf_specgen import CombinedCandidates, EagleCandidates, FixedDepth, NgramCandidates
 from hf_specgen.heads.loading import load_head
 from hf_specgen.heads.reader import HeadReader
-from tests.helpers import SAMPLING, assert_same_tokens, plain_and_speculative, prompts
+from hf_specgen.tree import DraftTree
+from tests.helpers import SAMPLING, assert_same_tokens, plain_and_speculative, prompts, tiny_model
 from tests.helpers.eagle import Recording, predictable_pair, reread
-from tests.helpers.head_fixtures import Comparison, Fixture, find_fixtures
+from tests.helpers.head_fixtures import Comparison, find_fixtures
 from tests.helpers.head_runs import Rounds
 from tests.helpers.policies import AfterPlainSteps
 from tests.helpers.processors import RowWisePrefixReader
@@ -165,8 +166,6 @@ def test_eagle_plain_steps_never_run_the_head(pair: Any) -> None:
 @torch.no_grad()
 def test_eagle_reader_drafts_the_chains_of_the_original(name: str) -> None:
     """Both rounds of the fixture, through the reader that the strategy uses."""
-    from hf_specgen.tree import DraftTree
-
     fixture = EAGLE[name]
     attached = load_head(fixture.head_folder).attach(fixture.target)
     reader = HeadReader(attached, len(fixture.prompts))
@@ -187,8 +186,6 @@ def test_eagle_reader_drafts_the_chains_of_the_original(name: str) -> None:
 
 
 def test_eagle_other_target_raises() -> None:
-    from tests.helpers import tiny_model
-
     candidates = EagleCandidates(EAGLE["eagle3_original"].head_folder, k=2)
     with pytest.raises(ValueError, match="a vocabulary of 128, but this target has 99"):
         tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
