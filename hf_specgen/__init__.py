@@ -18,10 +18,12 @@ from hf_specgen.version import __version__
 
 if TYPE_CHECKING:
     from hf_specgen.candidates import (
+        AutoCandidates,
         Candidates,
         CombinedCandidates,
         DraftModelCandidates,
         DraftSession,
+        EagleCandidates,
         LayerSkipCandidates,
         MedusaCandidates,
         NgramCandidates,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptiveDepth",
+    "AutoCandidates",
     "Call",
     "Candidates",
     "CombinedCandidates",
@@ -54,6 +57,7 @@ __all__ = [
     "DraftModelCandidates",
     "DraftSession",
     "DraftTree",
+    "EagleCandidates",
     "FixedDepth",
     "LayerSkipCandidates",
     "MedusaCandidates",
@@ -79,8 +83,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "candidates": "Candidates CombinedCandidates DraftModelCandidates DraftSession LayerSkipCandidates "
-    "MedusaCandidates NgramCandidates NgramHistory",
+    "candidates": "AutoCandidates Candidates CombinedCandidates DraftModelCandidates DraftSession EagleCandidates "
+    "LayerSkipCandidates MedusaCandidates NgramCandidates NgramHistory",
     "decoding": "SpeculativeOutput",
     "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
     "generate": "speculate",

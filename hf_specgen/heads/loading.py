@@ -26,15 +26,22 @@ class Format(NamedTuple):
     load: Load
 
 
-def _speculators_type(checkpoint: Checkpoint) -> str | None:
+def speculators_type(checkpoint: Checkpoint) -> str | None:
+    """The type of a checkpoint in the speculators format; None for every other one."""
     kind = checkpoint.config.get("speculators_model_type")
     return str(kind) if kind is not None else None
 
 
+def is_medusa(checkpoint: Checkpoint) -> bool:
+    """Whether it holds Medusa heads, which `hf_specgen.heads.load_medusa` reads."""
+    kind = checkpoint.config.get("model_type")
+    return "medusa_num_heads" in checkpoint.config or kind in ("medusa", MedusaConfig.model_type)
+
+
 FORMATS = (
-    Format("speculators eagle3", lambda found: _speculators_type(found) == "eagle3", load_eagle3),
-    Format("speculators peagle", lambda found: _speculators_type(found) == "peagle", load_eagle3),
-    Format("speculators dflash", lambda found: _speculators_type(found) == "dflash", load_speculators_block),
+    Format("speculators eagle3", lambda found: speculators_type(found) == "eagle3", load_eagle3),
+    Format("speculators peagle", lambda found: speculators_type(found) == "peagle", load_eagle3),
+    Format("speculators dflash", lambda found: speculators_type(found) == "dflash", load_speculators_block),
     Format("Gemma 4 assistant", is_assistant, load_assistant),
     Format("EAGLE-3 (original, SpecForge, ModelOpt, DeepSpec, P-EAGLE)", is_eagle3, load_eagle3),
     Format("EAGLE-1, EAGLE-2, HASS", is_eagle1, load_eagle1),
@@ -82,8 +89,8 @@ def head_format(checkpoint: Checkpoint) -> Format:
     Raises:
         ValueError: naming the known ones, if it is none of them.
     """
-    kind = _speculators_type(checkpoint)
-    if "medusa_num_heads" in checkpoint.config or checkpoint.config.get("model_type") == MedusaConfig.model_type:
+    kind = speculators_type(checkpoint)
+    if is_medusa(checkpoint):
         raise ValueError("it holds Medusa heads, which hf_specgen.heads.load_medusa reads")
     if not checkpoint.tensors:
         raise ValueError(f"it has no tensors: none of {INDEX}, {SINGLE} and {PICKLED} is there")

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen.target.base import Target
-from hf_specgen.target.model_parts import decoder_layers, output_matrix
+from hf_specgen.target.model_parts import decoder, decoder_layers, output_matrix
 from hf_specgen.tree import DraftTree
 
 
@@ -45,6 +45,8 @@ class HiddenStateTarget(Target):
         taps: Sequence[int],
     ):
         self._taps = [_tap(model, index) for index in taps]
+        self._indices = tuple(taps)
+        self._kept: list[list[int]] = []
         super().__init__(model, input_ids, generation_config, model_kwargs)
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
@@ -71,6 +73,23 @@ class HiddenStateTarget(Target):
         rows = [row for row, path in enumerate(paths) if path is not None]
         ends = [1 + path[-1] if path else 0 for path in paths if path is not None]
         self.states[rows] = self._step_states[rows, ends]
+        self._kept = [[] if path is None else [0, *(1 + node for node in path)] for path in paths]
+
+    def committed_states(self, taps: Sequence[int]) -> list[torch.Tensor]:
+        """The states of what the last `commit` kept of the last pass: what a draft head reads of each step.
+
+        Args:
+            taps: which of the captured states, and in which order.
+
+        Returns:
+            for each row `[kept, taps * hidden]`: after prefill the prompt's columns (padding included) and the accepted
+            nodes; after a step the pending token and the accepted nodes; nothing of a row that took no part.
+        """
+        prompt = self.pass_states[:, : self.pass_states.shape[1] - self._step_states.shape[1]]
+        return [
+            _columns(torch.cat([prompt[row], self._step_states[row, kept]]), self._indices, taps)
+            for row, kept in enumerate(self._kept)
+        ]
 
     @contextmanager
     def _capturing(self) -> Iterator[list[list[torch.Tensor]]]:
@@ -83,7 +102,7 @@ class HiddenStateTarget(Target):
 
         def keep(place: int, value: Any) -> None:
             if threading.get_ident() == thread:
-                captured[place].append(value[0] if isinstance(value, tuple) else value)
+                captured[place].append(value if isinstance(value, torch.Tensor) else value[0])
 
         handles = []
         try:
@@ -106,6 +125,16 @@ def _tap(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
     if index == 0:
         return model.get_input_embeddings(), False
     layers = decoder_layers(model)
+    if index == len(layers):
+        return decoder(model), False
     if not 0 < index <= len(layers):
         raise ValueError(f"{type(model).__name__} has hidden states 0 to {len(layers)}, not {index}")
     return layers[index - 1], False
+
+
+def _columns(states: torch.Tensor, captured: Sequence[int], taps: Sequence[int]) -> torch.Tensor:
+    """`[length, captured * hidden]` states, reduced to some of the taps."""
+    if tuple(captured) == tuple(taps):
+        return states
+    parts = states.chunk(len(captured), dim=-1)
+    return torch.cat([parts[captured.index(tap)] for tap in taps], dim=-1)

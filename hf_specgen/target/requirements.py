@@ -22,7 +22,8 @@ class TargetRequirements:
 
     Args:
         taps: hidden states to capture, as indices into Transformers' `hidden_states` tuple: 0 the embeddings, i the
-            output of layer i - 1; `OUTPUT_STATE` what the output matrix reads.
+            output of layer i - 1, the number of layers the state after the final norm; `OUTPUT_STATE` what the output
+            matrix reads, which of a prompt may be the last position alone.
         exit_layer: run the first so many layers on their own; None if that is not needed.
 
     Example:

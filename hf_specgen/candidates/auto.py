@@ -1,0 +1,126 @@
+"""Chooses the strategy that belongs to a checkpoint: a draft head of any known format, or a draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_specgen.candidates.base import Candidates
+from hf_specgen.candidates.draft_model import DraftModelCandidates
+from hf_specgen.candidates.eagle import EagleCandidates
+from hf_specgen.candidates.layer_skip import LayerSkipCandidates
+from hf_specgen.candidates.medusa import MedusaCandidates
+from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
+from hf_specgen.heads.eagle_format import load_eagle1, load_eagle3
+from hf_specgen.heads.exit_head import EXIT_CONFIG, exit_layer_of
+from hf_specgen.heads.loading import FORMATS, head_format, is_medusa, speculators_type
+
+Build = Callable[..., Candidates]
+DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja")
+"""Configs, tensors and tokenizers; no code."""
+
+
+class AutoCandidates:
+    """Builds the strategy for a checkpoint, in the convention of Transformers' Auto classes."""
+
+    def __init__(self, *_: object) -> None:
+        raise TypeError(
+            "AutoCandidates is built by AutoCandidates.from_pretrained(name_or_path); to merge several strategies use "
+            "CombinedCandidates([...])"
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        subfolder: str | None = None,
+        cache_dir: str | Path | None = None,
+        **settings: Any,
+    ) -> Candidates:
+        """The strategy that drafts with a checkpoint; which one is seen from its config.json and its tensors.
+
+        Args:
+            name_or_path: a folder, or a repository of the Hub.
+            revision, token, subfolder, cache_dir: as for `from_pretrained` of Transformers.
+            settings: of the strategy, such as `k=4` or `tree=16`.
+
+        Returns:
+            `EagleCandidates`, `MedusaCandidates`, `LayerSkipCandidates` or `DraftModelCandidates`.
+
+        Raises:
+            FileNotFoundError: if there is no such folder or repository.
+            ValueError: if the format is unknown, is known but has no strategy yet, or a file is damaged.
+            TypeError: for a setting that the strategy does not have.
+
+        Example:
+            >>> AutoCandidates.from_pretrained("benchmarks/assets/draft-lm", k=4)
+            DraftModelCandidates('benchmarks/assets/draft-lm', k=4, confidence_threshold=0.0)
+        """
+        source = Source(str(name_or_path), revision, token, subfolder, None if cache_dir is None else str(cache_dir))
+        build = _strategy(source)
+        return build(_local_name(source), **settings)
+
+
+def _strategy(source: Source) -> Build:
+    """What builds the strategy from the folder or name of the checkpoint."""
+    if source.file(EXIT_CONFIG) is not None:
+        return _exit_adapter
+    checkpoint = open_checkpoint(source)
+    if is_medusa(checkpoint):
+        return MedusaCandidates
+    try:
+        found = head_format(checkpoint)
+    except ValueError:
+        if _is_causal_model(checkpoint):
+            return DraftModelCandidates
+        if speculators_type(checkpoint) == "mtp":
+            raise ValueError(_no_strategy(checkpoint, "speculators mtp")) from None
+        known = "; ".join(("exit adapters", "Medusa heads", "causal language models", *(f.name for f in FORMATS)))
+        raise ValueError(f"{checkpoint.source} has none of the known formats, which are: {known}") from None
+    parallel = any(name.endswith("mask_hidden") for name in checkpoint.tensors)
+    if found.load in (load_eagle1, load_eagle3) and not parallel:
+        return EagleCandidates
+    raise ValueError(_no_strategy(checkpoint, "P-EAGLE" if parallel else found.name))
+
+
+def _no_strategy(checkpoint: Checkpoint, name: str) -> str:
+    return (
+        f"{checkpoint.source} is recognised as a head of the format {name}, for which there is no strategy yet; "
+        "use a head of another format"
+    )
+
+
+def _is_causal_model(checkpoint: Checkpoint) -> bool:
+    """Whether it is a whole model: heads name the class of their layers too, but hold no model of that class."""
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    classes = checkpoint.config.get("architectures")
+    named = isinstance(classes, list) and any(isinstance(name, str) and name in known for name in classes)
+    has_embeddings = any(part in name for name in checkpoint.tensors for part in ("embed", "wte"))
+    return named and has_embeddings and speculators_type(checkpoint) is None
+
+
+def _exit_adapter(name: str, **settings: Any) -> LayerSkipCandidates:
+    return LayerSkipCandidates(exit_layer_of(name), adapter=name, **settings)
+
+
+def _local_name(source: Source) -> str:
+    """A folder or name that stands for the checkpoint without further options."""
+    name, subfolder = source.path_or_id, source.subfolder or ""
+    if not Path(name).is_dir():
+        if source == Source(name):
+            return name
+        name = snapshot_download(
+            name,
+            revision=source.revision,
+            token=source.token,
+            cache_dir=source.cache_dir,
+            allow_patterns=[f"{subfolder}/{kind}" if subfolder else kind for kind in DOWNLOADED],
+        )
+    return str(Path(name) / subfolder) if subfolder else name

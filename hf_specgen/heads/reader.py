@@ -1,0 +1,130 @@
+"""Runs an EAGLE head over a batch: over text with the target's hidden states, then over draft nodes with its own.
+
+The cache holds entries of true features only. What is computed for draft nodes lies behind them and is dropped before
+the next text is read: accepted tokens are read again, with the features that the target has computed for them.
+
+    position           i-1      i             i+1            i+2
+    feature            f(i-1)   f(i)          h(i)           h(i+1)       f: the target's, h: the head's own output
+    token embedded     t(i)     t(i+1)        draft node     its child
+                       read ────────────────┤ expand ─────────────────►
+
+Source: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from hf_specgen.heads.base import AttachedHead, HeadOutput
+from hf_specgen.heads.layers import causal_mask
+from hf_specgen.target import masks
+from hf_specgen.target.cache import RaggedCache
+from hf_specgen.tree import DraftTree
+
+READ_CHUNK = 512
+"""Positions read in one pass: the mask of a pass then grows linearly with the text."""
+
+
+class HeadReader:
+    """The state of an EAGLE head in one call.
+
+    Args:
+        attached: the head on its target.
+        batch: number of rows.
+
+    Attributes:
+        cache: keys and values; of row b the first `lengths[b]` slots belong to the text.
+        lengths: positions of the text that each row has read.
+        last: the head's output at the last position of each row's text, both parts `[batch, 1, hidden]`.
+    """
+
+    last: HeadOutput
+
+    def __init__(self, attached: AttachedHead, batch: int):
+        self.attached, self.cache, self.lengths = attached, RaggedCache(), [0] * batch
+        self._like = next(attached.head.parameters())
+        self._hidden = self._like.new_zeros(batch, 0, 0)
+
+    def read(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> HeadOutput:
+        """Read new positions of each row's text; what was computed for draft nodes is dropped.
+
+        Args:
+            features: for each row `[new, taps * target_hidden]`; rows may have different numbers of them, or none.
+            next_tokens: for each row the token after each of these positions.
+
+        Returns:
+            `last`, the output at the last position of each row's text.
+        """
+        self.cache.set_lengths(self.lengths)
+        new = [len(tokens) for tokens in next_tokens]
+        states = pad_sequence([row.to(self._like) for row in features], batch_first=True)
+        tokens = pad_sequence([torch.tensor(row, dtype=torch.long) for row in next_tokens], batch_first=True)
+        for start in range(0, max(new), READ_CHUNK):
+            chunk = slice(start, start + READ_CHUNK)
+            output = self._read_chunk(states[:, chunk], tokens[:, chunk])
+            self._advance(output, [min(max(count - start, 0), output.hidden.shape[1]) for count in new])
+        self._hidden = self.last.hidden
+        return self.last
+
+    def _read_chunk(self, features: torch.Tensor, tokens: torch.Tensor) -> HeadOutput:
+        columns = torch.arange(tokens.shape[1], device=self._like.device)
+        positions = torch.tensor(self.lengths, device=self._like.device)[:, None] + columns
+        mask = causal_mask(self.lengths, tokens.shape[1], self._like.device)
+        hidden = self.attached.head.combine(features)
+        return self.attached.head(self.attached.embed(tokens), hidden, positions, mask, self.cache)
+
+    def _advance(self, output: HeadOutput, new: Sequence[int]) -> None:
+        """Keep of a pass the first `new[b]` positions of row b."""
+        self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
+        self.cache.set_lengths(self.lengths)
+        rows = torch.arange(len(new), device=self._like.device)
+        ends = torch.tensor(new, device=self._like.device) - 1
+        reached = [part[rows, ends.clamp(min=0)][:, None] for part in output]
+        if 0 in new and hasattr(self, "last"):
+            read = (ends >= 0)[:, None, None]
+            reached = [torch.where(read, now, before) for now, before in zip(reached, self.last, strict=True)]
+        self.last = HeadOutput(*reached)
+
+    def expand(self, tree: DraftTree, new: int) -> HeadOutput:
+        """Read draft nodes, with the head's own output at their parents in place of the target's features.
+
+        Args:
+            tree: all nodes that were expanded since the last `read`; the same number in every row.
+            new: how many of them, at the end, are to be read now.
+
+        Returns:
+            the output at each of them, both parts `[batch, new, hidden]`.
+        """
+        device, known = self._like.device, tree.nodes - new
+        rows = torch.arange(tree.batch, device=device)[:, None]
+        parents = torch.tensor(tree.parents, device=device)[:, known:]
+        depths = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=device)
+        # The root, depth 0, is the last position of the text.
+        roots = torch.tensor(self.lengths, device=device) - 1
+        layout = masks.StepLayout(
+            roots, depths, masks.ancestors(tree, device), visible=None, width=max(self.lengths) + tree.nodes
+        )
+        output: HeadOutput = self.attached.head(
+            self.attached.embed(tree.tokens[:, known:]),
+            self._hidden[rows, parents + 1],
+            roots[:, None] + depths[:, 1 + known :],
+            masks.full_mask(layout)[:, :, 1 + known :],
+            self.cache,
+        )
+        self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
+        return output
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden]` of `HeadOutput.output` to `[..., vocab]` over the target's vocabulary.
+
+        Tokens that are not in the draft vocabulary get -inf.
+        """
+        logits, head = self.attached.logits(output), self.attached.head
+        if head.draft_to_target is None:
+            return logits
+        scattered = logits.new_full((*logits.shape[:-1], head.config.vocab_size), -torch.inf)
+        scattered[..., head.draft_to_target] = logits
+        return scattered

@@ -1,0 +1,68 @@
+"""EAGLE heads for tests of the strategy: those of the fixtures, and a target that a head predicts partly."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from hf_specgen import Call, DraftSession, EagleCandidates
+from hf_specgen.candidates.eagle import EagleSession
+from hf_specgen.heads.base import DraftHead
+from hf_specgen.heads.layers import causal_mask
+from hf_specgen.heads.loading import load_head
+from hf_specgen.target.cache import RaggedCache
+from tests.helpers.head_fixtures import Fixture
+
+CONTEXT = 0.3
+"""How much the layers of a predictable target add to the embedding: a part of the draft tokens is accepted."""
+
+
+class Recording(EagleCandidates):
+    """Keeps the session of the last call."""
+
+    session: EagleSession
+
+    def start(self, call: Call) -> DraftSession:
+        session = super().start(call)
+        assert isinstance(session, EagleSession)
+        self.session = session
+        return session
+
+
+@torch.no_grad()
+def predictable_pair(eagle1: Fixture) -> tuple[Any, DraftHead]:
+    """A target whose next token depends mostly on the last one, and an EAGLE-1 head that reads that token alone."""
+    target, head = copy.deepcopy(eagle1.target), copy.deepcopy(load_head(eagle1.head_folder))
+    for layer in target.model.layers:
+        layer.self_attn.o_proj.weight *= CONTEXT
+        layer.mlp.down_proj.weight *= CONTEXT
+    width = head.fc.out_features
+    head.fc.weight.zero_()
+    head.fc.weight[:, :width] = torch.eye(width)
+    if head.fc.bias is not None:
+        head.fc.bias.zero_()
+    for draft_layer in head.layers:
+        draft_layer.self_attn.o_proj.weight *= 0.1
+        draft_layer.mlp.down_proj.weight *= 0.1
+    head.embed_tokens = None if head.embed_tokens is None else copy.deepcopy(target.get_input_embeddings())
+    return target, head
+
+
+@torch.no_grad()
+def reread(session: EagleSession, row: int) -> tuple[RaggedCache, torch.Tensor]:
+    """The reference: the head's cache over a row's text from scratch, and its output at the last position.
+
+    One forward pass of the target over the text without padding, then one of the head over all positions that the
+    session has read.
+    """
+    call, attached, count = session.call, session.reader.attached, session.reader.lengths[row]
+    text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
+    assert call.model is not None
+    states: Any = call.model(text[:, :-1], output_hidden_states=True).hidden_states
+    hidden = attached.head.combine(attached.features(states)[:, :count])
+    cache = RaggedCache()
+    positions = torch.arange(count)[None]
+    output = attached.head(attached.embed(text[:, 1 : 1 + count]), hidden, positions, causal_mask([0], count), cache)
+    return cache, output.output[0, -1]

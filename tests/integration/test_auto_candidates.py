@@ -1,0 +1,73 @@
+"""`AutoCandidates`: every format leads to its strategy, and every other folder to a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_specgen import AutoCandidates, DraftModelCandidates, EagleCandidates, LayerSkipCandidates, MedusaCandidates
+from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
+
+FIXTURES = Path(__file__).parents[1] / "assets" / "fixtures"
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        *((FIXTURES / name / "head", EagleCandidates) for name in ("eagle1_original", "eagle3_original")),
+        (FIXTURES / "speculators_eagle3_a_llama" / "head", EagleCandidates),
+        (FIXTURES / "medusa_v1" / "head", MedusaCandidates),
+        (BENCHMARK_ASSETS / "medusa-heads", MedusaCandidates),
+        (BENCHMARK_ASSETS / "exit-adapter", LayerSkipCandidates),
+        (DRAFT_LM, DraftModelCandidates),
+    ],
+    ids=lambda value: value.parent.name if isinstance(value, Path) else None,
+)
+def test_auto_known_format_gives_its_strategy(folder: Path, kind: type) -> None:
+    assert type(AutoCandidates.from_pretrained(folder)) is kind
+
+
+def test_auto_subfolder_and_settings_reach_the_strategy() -> None:
+    candidates = AutoCandidates.from_pretrained(FIXTURES / "eagle3_original", subfolder="head", k=3, tree=8)
+    assert repr(candidates) == f"EagleCandidates({str(FIXTURES / 'eagle3_original' / 'head')!r}, k=3, tree=8)"
+
+
+@pytest.mark.parametrize(
+    ("name", "format_name"),
+    [
+        ("dflash_zlab", "DFlash, JetSpec"),
+        ("speculators_dflash_full", "speculators dflash"),
+        ("speculators_peagle_llama", "P-EAGLE"),
+        ("gemma4_assistant", "Gemma 4 assistant"),
+    ],
+)
+def test_auto_format_without_strategy_raises(name: str, format_name: str) -> None:
+    with pytest.raises(ValueError, match=f"recognised as a head of the format {format_name}, .* no strategy yet"):
+        AutoCandidates.from_pretrained(FIXTURES / name / "head")
+
+
+@pytest.mark.parametrize("config", [{}, {"speculators_model_type": "hydra"}, {"architectures": ["LlamaForCausalLM"]}])
+def test_auto_unknown_format_raises_and_lists_the_known_ones(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"none of the known formats, which are: exit adapters; Medusa heads; .*EAGLE"):
+        AutoCandidates.from_pretrained(tmp_path)
+
+
+def test_auto_mtp_of_speculators_raises(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "mtp"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="format speculators mtp, for which there is no strategy yet"):
+        AutoCandidates.from_pretrained(tmp_path)
+
+
+def test_auto_missing_folder_raises() -> None:
+    with pytest.raises(FileNotFoundError):
+        AutoCandidates.from_pretrained("no/such/folder/at/all")
+
+
+def test_auto_list_of_strategies_raises() -> None:
+    """What merged strategies under this name is called `CombinedCandidates`."""
+    with pytest.raises(TypeError, match=r"use CombinedCandidates\(\[...\]\)"):
+        AutoCandidates([])
