@@ -4,13 +4,13 @@ BIN := .venv/bin
 # Tests that run side by side must not fight for cores.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-fast quality bench clean
+.PHONY: demo test test-fast quality docs bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[adapters]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[adapters,cli]'
 	touch $@
 
 .venv/installed-dev: .venv/installed
@@ -32,11 +32,18 @@ quality: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/zensical build --clean --strict
 
 bench: .venv/installed-dev
-	MINUTES=30 $(BIN)/python -m benchmarks.core
-	$(BIN)/python benchmarks/run.py --out benchmarks/results/embedded
-	$(BIN)/python -m benchmarks.tables benchmarks/results --write benchmarks/README.md
+	$(BIN)/python -m benchmarks suite --out benchmarks/results/embedded
+	$(BIN)/python -m benchmarks suite memory --out benchmarks/results/memory
+	$(BIN)/python -m benchmarks micro
+	$(BIN)/python -m benchmarks adaptive --minutes 30
+	$(BIN)/python -m benchmarks tables benchmarks/results --write benchmarks/README.md
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -1,1 +1,1 @@
-"""Benchmarks of hf_specgen."""
+"""Benchmarks of hf_specgen: `python -m benchmarks --help`."""

@@ -1,38 +1,49 @@
 """Exactly lossless speculative decoding inside `model.generate()`.
 
+The names below are imported when they are first used, so that `import hf_specgen` takes no time beside
+`import transformers`.
+
 Example:
     >>> from hf_specgen import NgramCandidates
     >>> # model.generate(**inputs, candidate_generator=NgramCandidates(k=5))
 """
 
-from hf_specgen.candidates import (
-    Candidates,
-    CombinedCandidates,
-    DraftModelCandidates,
-    DraftSession,
-    LayerSkipCandidates,
-    MedusaCandidates,
-    NgramCandidates,
-    NgramHistory,
-)
-from hf_specgen.decoding import SpeculativeOutput
-from hf_specgen.depth import (
-    AdaptiveDepth,
-    Controller,
-    FixedDepth,
-    MovingWindow,
-    Policy,
-    PolicySession,
-    Schedule,
-    StepRecord,
-)
-from hf_specgen.generate import install, speculate, uninstall
-from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
-from hf_specgen.state import Call
-from hf_specgen.statistics import Statistics
-from hf_specgen.tree import DraftTree
-from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hf_specgen.patch import install, uninstall
 from hf_specgen.version import __version__
+
+if TYPE_CHECKING:
+    from hf_specgen.candidates import (
+        Candidates,
+        CombinedCandidates,
+        DraftModelCandidates,
+        DraftSession,
+        LayerSkipCandidates,
+        MedusaCandidates,
+        NgramCandidates,
+        NgramHistory,
+    )
+    from hf_specgen.decoding import SpeculativeOutput
+    from hf_specgen.depth import (
+        AdaptiveDepth,
+        Controller,
+        FixedDepth,
+        MovingWindow,
+        Policy,
+        PolicySession,
+        Schedule,
+        StepRecord,
+    )
+    from hf_specgen.generate import speculate
+    from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
+    from hf_specgen.state import Call
+    from hf_specgen.statistics import Statistics
+    from hf_specgen.tree import DraftTree
+    from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
 
 __all__ = [
     "AdaptiveDepth",
@@ -66,5 +77,32 @@ __all__ = [
     "speculate",
     "uninstall",
 ]
+
+_MODULES = {
+    "candidates": "Candidates CombinedCandidates DraftModelCandidates DraftSession LayerSkipCandidates "
+    "MedusaCandidates NgramCandidates NgramHistory",
+    "decoding": "SpeculativeOutput",
+    "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
+    "generate": "speculate",
+    "monitoring.monitor": "Monitor MonitorSession SpeculationMonitor",
+    "state": "Call",
+    "statistics": "Statistics",
+    "tree": "DraftTree",
+    "verification": "VerificationResult VerificationSession Verifier",
+}
+"""Where each lazily imported name is defined. `tests/unit/test_start_up.py` compares it with `__all__`."""
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 install()

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 
 def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:
@@ -72,7 +72,7 @@ def cached_file_or_none(source: str, name: str, **hub: Any) -> str | None:
 
     Symbol: the argument `_raise_exceptions_for_missing_entries` of `transformers.utils.cached_file`.
     """
-    return cast("str | None", cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub))
+    return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
 
 
 def local_of_generate(name: str) -> Any:
@@ -83,3 +83,21 @@ def local_of_generate(name: str) -> Any:
     """
     frame = sys._getframe(2)
     return frame.f_locals.get(name) if frame.f_code.co_name == "generate" else None
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where input ids belong: the device of the embeddings, or the CPU where weights are offloaded ("meta").
+
+    No private symbol: `PreTrainedModel.device` is the device of the first parameter, which may be offloaded.
+    """
+    device = model.get_input_embeddings().weight.device
+    return torch.device("cpu") if device.type == "meta" else cast(torch.device, device)
+
+
+def uses_activation_checkpointing(model: PreTrainedModel) -> bool:
+    """Whether training recomputes activations, which switches the cache off.
+
+    Symbol: `PreTrainedModel.is_activation_checkpointing`, before 5.23 `is_gradient_checkpointing`.
+    """
+    name = "is_activation_checkpointing"
+    return bool(getattr(model, name if hasattr(type(model), name) else "is_gradient_checkpointing"))

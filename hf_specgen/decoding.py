@@ -22,11 +22,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.depth import Policy, PolicySession, StepRecord
+from hf_specgen.depth.schedules import context_length
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.state import Call, GenerationState
-from hf_specgen.statistics import RowStep, Statistics
+from hf_specgen.statistics import RowStep, Statistics, StepPasses
 from hf_specgen.target.requirements import make_target
+from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
@@ -71,7 +73,9 @@ def speculative_decode(
     Returns:
         `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
     """
-    state = GenerationState.of_call(input_ids, model_kwargs.get("attention_mask"), stopping_criteria, generation_config)
+    state = GenerationState.of_call(
+        input_ids, model_kwargs.get("attention_mask"), stopping_criteria, compat.pad_token(generation_config)
+    )
     returns_dict = bool(generation_config.return_dict_in_generate)
     call = Call(
         model,
@@ -130,6 +134,7 @@ class _Loop:
         self._started = perf_counter()
         self.call, self.state, self.outputs = call, call.state, outputs
         requirements = call.candidates.target_requirements(call.model)
+        check_computation(call.model, requirements)
         self.target = make_target(requirements, call.model, input_ids, call.config, model_kwargs)
         stack.push(lambda kind, *_: self.target.abandon() if kind else None)
         check_length(call.model, self.target.first_positions, call.max_new_tokens)
@@ -160,8 +165,7 @@ class _Loop:
         self._tokens_from_prefill = [int(not parents) for parents in tree.parents]
         if tree.nodes:
             self.drafter.observe(result)
-            steps = self.call.statistics.record_prefill_draft(tree, result)
-            self.policy.observe(tree, steps, self._seconds)
+            self._report(tree, self.call.statistics.record_prefill_draft(tree, result))
 
     def decode(self) -> None:
         """All further steps."""
@@ -175,7 +179,7 @@ class _Loop:
             self.drafter.observe(result)
             steps = statistics.record(tree, result)
             with self._timed("policy"):
-                self.policy.observe(tree, steps, self._seconds)
+                self._report(tree, steps)
             if not self._reads_padding:
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
         statistics.finish([len(tokens) for tokens in state.generated], self._tokens_from_prefill)
@@ -199,6 +203,13 @@ class _Loop:
             self.outputs.add(result)
             self.verification.confirm(self.outputs.columns)
         return result
+
+    def _report(self, tree: DraftTree, rows: list[RowStep | None]) -> None:
+        """Report a step to the policy and the monitor, and count its forward passes."""
+        step = self.policy.observe(tree, rows, self._seconds, self.drafter.passes)
+        drafter = tuple(step.passes) if any(step.requested) else None
+        passes = StepPasses(step.batch, context_length(self.call), step.batch * step.tokens_per_row, drafter)
+        self.call.statistics.passes.append(passes)
 
     def _active_rows(self) -> list[bool]:
         """Rows that take part in the next step: not ended, and not too far ahead of the slowest."""
@@ -285,17 +296,25 @@ class PolicyRunner:
         self._requested = [max(0, min(depth, free, self._k)) for depth, free in zip(depths, room, strict=True)]
         return self._requested
 
-    def observe(self, tree: DraftTree, rows: list[RowStep | None], seconds: dict[str, float]) -> None:
-        """Report a step.
+    def observe(
+        self,
+        tree: DraftTree,
+        rows: list[RowStep | None],
+        seconds: dict[str, float],
+        drafter_passes: Sequence[int] | None,
+    ) -> StepRecord:
+        """Report a step, and return its record.
 
         Args:
             tree: the draft.
             rows: the outcome for each row.
             seconds: of the call so far, by part.
+            drafter_passes: tokens in each forward pass of the drafter; None if unknown.
         """
         spent = {part: seconds[part] - before for part, before in self._reported.items() if seconds[part] > before}
         self._reported = {part: seconds[part] for part in self._reported}
-        step = StepRecord(self._requested, rows, 1 + tree.nodes, spent)
+        step = StepRecord(self._requested, rows, 1 + tree.nodes, spent, drafter_passes)
         self._session.observe(step)
         if self._monitor is not None:
             self._monitor.observe(step)
+        return step

@@ -1,14 +1,13 @@
-"""The keyword `candidate_generator=` of `generate`, `speculate()`, and argument validation."""
+"""What the keyword `candidate_generator=` of `generate` does, `speculate()`, and argument validation."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -109,35 +108,23 @@ def speculate(
     return Speculation(_as_candidates(candidate_generator), verification, streamer, policy, monitor)
 
 
-def install() -> None:
-    """Add our keywords to `GenerationMixin.generate`: candidate_generator, verification, policy, monitor. Idempotent.
+def generate_speculatively(
+    original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`model.generate(*args, **kwargs)` with our keywords: called by the patched `generate`, see `hf_specgen.patch`.
 
-    Without the keyword, `generate` does exactly what it did before. `import hf_specgen` calls this.
+    Args:
+        original: `GenerationMixin.generate` as it was before it was patched.
+        model: the model.
+        args, kwargs: the arguments of the call.
     """
-    original = GenerationMixin.generate
-    if hasattr(original, "_hf_specgen_original"):
-        return
-
-    @functools.wraps(original)
-    def generate(self: Any, *args: Any, candidate_generator: Any = None, **kwargs: Any) -> Any:
-        method = kwargs.get("custom_generate")
-        if candidate_generator is None and not isinstance(method, Speculation):
-            return original(self, *args, **kwargs)
-        if candidate_generator is not None:
-            if method is not None:
-                raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
-            settings = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
-            method = speculate(candidate_generator, **settings)
-        return _generate(original, self, args, kwargs, method)
-
-    generate._hf_specgen_original = original  # type: ignore[attr-defined]
-    GenerationMixin.generate = generate  # type: ignore[method-assign]
-
-
-def uninstall() -> None:
-    """Remove the keyword; `generate` is then the original function, unless other code has wrapped it since."""
-    original = getattr(GenerationMixin.generate, "_hf_specgen_original", GenerationMixin.generate)
-    GenerationMixin.generate = original  # type: ignore[method-assign]
+    generator, method = kwargs.pop("candidate_generator", None), kwargs.get("custom_generate")
+    if generator is not None:
+        if method is not None:
+            raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
+        settings = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
+        method = speculate(generator, **settings)
+    return _generate(original, model, args, kwargs, method)
 
 
 def _generate(

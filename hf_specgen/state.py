@@ -11,8 +11,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from hf_specgen import compat
-
 if TYPE_CHECKING:
     from hf_specgen.candidates.base import Candidates
     from hf_specgen.depth.policy import PolicySession
@@ -62,17 +60,16 @@ class GenerationState:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         criteria: StoppingCriteriaList,
-        config: GenerationConfig,
+        pad_id: int | None,
     ) -> GenerationState:
-        """The state at the start of a call, from what `generate` prepared."""
+        """The state at the start of a call, from what `generate` prepared; rows are padded if a criterion has EOS."""
         stop_ids: set[int] = set()
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 stop_ids.update(criterion.eos_token_id.tolist())
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         max_length = float("inf") if criteria.max_length is None else criteria.max_length
-        pad_id = compat.pad_token(config) if pads else None
-        return cls(input_ids, attention_mask, stop_ids, max_length, pad_id)
+        return cls(input_ids, attention_mask, stop_ids, max_length, pad_id if pads else None)
 
     def pending(self) -> list[int]:
         """The last token of each row: it is not in the target's cache yet."""

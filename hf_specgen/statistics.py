@@ -1,4 +1,4 @@
-"""What happened in one speculative call: how much was guessed, how much of it stood, where the time went."""
+"""Counters of one speculative `generate` call: draft tokens proposed and accepted, forward passes, wall time."""
 
 from __future__ import annotations
 
@@ -36,18 +36,37 @@ class RowStep:
     emitted: int
 
 
+@dataclass(frozen=True, slots=True)
+class StepPasses:
+    """The forward passes of one decoding step, for all rows together: what its latency depends on.
+
+    Args:
+        rows: rows that took part.
+        context: tokens in the longest row, prompt included.
+        target: tokens in the target's pass: the pending token of every row, and the nodes of the largest draft.
+        drafter: tokens in each forward pass of the drafter, without the pass that reads its prompt. Empty if drafting
+            needed no forward pass; None if no draft was requested.
+    """
+
+    rows: int
+    context: int
+    target: int
+    drafter: tuple[int, ...] | None
+
+
 @dataclass
 class Statistics:
     """Counters of one `generate` call.
 
     A *step* of a row is one verification (a forward pass of the target) in which the row took part; a *draft* is a step
-    in which something was guessed for it. The prompt's own pass is a step for the rows that something was guessed for
-    before it. Tokens cut off by a stop do not count as accepted.
+    in which at least one token was proposed for it. The prefill is a step for the rows whose draft was verified in it.
+    Tokens cut off by a stop do not count as accepted.
 
     Args:
         rows: the steps of each row, in order.
-        lengths: generated tokens of each row that stand in the output, one that the prompt alone gave included.
-        seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (deciding how deep to draft), `total`.
+        lengths: generated tokens of each row in the output, including one that came from the prefill without a step.
+        seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (choosing draft depths), `total`.
+        passes: the forward passes of each step of the batch, in order.
 
     Example:
         >>> stats = Statistics(rows=[[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2), RowStep(2, 2, 0, 1)]], lengths=[8])
@@ -60,22 +79,23 @@ class Statistics:
     rows: list[list[RowStep]]
     lengths: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    passes: list[StepPasses] = field(default_factory=list)
 
-    def record(self, tree: DraftTree, verdict: VerificationResult) -> list[RowStep | None]:
-        """Count one verification step; returns what it was for each row, None for one that took no part."""
+    def record(self, tree: DraftTree, result: VerificationResult) -> list[RowStep | None]:
+        """Count one verification step; returns the outcome of each row, None for a row that took no part."""
         steps: list[RowStep | None] = [None] * len(self.rows)
-        for row, path in enumerate(verdict.paths):
+        for row, path in enumerate(result.paths):
             if path is not None:
                 parents = tree.parents[row]
                 depth = max(depths(parents), default=0)
-                step = RowStep(len(parents), depth, verdict.accepted[row], len(verdict.tokens[row]))
+                step = RowStep(len(parents), depth, result.accepted[row], len(result.tokens[row]))
                 self.rows[row].append(step)
                 steps[row] = step
         return steps
 
-    def record_prefill_draft(self, tree: DraftTree, verdict: VerificationResult) -> list[RowStep | None]:
-        """The same for the prompt's own pass, which is no step of a row that nothing was guessed for."""
-        steps = self.record(tree, verdict)
+    def record_prefill_draft(self, tree: DraftTree, result: VerificationResult) -> list[RowStep | None]:
+        """The same for the prefill, which is a step only for the rows that had a draft."""
+        steps = self.record(tree, result)
         for row, parents in enumerate(tree.parents):
             if not parents:
                 self.rows[row].pop()
@@ -83,11 +103,11 @@ class Statistics:
         return steps
 
     def finish(self, lengths: Sequence[int], given: Sequence[int]) -> None:
-        """Settle the output's length in each row, and take out of the counts what lies behind it.
+        """Set the final length of each row, and remove tokens beyond it from the counts.
 
         Args:
             lengths: generated tokens of each row.
-            given: how many of them came without a step: 1 where the prompt alone gave the first.
+            given: how many of them came without a step: 1 where the first came from the prefill without a draft.
         """
         self.lengths = list(lengths)
         for steps, length, free in zip(self.rows, lengths, given, strict=True):
@@ -108,13 +128,13 @@ class Statistics:
         emitted: Sequence[int] | None = None,
         depths: Sequence[int] | None = None,
     ) -> Statistics:
-        """The statistics of steps that were counted elsewhere.
+        """The statistics of steps counted elsewhere.
 
         Args:
             drafted: draft tokens of each step.
             accepted: how many of them were accepted.
-            emitted: tokens that each step brought; accepted + 1 if left out.
-            depths: longest path of each draft; `drafted` if left out, which is right for chains.
+            emitted: tokens that each step added to the output; accepted + 1 if left out.
+            depths: depth of each draft; `drafted` if left out, which is right for chains.
 
         Raises:
             ValueError: if the lists differ in length, or a step accepts more than its draft is deep.
@@ -131,14 +151,15 @@ class Statistics:
         return cls([steps], [1 + sum(step.emitted for step in steps)])
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Both calls together, their rows side by side."""
+        """Both calls together: the rows of the second call follow those of the first."""
         names = {**self.seconds, **other.seconds}
         seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
-        return Statistics(self.rows + other.rows, self.lengths + other.lengths, seconds)
+        passes = self.passes + other.passes
+        return Statistics(self.rows + other.rows, self.lengths + other.lengths, seconds, passes)
 
     def row(self, index: int) -> Statistics:
-        """The statistics of one row alone (times are those of the whole batch)."""
-        return Statistics([self.rows[index]], [self.lengths[index]], self.seconds)
+        """The statistics of one row alone; times and forward passes are those of the whole batch."""
+        return Statistics([self.rows[index]], [self.lengths[index]], self.seconds, self.passes)
 
     @property
     def _steps(self) -> list[RowStep]:
@@ -151,7 +172,7 @@ class Statistics:
 
     @property
     def drafts(self) -> int:
-        """Steps in which something was guessed."""
+        """Steps with a draft."""
         return sum(step.drafted > 0 for step in self._steps)
 
     @property
@@ -161,7 +182,7 @@ class Statistics:
 
     @property
     def accepted(self) -> int:
-        """Draft tokens that stand in the output."""
+        """Draft tokens that are part of the output."""
         return sum(step.accepted for step in self._steps)
 
     @property
@@ -181,7 +202,7 @@ class Statistics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafts: only steps that guessed something (vLLM's definition)."""
+        """1 + accepted / drafts: only steps with a draft (vLLM's definition)."""
         return 1 + _ratio(self.accepted, self.drafts)
 
     @property
@@ -201,7 +222,7 @@ class Statistics:
         return [_ratio(a, d) for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
     def origins(self, row: int = 0) -> list[bool]:
-        """For each generated token of a row, True if it was guessed and accepted, False if the target's own."""
+        """For each generated token of a row, True if it is an accepted draft token, False if it is the target's own."""
         marks = [False] * (self.lengths[row] - sum(step.emitted for step in self.rows[row]))
         for step in self.rows[row]:
             marks += [True] * step.accepted + [False] * (step.emitted - step.accepted)
@@ -216,7 +237,7 @@ class Statistics:
         return result
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """The main counters in a few lines of text."""
         times = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in self.seconds.items())
         positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
         return (
@@ -228,7 +249,7 @@ class Statistics:
         )
 
     def plot(self, path: str | Path) -> None:
-        """Draw acceptance by position and accepted tokens along the text into an image (PNG, SVG, PDF).
+        """Save a figure of acceptance by position and of accepted tokens along the text (PNG, SVG, PDF).
 
         Raises:
             ImportError: without matplotlib (`pip install hf-specgen[plot]`).

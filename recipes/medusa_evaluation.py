@@ -12,12 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from answers import answer_batch, batches_by_domain
 from corpus import Batch, chat_prompt, collate, encode_row, read_rows
 from distillation import DistillationSettings, target_states
-from hf_specgen import MedusaCandidates
-from hf_specgen import FixedDepth
-from hf_specgen.evaluation.calibration import measure_acceptance, measure_cost, save_tuning
+from hf_specgen import FixedDepth, MedusaCandidates
+from hf_specgen.evaluation.calibration import measure_acceptance, save_acceptance
 from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.heads.medusa_runner import MedusaReader
+from hf_specgen.heads.medusa_runner import MedusaRunner
 from medusa_loss import later_positions
 
 SHOWN = 5
@@ -91,7 +90,7 @@ class Evaluation:
         was_training = self._target.training
         self._target.eval()
         heads = cast(MedusaHeads, cast(Any, copy.deepcopy(self._heads)).to(self._target.dtype).eval())
-        reader = MedusaReader(heads, self._target, self._lora)
+        reader = MedusaRunner(heads, self._target, self._lora)
         candidates = MedusaCandidates(heads, lora=self._lora, policy=FixedDepth())  # guesses in every step
         count = heads.config.num_heads
         result = {}
@@ -108,7 +107,7 @@ class Evaluation:
         self._target.train(was_training)
         return result
 
-    def _count(self, scores: HeadScores, reader: MedusaReader, cpu_batch: Batch) -> None:
+    def _count(self, scores: HeadScores, reader: MedusaRunner, cpu_batch: Batch) -> None:
         batch = {name: tensor.to(self._target.device) for name, tensor in cpu_batch.items()}
         hidden = target_states(self._target, batch)[0]  # [positions, hidden]
         following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
@@ -147,10 +146,10 @@ class Evaluation:
         }
 
     def tune(self) -> None:
-        """Put acceptance by rank and confidence, and T(q) on this machine, into the heads' config."""
+        """Store acceptance by confidence and rank in the heads' config."""
         calls = [self._call(row) for rows in self._rows.values() for row in rows[-TUNED_PER_DOMAIN:]]
         counts = measure_acceptance(self._target, self._heads, calls, self._lora)
-        save_tuning(self._heads, counts, measure_cost(self._target))
+        save_acceptance(self._heads, counts)
 
 
 def evaluation_section(prompts: str | None, results: dict[str, HeadScores]) -> str:

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specgen  # noqa: F401  (installs the keyword)
+from tests.helpers.head_fixtures import find_fixtures
 from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
 
 pytest_plugins = ["tests.helpers.recipes"]
@@ -42,6 +43,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def _profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("profiles")
+
+
+HEAD_FIXTURES = Path(__file__).parent / "assets" / "fixtures"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("hf_specgen")
+    # pytest has a flag of this name that lists its own fixtures; here only its alias --funcargs does.
+    if hasattr(group, "_arggroup"):  # pytest 9
+        group._arggroup.conflict_handler = "resolve"
+    else:
+        for option in (option for other in parser._groups for option in other.options):
+            option._long_opts = [name for name in option._long_opts if name != "--fixtures"]
+    group.addoption(
+        "--fixtures",
+        dest="head_fixtures",
+        metavar="DIR",
+        type=Path,
+        default=HEAD_FIXTURES,
+        help="folder of draft-head fixtures, with their targets in DIR/targets",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for every draft-head fixture in the folder."""
+    if "head_fixture" in metafunc.fixturenames:
+        found = find_fixtures(metafunc.config.getoption("head_fixtures"))
+        if not found:
+            raise pytest.UsageError(f"no expected.json in {metafunc.config.getoption('head_fixtures')}")
+        metafunc.parametrize("head_fixture", found, ids=lambda fixture: fixture.folder.name)
 
 
 @pytest.fixture(autouse=True)

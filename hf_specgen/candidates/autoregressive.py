@@ -1,4 +1,8 @@
-"""Autoregressive drafting with a network: the loop that draft models and layer skip share."""
+"""Drafting with a network that predicts one token at a time: chains, and trees that grow by a pass per level.
+
+Each pass of the drafter runs on the most likely nodes that were not expanded yet, and proposes their children. What it
+computes for a node stays in its cache, so that nothing is recomputed when the node is accepted.
+"""
 
 from __future__ import annotations
 
@@ -6,88 +10,183 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.calibrated import CalibratedSession
+from hf_specgen.candidates.tree_builder import Floats, Ints, Proposals, TreeBuilder
 from hf_specgen.state import Call
-from hf_specgen.tree import DraftTree, chain_parents
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification import VerificationResult
+
+MAX_SIBLING_CONFIDENCE = 0.95
+"""Assumed limit of a distribution's largest probability, so that later siblings keep a share of what is left."""
 
 
-class AutoregressiveSession(DraftSession):
-    """Drafts a chain for every row at once.
+class AutoregressiveSession(CalibratedSession):
+    """Drafts trees with a network.
 
     Args:
         call: the call.
-        k: maximum length of a draft.
-        confidence_threshold: a row's draft ends behind a token whose probability is below this.
-        vocab: size of the target's vocabulary; the draft's may be padded to another size.
+        k: maximum depth of a draft.
+        tree: "auto" for the tree with the highest expected tokens per second, by the latency model of the policy; a
+            number of nodes; None for chains.
+        confidence_threshold: nodes whose token has a lower probability are not expanded.
+        vocab: size of the target's vocabulary; the drafter's may be padded to another size.
+
+    Attributes:
+        expanded_nodes_first: whether the nodes of a tree begin with those that were expanded.
+        budget: of the current draft.
+        passes: tokens, over all rows, of each pass of the drafter in the current draft.
     """
 
-    def __init__(self, call: Call, k: int, confidence_threshold: float, vocab: int):
+    expanded_nodes_first = False
+
+    def __init__(self, call: Call, k: int, tree: str | int | None, confidence_threshold: float, vocab: int):
         super().__init__(call)
-        self._k, self._threshold, self._vocab = k, confidence_threshold, vocab
+        self._k, self._size, self._threshold, self._vocab = k, tree, confidence_threshold, vocab
+        self._expanded: list[list[int]] = []
+        self._nodes: list[list[int]] = []
         self.budget: Sequence[int] = ()
-        """The budget of the current draft."""
-        self.drafted = 0
-        """How many tokens were drafted for each row in the last step."""
+        self.passes: list[int] = []
 
     def room(self, row: int) -> int:
-        """The maximum number of tokens that can be drafted for a row."""
+        """How deep a row's draft can be at most."""
         return self._k
 
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
-        """`[batch, vocab]` logits for the token after each row's last one."""
+        """Read what is new in the rows' texts, and add the pass to `passes` unless it reads the prompt.
+
+        Returns:
+            `[batch, vocab]` logits for the token after each row's last one.
+        """
 
     @abstractmethod
-    def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`[batch, vocab]` logits for the token after the draft tokens `tokens` `[batch]`."""
+    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+        """Read the last `new` nodes of each row of a tree; `[batch, new, vocab]` logits after each of them."""
 
-    @torch.no_grad()
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep what was computed for these nodes of the last tree given to `next_scores`, and drop the others."""
+
     def draft(self, budget: Sequence[int]) -> DraftTree:
-        self.budget = budget
-        lengths = [min(self._k, depth, self.room(row)) for row, depth in enumerate(budget)]
-        self.drafted = 0
-        if max(lengths) == 0:
-            return DraftTree.empty(len(lengths))
-        tokens: list[torch.Tensor] = []
-        qs: list[torch.Tensor] = []
-        while self.drafted < max(lengths):
-            scores = self._warp(self.next_scores(tokens[-1]) if tokens else self.first_scores())
-            tokens.append(self._pick(scores))
-            if self._wants_q:
-                qs.append(torch.nn.functional.pad(scores.softmax(dim=-1), (0, self._vocab - scores.shape[-1])))
-            self.drafted += 1
-            self._stop_below_threshold(scores, lengths)
-        parents = tuple(chain_parents(length) for length in lengths)
-        return DraftTree(torch.stack(tokens, dim=1), parents, torch.stack(qs, dim=1) if qs else None)
+        return self._grow(budget, self._size)
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self.draft(budget)
+        return self._grow(budget, None)  # the prefill pass verifies chains
 
-    @property
-    def _wants_q(self) -> bool:
-        return self.call.verification is not None and self.call.verification.wants_q
-
-    def _warp(self, logits: torch.Tensor) -> torch.Tensor:
-        """The draft's logits after the target's score-only processors."""
-        scores = logits[:, : self._vocab].float()
-        return scores if self.call.processors is None else self.call.processors.warp(scores)
-
-    def _pick(self, scores: torch.Tensor) -> torch.Tensor:
-        if self.call.verification is None:
-            return scores.argmax(dim=-1)
-        steps = [len(text) + self.drafted for text in self.call.state.generated]
-        return self.call.verification.sample_draft(scores, steps)
-
-    def _stop_below_threshold(self, scores: torch.Tensor, lengths: list[int]) -> None:
-        if not self._threshold:
+    def observe(self, result: VerificationResult) -> None:
+        """Count acceptance, and keep what was computed for accepted nodes."""
+        super().observe(result)
+        if not self._expanded or not self._expanded[0]:
             return
-        confidence = scores.softmax(dim=-1).amax(dim=-1).tolist()
-        for row, value in enumerate(confidence):
-            if value < self._threshold:
-                lengths[row] = min(lengths[row], self.drafted)
+        paths = []
+        for row, path in enumerate(result.paths):
+            nodes = [self._nodes[row][node] for node in path or ()]
+            place = {node: index for index, node in reversed(list(enumerate(self._expanded[row])))}
+            kept = next((index for index, node in enumerate(nodes) if node not in place), len(nodes))
+            paths.append([place[node] for node in nodes[:kept]])
+        self.keep(paths)
+
+    @torch.no_grad()
+    def _grow(self, budget: Sequence[int], size: str | int | None) -> DraftTree:
+        self.budget, self.passes, self._expanded, self._nodes = budget, [], [], []
+        depths = [min(self._k, depth, self.room(row)) for row, depth in enumerate(budget)]
+        rows, active = len(depths), sum(depth > 0 for depth in depths)
+        if not active:
+            return self.not_drafted(rows)
+        shape, builder = self.shape(size, depths), TreeBuilder(depths)
+        expanded: Ints = np.zeros((rows, 0), dtype=np.int64)
+        qs: list[torch.Tensor] = []
+        root = np.zeros((rows, 1), dtype=np.int64)
+        proposals, confidence = self._propose(self.first_scores()[:, None], root, shape.children, qs)
+        builder.add_root(proposals)
+        confidences = [confidence]
+        while (beam := shape.beam(builder)) and (nodes := builder.frontier(beam)).shape[1]:
+            expanded = np.concatenate([expanded, nodes], axis=1)
+            scores = self.next_scores(_expanded_tree(builder, expanded), nodes.shape[1])
+            self.passes.append(active * nodes.shape[1])
+            depth = np.take_along_axis(builder.depth, nodes, axis=1)
+            proposals, confidence = self._propose(scores, depth, shape.children, qs)
+            builder.add(nodes, proposals)
+            confidences.append(confidence)
+        first = expanded if self.expanded_nodes_first else None
+        trees, self._nodes = builder.best(
+            max(shape.nodes(builder), expanded.shape[1] if first is not None else 0), first
+        )
+        self._expanded = expanded.tolist()
+        draft = DraftTree.from_nodes(trees)
+        if qs and draft.nodes:
+            draft = self._with_q(draft, torch.cat(qs, dim=1), shape.children)
+        return self.verified(draft, builder, self._nodes, np.concatenate(confidences, axis=1))
+
+    def _propose(
+        self, logits: torch.Tensor, depth: Ints, children: int, qs: list[torch.Tensor]
+    ) -> tuple[Proposals, Floats]:
+        """Children of nodes from the drafter's logits.
+
+        Args:
+            logits: `[batch, nodes, vocab]` after each node.
+            depth: `[batch, nodes]` of each node, 0 for the row's last token.
+            children: how many per node.
+            qs: receives the probabilities `[batch, nodes, vocab]` if verification needs them.
+
+        Returns:
+            the proposals, and `[batch, nodes * children]` confidences.
+        """
+        scores = logits[..., : self._vocab].float()
+        verification, processors = self.call.verification, self.call.processors
+        if processors is not None:
+            scores = processors.warp(scores.flatten(0, 1)).view(scores.shape)
+        generated = self.call.state.generated
+        steps = [[len(text) + below for below in row] for text, row in zip(generated, depth.tolist(), strict=True)]
+        weights = scores.softmax(dim=-1) if verification is None else verification.draft_weights(scores, steps)
+        best, tokens = weights.topk(min(children, weights.shape[-1]), dim=-1)
+        share = best / weights.sum(dim=-1, keepdim=True)
+        expandable = None
+        if self.wants_q or self._threshold:
+            probabilities = scores.softmax(dim=-1)
+            expandable = (probabilities.gather(-1, tokens) >= self._threshold).cpu().numpy()
+            if self.wants_q:
+                qs.append(pad(probabilities, (0, self._vocab - probabilities.shape[-1])))
+                share = share_by_rank(probabilities.amax(dim=-1), best.shape[-1])
+        confidence = share.cpu().numpy().astype(np.float64)
+        proposals = Proposals(tokens.cpu().numpy(), self.calibrations[0].acceptance(confidence), expandable)
+        return proposals, confidence.reshape(len(confidence), -1)
+
+    def _with_q(self, draft: DraftTree, q: torch.Tensor, children: int) -> DraftTree:
+        """The draft with the probabilities of its nodes; q `[batch, 1 + expanded, vocab]`, a node's is its parent's."""
+        sources = [[node // children for node in nodes] + [0] * (draft.nodes - len(nodes)) for nodes in self._nodes]
+        index = torch.tensor(sources, device=q.device)[..., None].expand(-1, -1, q.shape[-1])
+        return DraftTree(draft.tokens, draft.parents, q.gather(1, index))
+
+
+def share_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:
+    """`[…]` largest probabilities of distributions to `[…, ranks]` confidences in samples drawn from them.
+
+    In rejection sampling a node must not be left out because of its token, only because of its rank: otherwise the
+    sampled tokens would not have the distribution q.
+    """
+    left = 1 - largest.clamp(max=MAX_SIBLING_CONFIDENCE)
+    powers = torch.arange(ranks, device=largest.device)
+    return largest[..., None] * left[..., None] ** powers
+
+
+def _expanded_tree(builder: TreeBuilder, expanded: Ints) -> DraftTree:
+    """The tree of the nodes that the drafter reads, in the order in which it reads them."""
+    tokens = torch.from_numpy(np.take_along_axis(builder.tokens, expanded, axis=1))
+    above = np.take_along_axis(builder.parents, expanded, axis=1)
+    parents = []
+    for nodes, row_parents in zip(expanded.tolist(), above.tolist(), strict=True):
+        place: dict[int, int] = {-1: -1}
+        row = []
+        for index, (node, parent) in enumerate(zip(nodes, row_parents, strict=True)):
+            row.append(place.get(parent, -1))
+            place.setdefault(node, index)
+        parents.append(tuple(row))
+    return DraftTree(tokens, tuple(parents))
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -26,6 +26,20 @@ if TYPE_CHECKING:
     from hf_specgen.verification import VerificationResult
 
 Depth = int | Literal["auto"]
+"""Maximum depth of a draft; "auto" adapts it to acceptance and latency."""
+Tree = int | Literal["auto"] | None
+"""Number of draft tokens to verify; "auto" for the fastest tree of each step; None for chains."""
+
+
+def check_tree(tree: Tree, k: Depth) -> Tree:
+    """The tree setting of a strategy that expands trees; left out, it is "auto" if k is.
+
+    Raises:
+        ValueError: if it is neither "auto" nor a positive number.
+    """
+    if tree is not None and tree != "auto" and (not isinstance(tree, int) or isinstance(tree, bool) or tree < 1):
+        raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
+    return "auto" if tree is None and k == "auto" else tree
 
 
 class DraftSession(ABC):
@@ -34,6 +48,11 @@ class DraftSession(ABC):
     Args:
         call: the call: model, tokens so far, verification, target.
     """
+
+    passes: Sequence[int] | None = None
+    """Tokens, over all rows, in each forward pass of the drafter for the last draft, without the pass that reads its
+    prompt. Empty if drafting needs no forward pass; None if unknown: then one pass for each level of the draft is
+    assumed, with one token per row."""
 
     def __init__(self, call: Call):
         self.call = call

@@ -12,7 +12,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.state import Call
 from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.requirements import TargetRequirements
-from hf_specgen.tree import DraftTree, merge_trees
+from hf_specgen.tree import DraftTree, depths, merge_trees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +55,9 @@ class CombinedCandidates(Candidates):
         return _CombinedSession(call, [(s.k, s.start(call)) for s in self.strategies])
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return (type(self).__qualname__, *(part for s in self.strategies for part in s.profile_key()))
+        """The kind is that of the member whose drafting takes time."""
+        network = next((s for s in self.strategies if not s.negligible_draft_cost), self.strategies[0])
+        return (network.profile_key()[0], "combined", *(part for s in self.strategies for part in s.profile_key()))
 
     def __repr__(self) -> str:
         return f"CombinedCandidates({list(self.strategies)}{self._show_policy()})"
@@ -82,6 +84,8 @@ class _CombinedSession(DraftSession):
         for (k, _), draft in zip(self._members, drafts, strict=True):
             found = not self._merges and any(tree.nodes for tree in self._drafts)
             self._drafts.append(draft([0 if found else min(depth, k) for depth in budget]))
+        members = zip(self._members, self._drafts, strict=True)
+        self.passes = [tokens for (_, session), tree in members for tokens in _passes(session, tree)]
         return merge_trees(self._drafts)
 
     def observe(self, result: VerificationResult) -> None:
@@ -93,6 +97,14 @@ class _CombinedSession(DraftSession):
             session.end()
 
 
+def _passes(session: DraftSession, tree: DraftTree) -> Sequence[int]:
+    """The forward passes of a member's last draft."""
+    if session.passes is not None:
+        return session.passes
+    rows = sum(len(parents) > 0 for parents in tree.parents)
+    return [rows] * max((max(depths(parents), default=0) for parents in tree.parents), default=0)
+
+
 def _for_member(result: VerificationResult, tree: DraftTree) -> VerificationResult:
     """The outcome as a member's own draft sees it: its nodes along the emitted tokens."""
     tokens = tree.tokens.tolist()
@@ -101,7 +113,8 @@ def _for_member(result: VerificationResult, tree: DraftTree) -> VerificationResu
         if path is None:
             paths.append(None)
             continue
-        node, nodes, emitted = -1, [], iter(result.tokens[row])
+        node, emitted = -1, iter(result.tokens[row])
+        nodes: list[int] = []
         wanted = next(emitted)
         for child, parent in enumerate(tree.parents[row]):
             if parent == node and tokens[row][child] == wanted and len(nodes) < len(path):

@@ -1,7 +1,7 @@
-"""A smaller model guesses: it reads what the target has read and writes a few tokens ahead.
+"""Draft model: a smaller model of the same tokenizer reads what the target has read, and drafts continuations.
 
-The draft keeps a per-row cache of its own from step to step. After a rejection it forgets the rejected tokens, nothing
-else, and reads at most two new ones: the target's own token, and its own last guess if that one was accepted too.
+The draft keeps a per-row cache of its own from step to step. After a step it keeps what it computed for accepted nodes
+and drops the rest, so it reads at most two new tokens: an accepted leaf of its tree, and the bonus token.
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et al. (2023).
 """
@@ -16,23 +16,30 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.candidates.vocabulary import check_vocabularies
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
+from hf_specgen.target.requirements import TargetRequirements
+from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_model
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import VerificationResult
+
+MAX_DEPTH = 16
+"""Maximum depth of k="auto": text that is copied is accepted that far, and a pass that does not pay is not made."""
 
 
 class DraftModelCandidates(Candidates):
-    """Guesses with a small model of the same tokenizer.
+    """Drafts with a small model of the same tokenizer.
 
     Args:
         model_or_id: a loaded model, a Hub id or a folder.
-        k: greatest length of a draft, in tokens; "auto" for as many as pay.
-        confidence_threshold: stop a row's draft behind a token whose probability is below this; 0 never stops.
+        k: maximum depth of a draft, in tokens; "auto" adapts it to acceptance and latency.
+        tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
+            per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
+            k the draft is a chain of k tokens.
+        confidence_threshold: do not draft behind a token with a lower probability; 0 never stops.
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
             checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
             `Int8WeightOnlyConfig()`.
@@ -52,13 +59,16 @@ class DraftModelCandidates(Candidates):
         model_or_id: PreTrainedModel | str,
         k: Depth = "auto",
         *,
+        tree: Tree = None,
         confidence_threshold: float = 0.0,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         quantization_config: Any = None,
         policy: Policy | None = None,
     ):
-        super().__init__(k, policy, max_k=8)
+        super().__init__(k, policy, max_k=MAX_DEPTH)
+        self.tree = check_tree(tree, k)
+        self.adaptive_tree = self.tree == "auto"
         if not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold}")
         loaded = not isinstance(model_or_id, str)
@@ -72,12 +82,13 @@ class DraftModelCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         draft = self._load(call.model)
         check_model(draft)
+        check_computation(draft, TargetRequirements())
         if call.model is not None:
             check_vocabularies(draft, call.model)
         return _DraftModelSession(self, draft, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return (type(self).__qualname__, self._name, self.k, self.confidence_threshold)
+        return ("draft_model", self._name, self.k, str(self.tree), self.confidence_threshold)
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
         if self._model is None:
@@ -85,10 +96,11 @@ class DraftModelCandidates(Candidates):
             if target is not None:
                 options.setdefault("device_map", target.device)
             self._model = AutoModelForCausalLM.from_pretrained(self._name, **options)
-        return self._model.eval()
+        return self._model
 
     def __repr__(self) -> str:
-        settings = f"k={self.k}, confidence_threshold={self.confidence_threshold}{self._show_policy()}"
+        tree = "" if self.tree is None else f", tree={self.tree!r}"
+        settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{self._show_policy()}"
         return f"DraftModelCandidates({self._name!r}, {settings})"
 
 
@@ -96,7 +108,8 @@ class _DraftModelSession(AutoregressiveSession):
     """`_read[b]` generated tokens of row b are in the draft's cache."""
 
     def __init__(self, settings: DraftModelCandidates, draft: PreTrainedModel, call: Call):
-        super().__init__(call, settings.k, settings.confidence_threshold, vocabulary_size(call.model or draft))
+        vocab = vocabulary_size(call.model or draft)
+        super().__init__(call, settings.k, settings.tree, settings.confidence_threshold, vocab)
         state = self._state = call.state
         self._readable = int(cast(Any, draft.get_input_embeddings()).weight.shape[0])
         self._table = int(getattr(draft.config.get_text_config(), "max_position_embeddings", None) or 2**31)
@@ -107,64 +120,58 @@ class _DraftModelSession(AutoregressiveSession):
             )
         input_ids, mask = _left_padded([self._known(prompt) for prompt in state.prompts], draft.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+        arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
         if compat.supports_logits_to_keep(draft):
-            arguments["logits_to_keep"] = 1  # the logits of a long prompt would take gigabytes
-        chunk_size = call.config.prefill_chunk_size
-        self._draft = Target(draft, input_ids, GenerationConfig(prefill_chunk_size=chunk_size), arguments)
+            arguments["logits_to_keep"] = 1
+        chunk = call.config.prefill_chunk_size
+        self._model = Target(draft, input_ids, GenerationConfig(prefill_chunk_size=chunk), arguments)
         self._has_read_prompt = False
         self._read = [0] * state.batch
         self._reads = [True] * state.batch
 
     def room(self, row: int) -> int:
-        """How much the draft's own positions leave for a draft."""
+        """How many positions the draft model has left."""
         return max(0, self._table - len(self._state.prompts[row]) - len(self._state.generated[row]))
 
     def first_scores(self) -> torch.Tensor:
-        """Read what was generated since the last draft, in the rows that draft now and that positions are left for.
+        """Read what was generated since the last draft, in the rows that draft now.
 
-        The prompt is read before the first draft: a call that never drafts does not pay for it.
+        The prompt is read before the first draft, so that a call that never drafts does not read it.
         """
         if not self._has_read_prompt:
-            logits = self._draft.prefill(DraftTree.empty(len(self._read)))
+            logits = self._model.prefill(DraftTree.empty(len(self._read)))
             self._has_read_prompt = True
             if not any(self._state.generated):
+                self._reads = [True] * len(self._read)
                 return logits[:, -1]
         rows = range(len(self._read))
-        self._draft.drop_rows([not self._state.has_ended(row) for row in rows])
+        self._model.drop_rows([not self._state.has_ended(row) for row in rows])
         self._reads = [self.budget[row] > 0 and self.room(row) > 0 for row in rows]
-        texts = zip(self._state.generated, self._read, self._reads, strict=True)
+        texts = list(zip(self._state.generated, self._read, self._reads, strict=True))
         unread = [self._known(text[read:] if reads else text[-1:]) for text, read, reads in texts]
         tree = DraftTree.chains([tokens[1:] for tokens in unread])
-        logits = self._draft.forward(tree, [tokens[0] for tokens in unread], self._reads)
-        self._keep([list(range(len(tokens) - 1)) for tokens in unread], self._reads)
+        self.passes.append(sum(self._reads) * (1 + tree.nodes))
+        logits = self._model.forward(tree, [tokens[0] for tokens in unread], self._reads)
+        self._model.commit(
+            [list(range(len(tokens) - 1)) if reads else None for tokens, reads in zip(unread, self._reads, strict=True)]
+        )
+        self._read = [len(text) if reads else read for text, read, reads in texts]
         last = torch.tensor([len(tokens) - 1 for tokens in unread], device=logits.device)
         return logits[torch.arange(len(unread), device=logits.device), last]
 
-    def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read the last guess of each row."""
-        reads = [read and self.drafted < self.room(row) for row, read in enumerate(self._reads)]
-        logits = self._draft.forward(DraftTree.empty(len(tokens)), tokens, reads)
-        self._keep([[]] * len(tokens), reads)
-        return logits[:, -1]
+    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+        return self._model.grow(tree, new, self._reads)
 
-    def _keep(self, paths: Sequence[list[int]], reads: list[bool]) -> None:
-        self._draft.commit([path if keeps else None for path, keeps in zip(paths, reads, strict=True)])
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """What was accepted has been read already, unless it was not expanded."""
+        self._model.commit(paths)
+        for row, path in enumerate(paths):
+            if self._reads[row]:
+                self._read[row] += len(path)
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """A token from the padding of a larger target's table cannot be read; what stands for it is only a guess."""
+        """Replace tokens from the padding of a larger target's embedding table, which the draft model cannot read."""
         return [token if token < self._readable else 0 for token in tokens]
-
-    def observe(self, result: VerificationResult) -> None:
-        """Forget the rejected tokens. What was accepted has been read already, but for the last token drafted."""
-        if self.drafted == 0:
-            return
-        for row, path in enumerate(result.paths):
-            if path is not None and self._reads[row]:
-                before = len(self._state.generated[row]) - len(result.tokens[row])
-                read = before + min(len(path), self.drafted - 1)
-                self._read[row] = min(read, self._table - len(self._state.prompts[row]) - 1)
-        self._draft.rewind(self._read)
 
 
 def _left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,37 +1,38 @@
-"""The target's own first layers guess: no second model, one cache, nothing computed twice.
+"""Layer skip: the target's own first layers draft. No second model, one cache, nothing is computed twice.
 
 Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding" (2024), section 4.3.
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+from typing import cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specgen.candidates.attached import AttachedModules
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.depth import Policy
-from hf_specgen.heads.exit_head import load_exit_head
+from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.state import Call
 from hf_specgen.target.early_exit import EarlyExitTarget
-from hf_specgen.target.model_parts import output_matrix
 from hf_specgen.target.requirements import TargetRequirements
+from hf_specgen.tree import DraftTree
 
 
 class LayerSkipCandidates(Candidates):
-    """Guesses with the first `exit_layer` layers of the target.
+    """Drafts with the first `exit_layer` layers of the target.
 
-    Without an adapter the target's own final norm and head read the state after those layers. That pays only for
-    models that were trained to be read early; for any other model train an adapter (`recipes/train_layer_skip.py`).
+    Without an adapter the target's own final norm and head read the state after those layers. That is only faster for
+    models that were trained for early exit; for any other model train an adapter (`recipes/train_layer_skip.py`).
 
     Args:
         exit_layer: how many layers draft.
-        k: greatest length of a draft, in tokens; "auto" for as many as pay.
+        k: greatest length of a draft, in tokens; "auto" adapts it to acceptance and latency.
         adapter: folder or Hub id of a trained exit adapter, or a module that turns states into logits.
+        tree: how many draft tokens are verified, as in `DraftModelCandidates`.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -49,11 +50,14 @@ class LayerSkipCandidates(Candidates):
         k: Depth = "auto",
         adapter: str | nn.Module | None = None,
         *,
+        tree: Tree = None,
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=8)
+        self.tree = check_tree(tree, k)
+        self.adaptive_tree = self.tree == "auto"
         self.exit_layer, self.adapter = exit_layer, adapter
-        self._loaded: tuple[Any, nn.Module] | None = None
+        self._attached: AttachedModules[nn.Module] = AttachedModules()
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         return TargetRequirements(exit_layer=self.exit_layer)
@@ -61,52 +65,58 @@ class LayerSkipCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         if call.model is None or not isinstance(call.target, EarlyExitTarget):
             raise ValueError("LayerSkipCandidates works with generate(candidate_generator=…) only")
-        return _LayerSkipSession(call, call.target, self.k, vocabulary_size(call.model), self._head_for(call.model))
+        vocab = vocabulary_size(call.model)
+        return _LayerSkipSession(call, call.target, self.k, self.tree, vocab, self._head_on(call.model))
 
-    def _head_for(self, model: PreTrainedModel) -> nn.Module | None:
-        """The adapter on this model, in its dtype on its device; loaded again when the model changes."""
+    def _head_on(self, model: PreTrainedModel) -> nn.Module | None:
+        """The adapter on this model, in its present dtype on its present device."""
         if not isinstance(self.adapter, str):
             return self.adapter
-        weight = output_matrix(model).weight
-        key = (weakref.ref(model), weight.dtype, weight.device)
-        loaded = self._loaded
-        if loaded is None or loaded[0] != key:
-            with torch.random.fork_rng():  # a new module draws its first weights: not from the noise of the call
-                head = load_exit_head(model, self.adapter)
-            if head.exit_layer != self.exit_layer:
+        adapter = self.adapter
+
+        def load() -> nn.Module:
+            if (trained := exit_layer_of(adapter)) != self.exit_layer:
                 raise ValueError(
-                    f"the adapter {self.adapter!r} was trained for exit_layer={head.exit_layer}, got {self.exit_layer}"
+                    f"the exit adapter {adapter!r} was trained for exit_layer={trained}, not {self.exit_layer}; "
+                    f"give exit_layer={trained} or an adapter for layer {self.exit_layer}"
                 )
-            loaded = self._loaded = key, head
-        return loaded[1]
+            return load_exit_head(model, adapter)
+
+        return self._attached.on(model, load)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         adapter = self.adapter if isinstance(self.adapter, str) else type(self.adapter).__qualname__
-        return (type(self).__qualname__, self.exit_layer, adapter, self.k)
+        return ("layer_skip", self.exit_layer, adapter, self.k, str(self.tree))
 
     def __repr__(self) -> str:
-        settings = f"exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r}{self._show_policy()}"
+        tree = "" if self.tree is None else f", tree={self.tree!r}"
+        settings = f"exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r}{tree}{self._show_policy()}"
         return f"LayerSkipCandidates({settings})"
 
 
 class _LayerSkipSession(AutoregressiveSession):
-    def __init__(self, call: Call, target: EarlyExitTarget, k: int, vocab: int, head: nn.Module | None):
-        super().__init__(call, k, 0.0, vocab)
+    expanded_nodes_first = True  # as `EarlyExitTarget.forward` expects
+
+    def __init__(
+        self, call: Call, target: EarlyExitTarget, k: int, tree: str | int | None, vocab: int, head: nn.Module | None
+    ):
+        super().__init__(call, k, tree, 0.0, vocab)
         self._target, self._head = target, head
 
     def first_scores(self) -> torch.Tensor:
         """Run the first layers on each row's last token, or on the prompt if that has not been read."""
         texts = self.call.state.generated
         if not any(texts):
-            return self._scores(*self._target.prefill_early())
-        return self.next_scores(torch.tensor([text[-1] for text in texts]))
+            return self._scores(*self._target.prefill_early())[:, -1]
+        self.passes.append(sum(depth > 0 for depth in self.budget))
+        pending = torch.tensor([text[-1] for text in texts])
+        return self._scores(*self._target.run_early(pending, with_logits=self._head is None))[:, -1]
 
-    def next_scores(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the first layers on the last draft tokens."""
-        return self._scores(*self._target.run_early(tokens, with_logits=self._head is None))
+    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+        return self._scores(*self._target.grow_early(tree, new, with_logits=self._head is None))
 
     def _scores(self, state: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
         if self._head is not None:
-            return self._head(state)[:, -1]
+            return cast(torch.Tensor, self._head(state))
         assert logits is not None
         return logits

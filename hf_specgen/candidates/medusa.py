@@ -1,7 +1,7 @@
-"""Medusa: extra heads guess the tokens after the next one from the target's last state, as a tree.
+"""Medusa: extra heads predict the tokens after the next one from the target's last hidden state.
 
-Drafting takes no forward pass of any model: the state that chose a row's last token is still there, and all heads read
-it at once. Each head gives a few guesses; the tree says which of their combinations are verified.
+Drafting takes no forward pass of a model: the state that chose a row's last token is still there, and all heads read it
+at once. Each head proposes tokens for one depth, whatever the path before it; the best combinations form a tree.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024).
 """
@@ -9,7 +9,6 @@ Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Mu
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,16 +17,20 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from hf_specgen.candidates.attached import AttachedModules
+from hf_specgen.candidates.autoregressive import share_by_rank
 from hf_specgen.candidates.base import Candidates, DraftSession
+from hf_specgen.candidates.calibrated import CalibratedSession
 from hf_specgen.candidates.rank_tree import RankTree
-from hf_specgen.candidates.tree_plan import MAX_NODES, UNMEASURED, ConfidentTree, FixedTree, StepCost, TreePlan
-from hf_specgen.depth import CostCurve, Policy
-from hf_specgen.heads.acceptance import RANKS, Acceptance
+from hf_specgen.candidates.tree_builder import Floats, TreeBuilder
+from hf_specgen.candidates.tree_shape import MAX_NODES, FastestSize, FixedSize
+from hf_specgen.depth import Policy
+from hf_specgen.heads.acceptance import RANKS, Acceptance, confidence_bin
 from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specgen.heads.medusa_runner import MedusaReader
+from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.target.model_parts import output_matrix
@@ -35,25 +38,26 @@ from hf_specgen.target.requirements import OUTPUT_STATE, TargetRequirements
 from hf_specgen.tree import DraftTree
 
 Paths = Sequence[Sequence[int]]
-MOST_HEADS = 8
-"""How deep a draft is taken to be as long as the heads have not been loaded."""
+MAX_HEADS = 8
+"""Maximum depth of a draft as long as the heads have not been loaded."""
+DEFAULT_NODES = 16
+"""Nodes of an "auto" tree without a latency model: most of the gain at a small cost on memory-bound targets."""
 
 
 class MedusaCandidates(Candidates):
-    """Guesses with Medusa heads.
+    """Drafts with Medusa heads.
 
     Args:
         heads: loaded heads, or a folder or Hub id of heads in any known format (our own, Medusa v1 and v2, TGI, vLLM).
-        tree: "auto" verifies at each step the tree that promises most tokens per second, by how sure the heads are
-            (from what `hf-specgen tune` measured and saved with the heads; from rough assumptions without that). A
-            number is how many guesses to verify at each step. A list of paths such as `[[0], [0, 0], [1]]` is a fixed
-            tree: each path names the rank of a guess of head 0, then of head 1, and so on.
+        tree: "auto" verifies in each step the tree with the highest expected tokens per second, by the confidence of
+            the heads and the latency model. A number is how many draft tokens to verify in each step. A list of paths
+            such as `[[0], [0, 0], [1]]` is a fixed tree: each path names the rank of a token of head 0, of head 1, …
         lora: the `PeftModel` of deltas on the output matrix, for heads that are given loaded and were trained so.
-        policy: how deep the tree may be, step by step; see `hf_specgen.depth`. With a `Controller`, as "auto" has
-            one, trees are sized by what steps cost here and now, and none is made where none pays.
+        policy: how deep the tree may be, step by step; see `hf_specgen.depth`. The default, `Controller`, provides the
+            latency model, and makes plain steps where no tree is faster.
 
     Raises:
-        ValueError: for something that is no tree; at the first call, if the heads were made for another target.
+        ValueError: for an invalid tree; at the first call, if the heads do not fit the target.
 
     Example:
         >>> MedusaCandidates("org/medusa-heads", tree=[[0], [1], [0, 0]])
@@ -75,10 +79,10 @@ class MedusaCandidates(Candidates):
         named = isinstance(heads, str | Path)
         self._heads = None if named else cast(MedusaHeads, heads)
         self._name = str(heads if self._heads is None else self._heads.name_or_path)
-        most = MOST_HEADS if self._heads is None else self._heads.config.num_heads
+        most = MAX_HEADS if self._heads is None else self._heads.config.num_heads
         super().__init__("auto" if tree == "auto" else most, policy, max_k=most)
         self._lora = lora
-        self._attached: tuple[Any, MedusaReader, TreePlan] | None = None
+        self._attached: AttachedModules[MedusaRunner] = AttachedModules()
 
     @classmethod
     def from_pretrained(cls, heads: str, tree: str | int | Paths = "auto") -> MedusaCandidates:
@@ -92,43 +96,128 @@ class MedusaCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError("MedusaCandidates works with generate(candidate_generator=…) only")
-        return MedusaSession(call, call.target, *self._on(call.model))
+        return MedusaSession(call, call.target, self._on(call.model), self.tree)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return (type(self).__qualname__, self._name, repr(self.tree), self.k)
+        return ("medusa", self._name, repr(self.tree), self.k)
 
-    def _on(self, model: PreTrainedModel) -> tuple[MedusaReader, TreePlan]:
-        """The heads on their target, in its dtype on its device, and their trees; kept until the target changes."""
-        weight = output_matrix(model).weight
-        key = (id(model), weight.dtype, weight.device)
-        if self._attached is None or self._attached[0] != key:
-            with torch.random.fork_rng():  # new modules draw their first weights: not from the noise of the call
-                reader = self._attach(model, weight)
-            self._attached = key, reader, self._plan(reader.heads.config)
-        return self._attached[1:]
+    def _on(self, model: PreTrainedModel) -> MedusaRunner:
+        """The heads on their target, in its dtype on its device."""
+        return self._attached.on(model, lambda: self._attach(model, output_matrix(model).weight))
 
-    def _attach(self, model: PreTrainedModel, weight: torch.Tensor) -> MedusaReader:
+    def _attach(self, model: PreTrainedModel, weight: torch.Tensor) -> MedusaRunner:
         heads: Any = load_medusa(self._name, model) if self._heads is None else copy.deepcopy(self._heads)
         heads.config.vocab_size = heads.config.vocab_size or weight.shape[0]
         check_heads(heads.config, model, f"the set of heads {self._name!r}")
+        _check_fits(self.tree, heads.config)
         lora = self._lora
         if lora is None and heads.config.lora_rank:
             lora = load_lora(output_matrix(model), heads.config.num_heads, self._name)
-        return MedusaReader(heads.to(device=weight.device, dtype=weight.dtype).eval(), model, lora)
-
-    def _plan(self, config: MedusaConfig) -> TreePlan:
-        if not isinstance(self.tree, str | int):
-            return FixedTree(self.tree, config.num_heads, config.vocab_size)
-        measured = config.acceptance
-        acceptance = Acceptance.from_lists(measured) if measured else Acceptance.untuned(config.num_heads)
-        acceptance = acceptance.cut(config.vocab_size)
-        if isinstance(self.tree, int):
-            return ConfidentTree(acceptance, budget=self.tree)
-        cost = CostCurve.from_json(json.dumps(config.cost)) if config.cost else UNMEASURED
-        return ConfidentTree(acceptance, cost)
+        return MedusaRunner(heads.to(device=weight.device, dtype=weight.dtype).eval(), model, lora)
 
     def __repr__(self) -> str:
         return f"MedusaCandidates({self._name!r}, tree={self.tree!r}{self._show_policy()})"
+
+
+class MedusaSession(CalibratedSession):
+    """The state of one call.
+
+    Args:
+        call: the call.
+        target: keeps the states that the heads read.
+        reader: the heads on their target.
+        tree: as in `MedusaCandidates`.
+    """
+
+    def __init__(self, call: Call, target: HiddenStateTarget, reader: MedusaRunner, tree: str | int | Paths):
+        config = reader.heads.config
+        super().__init__(call, config.num_heads)
+        self._target, self._reader = target, reader
+        self._size = tree if isinstance(tree, str | int) else None
+        self._paths = None if isinstance(tree, str | int) else RankTree.from_paths(tree)
+        measured = config.acceptance
+        self._prior = None if measured is None else Acceptance.from_lists(measured).cut(config.vocab_size)
+        self.ranks = min(RANKS, config.vocab_size)
+        if self._paths is not None:
+            self.ranks = max(self.ranks, self._paths.width)
+
+    passes = ()  # heads run once per draft: the overhead of a draft
+
+    @torch.no_grad()
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        if max(budget) == 0:
+            return self.not_drafted(len(budget))
+        scores, tokens, confidence = self.head_tokens()
+        if self._paths is not None:
+            return self._fixed(self._paths, budget, tokens, scores)
+        depths = [min(depth, len(self.calibrations)) for depth in budget]
+        shape = self.shape(self._size, depths)
+        count = shape.size if isinstance(shape, FixedSize) else MAX_NODES
+        acceptance = self._acceptance(confidence)
+        builder = TreeBuilder.from_marginals(depths, tokens.cpu().numpy(), acceptance, count)
+        nodes = shape.nodes(builder) if isinstance(shape, FixedSize | FastestSize) else DEFAULT_NODES
+        trees, indices = builder.best(nodes)
+        draft = DraftTree.from_nodes(trees)
+        if self.wants_q and draft.nodes:
+            heads = [(builder.depth[row, index] - 1).tolist() for row, index in enumerate(indices)]
+            draft = _with_q(draft, heads, scores)
+        row = np.arange(len(depths))[:, None]
+        return self.verified(draft, builder, indices, confidence[row, np.maximum(builder.depth - 1, 0), builder.rank])
+
+    def head_tokens(self) -> tuple[torch.Tensor, torch.Tensor, Floats]:
+        """Run the heads.
+
+        Returns:
+            `[batch, heads, vocab]` scores after the score-only processors; `[batch, heads, ranks]` tokens, the most
+            preferred first; `[batch, heads, ranks]` confidences.
+        """
+        generated = self.call.state.generated
+        pending = torch.tensor([text[-1] for text in generated])
+        logits = self._reader.logits(self._target.states, pending).float()  # [batch, heads, vocab]
+        verification, processors = self.call.verification, self.call.processors
+        assert verification is not None and processors is not None
+        scores = processors.warp(logits.flatten(0, 1)).view(logits.shape)
+        steps = [range(len(text), len(text) + logits.shape[1]) for text in generated]
+        weights = verification.draft_weights(scores, steps)
+        best, tokens = weights.topk(self.ranks, dim=-1)
+        share = best / weights.sum(dim=-1, keepdim=True)
+        if self.wants_q:
+            share = share_by_rank(scores.softmax(dim=-1).amax(dim=-1), self.ranks)
+        return scores, tokens, share.cpu().numpy().astype(np.float64)
+
+    def _acceptance(self, confidence: Floats) -> Floats:
+        """`[batch, heads, ranks]` acceptance probabilities of confidences."""
+        heads = []
+        for head, calibration in enumerate(self.calibrations):
+            prior = None
+            if self._prior is not None:
+                tables = [self._prior.table[head][confidence_bin(row[0])] for row in confidence[:, head]]
+                prior = np.zeros_like(confidence[:, head])
+                prior[:, : len(tables[0])] = [table[: self.ranks] for table in tables]
+            heads.append(calibration.acceptance(confidence[:, head], prior))
+        return np.stack(heads, axis=1)
+
+    def _fixed(self, paths: RankTree, budget: Sequence[int], tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
+        """The same tree of ranks in every step."""
+        trees = [paths.cut(depth) for depth in budget]
+        if self.wants_q:
+            trees = [tree.drawn_in_order for tree in trees]
+        chosen = tokens.tolist()
+        draft = DraftTree.from_nodes(
+            [
+                ([chosen[row][head][rank] for head, rank in zip(tree.heads, tree.ranks, strict=True)], tree.parents)
+                for row, tree in enumerate(trees)
+            ]
+        )
+        self._features = []
+        return _with_q(draft, [list(tree.heads) for tree in trees], scores) if self.wants_q and draft.nodes else draft
+
+
+def _with_q(draft: DraftTree, heads: Sequence[Sequence[int]], scores: torch.Tensor) -> DraftTree:
+    """The draft with the probabilities of each node's head."""
+    sources = [[*row, *[0] * (draft.nodes - len(row))] for row in heads]
+    index = torch.tensor(sources, device=scores.device)[..., None].expand(-1, -1, scores.shape[-1])
+    return DraftTree(draft.tokens, draft.parents, scores.softmax(dim=-1).gather(1, index))
 
 
 def _check_tree(tree: Any) -> None:
@@ -140,78 +229,11 @@ def _check_tree(tree: Any) -> None:
         RankTree.from_paths(tree)
 
 
-class MedusaSession(DraftSession):
-    """The state of one call.
-
-    Args:
-        call: the call.
-        target: keeps the states that the heads read.
-        reader: the heads on their target.
-        plan: chooses the tree.
-    """
-
-    def __init__(self, call: Call, target: HiddenStateTarget, reader: MedusaReader, plan: TreePlan):
-        super().__init__(call)
-        self._target, self._reader, self._plan = target, reader, plan
-        self.ranks = min(RANKS, reader.heads.config.vocab_size)
-        if isinstance(plan, FixedTree):
-            self.ranks = max(self.ranks, plan.tree((), 1).width)
-
-    @torch.no_grad()
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        if max(budget) == 0:
-            return DraftTree.empty(len(budget))
-        scores, tokens, confidences = self.head_tokens()
-        rows = sum(depth > 0 for depth in budget)
-        cost = self._step_cost(rows)
-        trees = [
-            self._plan.tree(confidence, rows, cost).cut(depth)
-            for confidence, depth in zip(confidences, budget, strict=True)
-        ]
-        wants_q = self._wants_q
-        if wants_q:
-            trees = [tree.drawn_in_order for tree in trees]
-        nodes = max(len(tree.ranks) for tree in trees)
-        places = torch.zeros(len(trees), nodes, dtype=torch.long)
-        for row, tree in enumerate(trees):
-            places[row, : len(tree.ranks)] = tree.places(self.ranks)
-        places = places.to(tokens.device)
-        q = None
-        if wants_q:
-            index = (places // self.ranks).unsqueeze(-1).expand(-1, -1, scores.shape[-1])
-            q = scores.softmax(dim=-1).gather(1, index)  # [batch, nodes, vocab]
-        return DraftTree(tokens.flatten(1).gather(1, places), tuple(tree.parents for tree in trees), q)
-
-    def head_tokens(self) -> tuple[torch.Tensor, torch.Tensor, list[list[float]]]:
-        """Run the heads.
-
-        Returns:
-            `[batch, heads, vocab]` scores after the score-only processors; `[batch, heads, ranks]` tokens, the best
-            first; `[batch][heads]` the confidence of each head in its first token.
-        """
-        generated = self.call.state.generated
-        pending = torch.tensor([text[-1] for text in generated])
-        logits = self._reader.logits(self._target.states, pending).float()  # [batch, heads, vocab]
-        verification, processors = self.call.verification, self.call.processors
-        assert verification is not None and processors is not None
-        scores = processors.warp(logits.flatten(0, 1)).view(logits.shape)
-        steps = [range(len(text), len(text) + logits.shape[1]) for text in generated]
-        weights = verification.draft_weights(scores, steps)
-        best, tokens = weights.topk(self.ranks, dim=-1)
-        # In rejection sampling the shape of the tree must not depend on the sampled tokens.
-        confidence = scores.softmax(dim=-1).amax(dim=-1) if self._wants_q else best[..., 0] / weights.sum(dim=-1)
-        return scores, tokens, confidence.tolist()
-
-    def _step_cost(self, rows: int) -> StepCost | None:
-        """The latency of a step by its number of draft nodes, if the policy has a latency model."""
-        latency = None if self.call.depth is None else self.call.depth.latency
-        if latency is None:
-            return None
-        state = self.call.state
-        context = max(len(p) + len(g) for p, g in zip(state.prompts, state.generated, strict=True))
-        tokens = rows * (1.0 + np.arange(MAX_NODES + 1))
-        return StepCost.rounded(latency.at(rows, context).target.by_tokens(tokens))
-
-    @property
-    def _wants_q(self) -> bool:
-        return self.call.verification is not None and self.call.verification.wants_q
+def _check_fits(tree: str | int | Paths, config: MedusaConfig) -> None:
+    if isinstance(tree, str | int):
+        return
+    ranks = RankTree.from_paths(tree)
+    if ranks.depth > config.num_heads:
+        raise ValueError(f"the tree is {ranks.depth} deep, but there are {config.num_heads} heads; shorten its paths")
+    if ranks.width > config.vocab_size:
+        raise ValueError(f"the tree has rank {ranks.width - 1}, but the vocabulary ends at {config.vocab_size - 1}")

@@ -35,7 +35,7 @@ class NativeCandidates(Candidates):
         self.generator = generator
 
     @property
-    def speculation(self) -> Statistics | None:  # type: ignore[override]
+    def speculation(self) -> Statistics | None:
         return getattr(self.generator, "speculation", None)
 
     @speculation.setter
@@ -51,7 +51,7 @@ class NativeCandidates(Candidates):
         return _NativeSession(call, self.generator)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return (type(self).__qualname__, type(self.generator).__qualname__)
+        return ("native", type(self.generator).__qualname__)
 
 
 class _NativeSession(DraftSession):

@@ -116,7 +116,7 @@ class NgramCandidates(Candidates):
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         key = (self.k, self.min_ngram, self.max_ngram, self.branches, self.history is not None)
-        return (type(self).__qualname__, *key)
+        return ("ngram", *key)
 
     def __repr__(self) -> str:
         names = ("k", "min_ngram", "max_ngram", "branches", "history")
@@ -125,6 +125,8 @@ class NgramCandidates(Candidates):
 
 
 class _NgramSession(DraftSession):
+    passes = ()
+
     def __init__(self, settings: NgramCandidates, call: Call):
         super().__init__(call)
         self._settings, self._state = settings, call.state

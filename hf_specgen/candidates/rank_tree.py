@@ -1,4 +1,4 @@
-"""Trees of ranks: the shape of a Medusa draft before anyone knows its tokens."""
+"""Fixed trees of ranks: the shape of a Medusa draft before its tokens are known."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-import torch
-
 from hf_specgen.tree import Parents, children, merge_paths
 
 
 @dataclass(frozen=True)
 class RankTree:
-    """A tree whose node at depth d is a guess of head d - 1, given by its rank.
+    """A tree whose node at depth d is a token of head d - 1, given by its rank.
 
     Args:
         ranks: of each node.
@@ -50,7 +48,7 @@ class RankTree:
 
     @cached_property
     def heads(self) -> tuple[int, ...]:
-        """Which head guesses each node."""
+        """The head of each node."""
         heads: list[int] = []
         for parent in self.parents:
             heads.append(0 if parent < 0 else heads[parent] + 1)
@@ -62,7 +60,7 @@ class RankTree:
 
     @property
     def width(self) -> int:
-        """How many ranks of a head it looks at."""
+        """How many ranks of a head it uses."""
         return max(self.ranks) + 1 if self.ranks else 0
 
     def cut(self, depth: int) -> RankTree:
@@ -71,9 +69,9 @@ class RankTree:
 
     @cached_property
     def drawn_in_order(self) -> RankTree:
-        """The same shape, each parent's children being its head's first guesses.
+        """The same shape, in which the children of a node are its head's first ranks, without gaps.
 
-        Rejection sampling judges siblings as drawn one after the other; one that was passed over would be missing.
+        Rejection sampling verifies siblings in the order in which they were drawn; none may be left out.
         """
         ranks = list(self.ranks)
         for siblings in children(self.parents):
@@ -81,19 +79,9 @@ class RankTree:
                 ranks[node] = rank
         return RankTree(tuple(ranks), self.parents)
 
-    def places(self, guesses_per_head: int) -> torch.Tensor:
-        """`[nodes]` where each node's token stands in the flattened `[heads, guesses_per_head]` guesses."""
-        return _places(self, guesses_per_head)
-
 
 @lru_cache(maxsize=4096)
 def _cut(tree: RankTree, depth: int) -> RankTree:
     kept = [node for node, head in enumerate(tree.heads) if head < depth]
     place = {node: index for index, node in enumerate(kept)} | {-1: -1}
     return RankTree(tuple(tree.ranks[node] for node in kept), tuple(place[tree.parents[node]] for node in kept))
-
-
-@lru_cache(maxsize=4096)
-def _places(tree: RankTree, guesses_per_head: int) -> torch.Tensor:
-    pairs = zip(tree.heads, tree.ranks, strict=True)
-    return torch.tensor([head * guesses_per_head + rank for head, rank in pairs], dtype=torch.long)

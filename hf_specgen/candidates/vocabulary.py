@@ -1,50 +1,114 @@
-"""Do a draft and its target mean the same token by the same number?
+"""Checks that a draft model and its target have the same tokenizer.
 
-Sizes say nothing: Qwen's models have tables of 151,936 and 152,064 entries for one tokenizer, the rest being padding.
-So the tokenizers themselves are compared, where they can be found.
+The sizes of their embedding tables do not tell: Qwen models have tables of 151,936 and 152,064 rows for one tokenizer,
+as the tables are padded. So the tokenizers are compared, if they can be loaded from where the models came from.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import hashlib
+import logging
+from threading import Lock
+from time import monotonic
+from typing import NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedModel
 
+from hf_specgen.heads.files import first_line
 
-def check_vocabularies(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raise unless the two models share a tokenizer; tables padded to different sizes are fine.
+logger = logging.getLogger("hf_specgen")
+RETRY_AFTER = 300.0
+"""Seconds until a tokenizer that could not be loaded is tried again: a failed attempt over the network takes long."""
+MAX_KNOWN = 64
+"""Tokenizers whose digests are kept, about 200 bytes each."""
+
+
+class Vocabulary(NamedTuple):
+    """Identifies a vocabulary.
 
     Args:
-        draft, target: loaded models. Their tokenizers are looked for where the models came from.
+        size: number of tokens.
+        digest: hash of all pairs of a token and its id.
+    """
+
+    size: int
+    digest: str
+
+
+class _Failure(NamedTuple):
+    reason: str
+    time: float
+
+
+_known: dict[str, Vocabulary | _Failure] = {}
+_lock = Lock()
+
+
+def check_vocabularies(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Raise unless the two models have the same tokenizer; embedding tables may be padded to different sizes.
+
+    Args:
+        draft, target: loaded models. Their tokenizers are loaded from the same folder or repository.
 
     Raises:
-        ValueError: if the tokenizers differ, or cannot be found while the sizes differ.
+        ValueError: if the tokenizers differ, or cannot be loaded while the sizes of the tables differ.
     """
     if draft is target or draft.name_or_path == target.name_or_path != "":
         return
-    vocabularies = vocabulary_of(draft.name_or_path), vocabulary_of(target.name_or_path)
-    sizes = [model.config.get_text_config().vocab_size for model in (draft, target)]
-    if None in vocabularies:
+    names = str(draft.name_or_path or ""), str(target.name_or_path or "")
+    of_draft, of_target = (vocabulary_of(name) for name in names)
+    if of_draft is None or of_target is None:
+        sizes = [model.config.get_text_config().vocab_size for model in (draft, target)]
         if sizes[0] != sizes[1]:
             raise ValueError(
-                f"the draft has a vocabulary of {sizes[0]}, the target of {sizes[1]}, and no tokenizers were found to "
-                "tell whether the difference is padding; load both models from folders that hold their tokenizers"
+                f"the draft has a vocabulary of {sizes[0]}, the target of {sizes[1]}, and their tokenizers could not "
+                f"be compared ({_reason(names)}); load both models from folders that hold their tokenizers"
             )
-        return
-    if vocabularies[0] != vocabularies[1]:
-        different = len(vocabularies[0] ^ vocabularies[1])  # type: ignore[operator]
+    elif of_draft != of_target:
         raise ValueError(
-            f"the draft {draft.name_or_path!r} and the target {target.name_or_path!r} have different tokenizers "
-            f"({different} entries differ); use a draft of the target's own family"
+            f"the draft {names[0]!r} and the target {names[1]!r} have different tokenizers (of {of_draft.size} and "
+            f"{of_target.size} tokens); use a draft of the target's own family"
         )
 
 
-@lru_cache(maxsize=16)
-def vocabulary_of(name: str) -> frozenset[tuple[str, int]] | None:
-    """Every token with its number; None if there is no tokenizer to be found."""
+def vocabulary_of(name: str) -> Vocabulary | None:
+    """The vocabulary of the tokenizer in a folder or repository; None if there is none, or it cannot be loaded."""
     if not name:
         return None
+    with _lock:
+        known = _known.get(name)
+    if known is None or (isinstance(known, _Failure) and monotonic() - known.time > RETRY_AFTER):
+        known = _load(name)
+        with _lock:
+            if len(_known) >= MAX_KNOWN:
+                del _known[next(iter(_known))]
+            _known[name] = known
+    return known if isinstance(known, Vocabulary) else None
+
+
+def digest(vocabulary: dict[str, int]) -> Vocabulary:
+    """The size and the hash of a vocabulary.
+
+    Example:
+        >>> digest({"a": 0, "b": 1}) == digest({"b": 1, "a": 0}), digest({"a": 0}) == digest({"a": 1})
+        (True, False)
+    """
+    text = hashlib.sha256()
+    for token, index in sorted(vocabulary.items()):
+        text.update(f"{index}:{len(token)}:{token}".encode("utf-8", "surrogatepass"))
+    return Vocabulary(len(vocabulary), text.hexdigest())
+
+
+def _load(name: str) -> Vocabulary | _Failure:
     try:
-        return frozenset(AutoTokenizer.from_pretrained(name).get_vocab().items())
-    except (OSError, ValueError):
-        return None
+        return digest(AutoTokenizer.from_pretrained(name).get_vocab())
+    except Exception as error:  # damaged files and missing packages raise errors of many types
+        reason = f"the tokenizer of {name!r} cannot be loaded: {type(error).__name__}: {first_line(error)}"
+        logger.warning("%s; whether its vocabulary is that of the other model is not checked", reason)
+        return _Failure(reason, monotonic())
+
+
+def _reason(names: tuple[str, str]) -> str:
+    with _lock:
+        failures = [known.reason for name in names if isinstance(known := _known.get(name), _Failure)]
+    return "; ".join(failures) or "they were not loaded from a folder or repository"

@@ -1,1 +1,18 @@
-"""The command line: demo, chat, tune, bench, doctor."""
+"""The command line `hf-specgen`."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Entry point of `hf-specgen`.
+
+    Raises:
+        SystemExit: with one sentence, if the extra `[cli]` is not installed.
+    """
+    try:
+        from hf_specgen.cli.app import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "rich"):
+            raise
+        raise SystemExit(f"hf-specgen needs {error.name}: pip install 'hf-specgen[cli]'") from None
+    app()

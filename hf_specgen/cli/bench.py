@@ -1,25 +1,30 @@
-"""Where the benchmark is: it comes with the repository, not with the package."""
+"""`hf-specgen bench`: runs the benchmark suite of a clone of the repository."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-import typer
+SUITE = Path("benchmarks") / "__main__.py"
+MISSING = (
+    "the benchmarks come with the repository, not with the package: change to the root of a clone and run "
+    "`python -m benchmarks suite`"
+)
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by `python -m benchmarks suite`, run in the current directory.
 
-def command() -> typer.Typer:
-    """The command of `benchmarks/run.py`.
+    Args:
+        arguments: options of the suite.
 
     Raises:
-        SystemExit: with a sentence, if this is an installed package without its repository.
+        SystemExit: if the current directory is not the root of a clone.
     """
-    if not (REPOSITORY / "benchmarks" / "run.py").exists():
-        raise SystemExit("the benchmark comes with the repository, not the package; run it from a clone")
-    if str(REPOSITORY) not in sys.path:
-        sys.path.insert(0, str(REPOSITORY))
-    from benchmarks.run import app
-
-    return app
+    if not SUITE.is_file():
+        raise SystemExit(MISSING)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks", "suite", *arguments])

@@ -1,7 +1,8 @@
-"""The main job: plain `generate`, Transformers' prompt lookup and ours on the same prompts, side by side."""
+"""`hf-specgen demo`: plain `generate`, Transformers' prompt lookup and our strategies on the same prompts."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from hf_specgen.candidates import (
     MedusaCandidates,
     NgramCandidates,
 )
+from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.evaluation.measure import Total, Variant, interleave
 from hf_specgen.evaluation.provenance import provenance
 from hf_specgen.evaluation.workloads import (
@@ -37,7 +39,6 @@ from hf_specgen.evaluation.workloads import (
     PLAIN,
     SKIP,
     Difference,
-    WorkloadSettings,
     domain_prompts,
     encode,
     first_difference,
@@ -45,39 +46,74 @@ from hf_specgen.evaluation.workloads import (
 )
 from hf_specgen.heads.exit_head import exit_layer_of
 
+WARM_UP = "Write a function that adds two numbers."
+
 
 @dataclass
 class DomainResult:
-    """The totals of every variant in one domain, and where texts differed."""
+    """The totals of every variant in one domain, and the first differences from plain `generate`.
+
+    Args:
+        domain: its name.
+        totals: by variant.
+        exact: whether the verification mode promises the tokens of plain `generate` in this domain.
+        differences: (variant, difference), where tokens differ although `exact`.
+    """
 
     domain: str
     totals: dict[str, Total]
+    exact: bool = True
     differences: list[tuple[str, Difference]] = field(default_factory=list)
 
 
-def run_demo(settings: WorkloadSettings, console: Console) -> tuple[list[DomainResult], Text]:
-    """Run all variants over all domains.
+def show(settings: DemoSettings) -> bool:
+    """Run the demo and print it.
 
     Returns:
-        the results per domain, and one text in colour by the origin of its tokens.
+        False if a token differs in float32.
+
+    Raises:
+        OSError, ValueError: for models, prompts or settings that cannot be used.
     """
-    model, tokenizer = load(settings)
-    domains = domain_prompts(settings)
+    console = Console()
+    results, example = run_demo(settings, console)
+    console.print(table(results))
+    console.print("\nOne answer. [black on green]Accepted draft tokens[/]; the others are the target's own.\n")
+    console.print(example)
+    differences = [(result.domain, *found) for result in results for found in result.differences]
+    for domain, name, d in differences:
+        console.print(
+            f"[yellow]{domain}, {name}: first difference at position {d.position}: plain {d.plain_token} (logit "
+            f"{d.plain_logit:.4f}), ours {d.our_token} (logit {d.our_logit:.4f})[/]"
+        )
+    if settings.json_file is not None:
+        settings.json_file.write_text(json.dumps(to_json(settings, results), indent=2, default=str), encoding="utf-8")
+    return not (differences and settings.dtype == "float32")
+
+
+def run_demo(settings: DemoSettings, console: Console) -> tuple[list[DomainResult], Text]:
+    """Run all variants in all domains.
+
+    Returns:
+        the results per domain, and one answer with its accepted draft tokens coloured.
+    """
     variants = _variants(settings)
+    domains = domain_prompts(settings)
+    model, tokenizer = load(settings)
     results: list[DomainResult] = []
     _warm_up(model, tokenizer, variants, settings)
-    columns = (TextColumn("{task.description:>6}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=sum(len(prompts) for prompts in domains.values()))
         for domain, prompts in domains.items():
             progress.update(task, description=domain)
-            result = DomainResult(domain, {c.name: Total() for c in variants})
             generation = {"max_new_tokens": settings.max_new_tokens, **DOMAINS.get(domain, GREEDY)}
+            result = DomainResult(domain, {c.name: Total() for c in variants}, _is_exact(settings, generation))
             batches = encode(tokenizer, prompts, settings.batch_size)
             for samples in interleave(model, batches, variants, generation, settings.seed):
                 for name, sample in samples.items():
                     result.totals[name].add(sample, samples[PLAIN])
-                for name in (name for name in OURS if name in samples):
+                for name in (name for name in OURS if result.exact and name in samples):
                     if difference := first_difference(model, samples[PLAIN], samples[name]):
                         result.differences.append((name, difference))
                 progress.advance(task, len(samples[PLAIN].ids))
@@ -85,55 +121,58 @@ def run_demo(settings: WorkloadSettings, console: Console) -> tuple[list[DomainR
     return results, coloured_example(tokenizer, results)
 
 
-def _variants(settings: WorkloadSettings) -> list[Variant]:
-    strategies: dict[str, Candidates] = {NGRAM: NgramCandidates(k=settings.k, branches=settings.branches)}
+def _is_exact(settings: DemoSettings, generation: dict[str, Any]) -> bool:
+    greedy = not generation["do_sample"]
+    return settings.verification == "exact" or (settings.verification == "rejection" and greedy)
+
+
+def _variants(settings: DemoSettings) -> list[Variant]:
     draft, adapter, heads = settings.draft, settings.adapter, settings.heads
     if not settings.model:
         draft, adapter = draft or str(EMBEDDED_DRAFT), adapter or str(EMBEDDED_ADAPTER)
         heads = heads or str(EMBEDDED_HEADS)
+    strategies: dict[str, Candidates] = {NGRAM: NgramCandidates(k=settings.k, branches=settings.branches)}
     if draft:
         strategies[DRAFT] = DraftModelCandidates(draft, k=4, dtype=settings.dtype)
     if adapter:
         strategies[SKIP] = LayerSkipCandidates(exit_layer_of(adapter), k=1, adapter=adapter)
     if heads:
         strategies[MEDUSA] = MedusaCandidates(heads)
+    ours: Any = partial(dict, verification=settings.verification)
     return [
         Variant(PLAIN, dict),
         Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),
-        *(Variant(name, partial(dict, candidate_generator=strategy)) for name, strategy in strategies.items()),
+        *(Variant(name, partial(ours, candidate_generator=strategy)) for name, strategy in strategies.items()),
     ]
 
 
 def _warm_up(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    variants: Sequence[Variant],
-    settings: WorkloadSettings,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, variants: Sequence[Variant], settings: DemoSettings
 ) -> None:
-    batches = encode(tokenizer, ["Warm up."] * settings.batch_size, settings.batch_size)
+    batches = encode(tokenizer, [WARM_UP] * settings.batch_size, settings.batch_size)
     for _ in interleave(model, batches, variants, {"max_new_tokens": 16}):
         pass
 
 
 def coloured_example(tokenizer: PreTrainedTokenizerBase, results: Sequence[DomainResult]) -> Text:
-    """The output with the highest share of accepted guesses; guessed tokens green, the target's own as they are."""
+    """The n-gram answer with the most tokens per step, its accepted draft tokens on green."""
     samples = [sample for result in results for sample in result.totals[NGRAM].samples]
     best = max(samples, key=lambda sample: sample.speculation.tokens_per_step if sample.speculation else 0)
     assert best.speculation is not None
-    origins = best.speculation.origins(0)
     text = Text()
-    shown = best.ids[0, best.ids.shape[1] - max(best.speculation.lengths) :].tolist()
-    for token, guessed in zip(shown, origins, strict=False):
-        text.append(str(tokenizer.decode([token])), style="black on green" if guessed else "")
+    answer = best.ids[0, best.ids.shape[1] - max(best.speculation.lengths) :].tolist()
+    for token, accepted in zip(answer, best.speculation.origins(0), strict=False):
+        text.append(str(tokenizer.decode([token])), style="black on green" if accepted else "")
     return text
 
 
 def table(results: Sequence[DomainResult]) -> Table:
     """A row per domain and one over all."""
     names = list(results[0].totals)
-    rows = [(result.domain, result.totals) for result in results]
+    rows = [(result.domain, result.totals, result.exact) for result in results]
     if len(rows) > 1:
-        rows.append(("all", {name: sum((totals[name] for _, totals in rows), Total()) for name in names}))
+        sums = {name: sum((totals[name] for _, totals, _ in rows), Total()) for name in names}
+        rows.append(("all", sums, all(exact for *_, exact in rows)))
     view = Table(
         title="tokens per second, and speedup over plain generate",
         title_style="bold",
@@ -146,12 +185,12 @@ def table(results: Sequence[DomainResult]) -> Table:
     for name in names:
         view.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     view.add_column("same\ntokens", justify="right", no_wrap=True)
-    for domain, totals in rows:
+    for domain, totals, exact in rows:
         identical = all(totals[name].identical for name in OURS if name in totals)
+        same = ("[green]yes[/]" if identical else "[red]no[/]") if exact else "not\npromised"
         cells = [_cell(totals[name], totals[PLAIN]) for name in names]
-        verdict = "[green]yes[/]" if identical else "[red]no[/]"
-        view.add_row(domain, *cells, verdict, style="bold" if domain == "all" else "")
-    view.caption = "last line of a cell: tokens per step, and the share of guesses that were accepted"
+        view.add_row(domain, *cells, same, style="bold" if domain == "all" else "")
+    view.caption = "last line of a cell: tokens per step, and acceptance rate of draft tokens"
     return view
 
 
@@ -166,8 +205,8 @@ def _cell(total: Total, plain: Total) -> str:
     return "\n".join(lines)
 
 
-def to_json(settings: WorkloadSettings, results: Sequence[DomainResult]) -> dict[str, Any]:
-    """Everything that the table shows, with its provenance."""
+def to_json(settings: DemoSettings, results: Sequence[DomainResult]) -> dict[str, Any]:
+    """All numbers of the table, with their provenance."""
     fields = ("tokens", "seconds", "tokens_per_second", "tokens_per_step", "acceptance_rate", "identical")
     domains = {
         result.domain: {

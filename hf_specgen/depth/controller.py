@@ -8,28 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_specgen.depth.acceptance import AcceptanceEstimator
-from hf_specgen.depth.exploration import ExplorationBudget
+from hf_specgen.depth.acceptance import AcceptanceEstimator, recall, remember
 from hf_specgen.depth.latency import LatencyModel, slice_of
-from hf_specgen.depth.memory import Profile, Remembered, acceptance_memory, profile_of
+from hf_specgen.depth.learning import Profile, ProfileCheck, profile_of
 from hf_specgen.depth.planner import Plan, plan_depths
 from hf_specgen.depth.policy import Policy, PolicySession, StepRecord
 from hf_specgen.depth.ranks import from_first_rank, is_first_rank, lockstep_group
-from hf_specgen.depth.recorder import ProfileCheck
 from hf_specgen.depth.schedules import context_length
 
 if TYPE_CHECKING:
     from hf_specgen.state import Call
-    from hf_specgen.statistics import RowStep
 
 MAX_DRAFT_DEPTH = 32
-"""Deepest draft that is considered: acceptance of 0.9 a token leaves 3% for a deeper position."""
+"""Deepest draft that is considered: with an acceptance of 0.9 a token, 3% of drafts reach beyond it."""
 REPLAN_EVERY = 8
-"""Steps between plans: a plan takes about 0.1 ms, and a few drafts change little. A fully rejected draft renews it."""
+"""Steps between plans, which take about 0.1 ms; the first drafts, and trials that are accepted, renew them at once."""
+REJECTED_DRAFT_WEIGHT = 4
+"""Steps that a fully rejected draft counts for: drafting that ceases to pay is noticed after two."""
 REMEMBERED_TRIALS = 8.0
-"""Weight, in trials, of acceptance in earlier calls; half of it across temperatures. Texts differ between calls."""
+"""Weight, in trials, of the acceptance in earlier calls: texts differ from call to call."""
 PROPOSED_PRIOR = 0.9
 """Probability that a strategy without a network has a draft token, before any draft: n-grams often have none."""
+EXPLORATION_SHARE = 0.015
+"""Share of the time that may be lost to drafts where drafting does not pay: less than the margin."""
+MAX_EXPLORATION = 0.25
+"""Most that is saved for exploration, in plain steps: a text that turns predictable is noticed within 17 steps."""
+MIN_TRIAL_COST = 0.05
+"""A trial counts as at least so many plain steps: a measured curve may show steps with a draft to be free."""
 SIZE_UPDATE = 0.3
 """Weight of the newest draft in the mean size of drafts."""
 
@@ -81,27 +86,26 @@ class AdaptiveSession(PolicySession):
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
         self._call, self._candidates, self._margin = call, call.candidates, policy.margin
-        self._key, self._k = call.candidates.profile_key(), min(call.candidates.k, MAX_DRAFT_DEPTH)
-        proposed = PROPOSED_PRIOR if call.candidates.negligible_draft_cost else 1.0
-        self._acceptance = AcceptanceEstimator(call.state.batch, self._k, proposed)
-        self._exploration, self._check = ExplorationBudget(), ProfileCheck()
+        key, cheap = call.candidates.profile_key(), call.candidates.negligible_draft_cost
+        self._key, self._k = (key, call.temperature), min(call.candidates.k, MAX_DRAFT_DEPTH)
+        self._acceptance = AcceptanceEstimator(call.state.batch, self._k, PROPOSED_PRIOR if cheap else 1.0)
         self._profile: Profile | None = None
         self._group: Any = None
-        self._fixed, self._wants_plain_step = True, False
+        self._fixed, self._wants_plain_step, self._exploring, self._exploration = True, False, False, 0.0
         if policy.latency is not None:
-            self.latency = policy.latency.select(str(self._key[0]), call.candidates.negligible_draft_cost)
+            self.latency = policy.latency.select(str(key[0]), cheap)
         else:
             self._profile, self._group = profile_of(call), lockstep_group(call.model)
-            self._recall()
-        self._place: tuple[int, int] | None = None
-        self._active: list[bool] = []
-        self._plan = Plan([], 0.0, 1.0)
+            snapshot = recall(call.model, self._key)
+            if snapshot is not None:
+                self._acceptance.restore(snapshot, REMEMBERED_TRIALS)
+                self._exploration = snapshot.exploration
+        self._check, self._place = ProfileCheck(), (0, 0)
+        self._plan, self._active, self._renew = Plan([], 0.0, 1.0), [False], True
         self._plan_age = self._drafts = 0
-        self._renew, self._exploring = True, False
         self._new: list[StepRecord] = []
         self._unread = max(map(len, call.state.prompts))
-        self._tree_size = np.array([4.0, 4.0, 1.0])
-        self._nodes_per_level = 1.0
+        self._nodes_per_level, self._tree_cost = 1.0, 0.0
 
     def depths(self, room: Sequence[int]) -> list[int]:
         """The plan's depths where drafting pays; 0 elsewhere, but for a trial now and then."""
@@ -112,114 +116,90 @@ class AdaptiveSession(PolicySession):
         self._look_up_latency(sum(active))
         if self._wants_plain_step:
             return [0] * len(room)
-        if self._renew or active != self._active or self._plan_age >= REPLAN_EVERY:
+        if self._renew or active != self._active or (self._new and self._plan_age >= REPLAN_EVERY):
             self._make_plan(room, active)
         self._plan_age += 1
-        prefill = self._prefill_cost * self._unread
-        if self._plan.speedup > 1 + self._margin + prefill / max(room):
-            return [min(depth, free) for depth, free in zip(self._plan.depths, room, strict=True)]
-        depth = self._exploration.depth(self._cost, prefill)
-        self._exploring = depth > 0
-        depth = self._k if depth and self._candidates.adaptive_tree else depth
-        return [min(depth, free) for free in room]
+        depths, prefill = self._plan.depths, self._prefill_cost * self._unread
+        if self._plan.speedup <= 1 + self._margin + prefill / max(room):
+            depths = [self._explore(prefill)] * len(room)
+        return [min(depth, free) for depth, free in zip(depths, room, strict=True)]
+
+    def _explore(self, prefill: float) -> int:
+        """Depth of a step for which plain decoding seems best: 0, but for a trial when its cost has been saved."""
+        cost = max(MIN_TRIAL_COST, float(self._cost[1]) - 1 + self._empty_draft_cost) + prefill
+        self._exploration = min(self._exploration + EXPLORATION_SHARE, max(cost, MAX_EXPLORATION))
+        self._exploring = self._exploration >= cost
+        return (self._k if self._candidates.adaptive_tree else 1) if self._exploring else 0
 
     def observe(self, step: StepRecord) -> None:
         """Count acceptance; times only enter the latency model, as long as that is being learnt."""
         self._learn_latency(step)
         if not any(step.requested):
-            self._unread += 1
+            self._unread += max((row.emitted for row in step.rows if row is not None), default=0)
             return
-        if self._exploring:
-            self._exploration.observe(step, self._extra_cost(step))
-        self._unread = 0
-        self._drafts += 1
-        self._new.append(step)
         drafted = [row for row in step.rows if row is not None and row.drafted]
-        rejected = bool(drafted) and not any(row.accepted for row in drafted)
-        self._renew = self._renew or rejected or self._drafts < REPLAN_EVERY
-        if drafted:
-            self._measure_size(step, drafted)
-
-    def expected_speedup(self, depths: Sequence[int]) -> float | None:
-        """Over plain decoding, if drafts of these depths were found."""
-        accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
-        given_proposed = np.minimum(1.0, accepted / np.maximum(proposed, 1e-6))
-        tokens = [1 + given_proposed[row, :depth].sum() for row, depth in enumerate(depths) if self._active[row]]
-        cost = self._cost[min(max(depths), self._k)] + self._empty_draft_cost
-        return float(len(tokens) / np.reciprocal(tokens).sum() / cost)
+        accepted = sum(row.accepted for row in drafted)
+        if self._exploring:
+            self._exploration += accepted / max(1, step.batch) - self._trial_cost(step, bool(drafted))
+        if drafted and self._candidates.adaptive_tree:
+            self._tree_cost += SIZE_UPDATE * (self._cost_of(step) - self._empty_draft_cost - self._tree_cost)
+        elif drafted:
+            breadth = max(row.drafted for row in drafted) / step.depth
+            self._nodes_per_level += SIZE_UPDATE * (breadth - self._nodes_per_level)
+        self._unread, self._drafts = 0, self._drafts + 1
+        self._new.append(step)
+        self._renew = self._renew or (self._exploring and accepted > 0) or self._drafts < REPLAN_EVERY
+        self._plan_age += REJECTED_DRAFT_WEIGHT - 1 if drafted and not accepted and not self._exploring else 0
 
     def _look_up_latency(self, rows: int) -> None:
+        """Follow the number of rows and the context; while latencies are learnt, also what was learnt."""
         place = slice_of(rows, context_length(self._call))
         if place == self._place and self._fixed:
             return
         if self._profile is not None:
             view = from_first_rank(self._profile.view(place), self._group)
             self.latency, self._fixed, self._wants_plain_step = view
-        self._place, self._step, self._renew = place, self.latency.at(*place), True
+        self._place, self._latency, self._renew = place, self.latency.at(*place), True
 
     def _learn_latency(self, step: StepRecord) -> None:
-        if self._profile is None or self._place is None or not is_first_rank(self._group):
+        if self._profile is None or not is_first_rank(self._group):
             return
-        if not self._fixed:
-            self._profile.add(step, self._place, self._unread)
+        if self._fixed:
+            self._profile.report(self._check.departure(step, self._latency, self._unread))
         else:
-            self._profile.report(self._check.add(step, self._step, self._unread))
+            self._profile.add(step, self._place, self._unread)
 
     def _make_plan(self, room: Sequence[int], active: list[bool]) -> None:
-        self._acceptance.observe(self._new)
-        if self._new and self._profile is not None:
-            self._remember()
-        self._new.clear()
-        paid, rows = self._plan.speedup > 1 + self._margin, sum(active)
-        self._price(rows)
-        plan = plan_depths(
-            self._acceptance.accepted(), self._acceptance.proposed(), self._cost, room, self._empty_draft_cost
-        )
+        if self._new:
+            self._acceptance.observe(self._new)
+            self._new.clear()
+            if self._profile is not None:
+                remember(self._call.model, self._key, self._acceptance.snapshot(self._exploration))
+        self._price(sum(active))
+        accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
+        plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
         if self._candidates.adaptive_tree:
             plan = plan._replace(depths=[self._k if depth else 0 for depth in plan.depths])
         self._plan, self._plan_age, self._active, self._renew = plan, 0, active, False
-        if paid and not plan.speedup > 1 + self._margin:
-            self._exploration.restart()
 
     def _price(self, rows: int) -> None:
         """Costs in plain steps: `[k + 1]` of a step by depth, of asking for a draft, of reading an unread token."""
-        depths, drafter = np.arange(self._k + 1.0), self._step.drafter
-        plain = float(self._step.target.by_tokens(rows))
+        target, drafter = self._latency
+        depths, plain = np.arange(self._k + 1.0), float(target.by_tokens(rows))
+        seconds = target.by_tokens(rows * (1 + self._nodes_per_level * depths)) + depths * drafter.by_tokens(rows)
         if self._candidates.adaptive_tree:
-            nodes, passes, width = self._tree_size
-            drafted = float(self._step.target.by_tokens(rows * (1 + nodes))) + passes * drafter.by_tokens(rows * width)
-            seconds = np.where(depths > 0, drafted, plain)
-        else:
-            target = self._step.target.by_tokens(rows * (1 + self._nodes_per_level * depths))
-            seconds = target + depths * drafter.by_tokens(rows)
+            self._tree_cost = self._tree_cost or seconds[min(4, self._k)] / plain
+            seconds[1:] = self._tree_cost * plain
         self._cost = np.maximum(seconds / plain, 1.0)
         self._empty_draft_cost = drafter.overhead / plain
         self._prefill_cost = rows * drafter.prefill / plain
 
-    def _measure_size(self, step: StepRecord, drafted: Sequence[RowStep]) -> None:
-        """Follow the size of drafts: nodes by level for chains with branches, nodes and passes for adaptive trees."""
-        nodes, passes = max(row.drafted for row in drafted), step.passes
-        self._nodes_per_level += SIZE_UPDATE * (nodes / step.depth - self._nodes_per_level)
-        width = sum(passes) / max(1, len(passes)) / step.batch
-        self._tree_size += SIZE_UPDATE * (np.array([nodes, len(passes), width]) - self._tree_size)
+    def _trial_cost(self, step: StepRecord, drafted: bool) -> float:
+        cost = self._cost_of(step) - 1
+        return (max(MIN_TRIAL_COST, cost) if drafted else cost) + self._prefill_cost * self._unread
 
-    def _extra_cost(self, step: StepRecord) -> float:
-        """What a step with a draft took beyond a plain one, in plain steps, by the latency model."""
-        plain, batch = float(self._step.target.by_tokens(step.batch)), step.batch
-        target = float(self._step.target.by_tokens(batch * step.tokens_per_row))
-        drafting = self._step.drafter.draft(step.passes) + batch * self._step.drafter.prefill * self._unread
-        return max(0.0, (target + drafting) / plain - 1)
-
-    def _recall(self) -> None:
-        """Start from acceptance in earlier calls."""
-        model, temperature = self._call.model, self._call.temperature
-        known = acceptance_memory.recall(model, self._key, temperature)
-        if known is not None:
-            remembered, nearest = known
-            same = nearest == temperature
-            self._acceptance.restore(remembered.acceptance, REMEMBERED_TRIALS if same else REMEMBERED_TRIALS / 2)
-            self._exploration.balance = remembered.balance if same else 0.0
-
-    def _remember(self) -> None:
-        remembered = Remembered(self._acceptance.snapshot(), self._exploration.balance)
-        acceptance_memory.store(self._call.model, self._key, self._call.temperature, remembered)
+    def _cost_of(self, step: StepRecord) -> float:
+        """What a step took by the latency model, in plain steps."""
+        target, drafter = self._latency
+        seconds = float(target.by_tokens(step.batch * step.tokens_per_row)) + drafter.draft(step.passes)
+        return max(1.0, seconds / float(target.by_tokens(step.batch)))

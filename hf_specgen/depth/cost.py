@@ -17,8 +17,8 @@ Array = NDArray[np.floating[Any]]
 
 
 def interpolate(sizes: Array | float, known: Sequence[float], seconds: Sequence[float]) -> Array:
-    """Piecewise linear through the known points; beyond the last one along the last piece, but never falling."""
-    values: Array = np.interp(sizes, known, seconds)
+    """Piecewise linear through the known points, and on along the last piece, but never falling."""
+    values = np.asarray(np.interp(sizes, known, seconds))
     if len(known) > 1:
         slope = max(0.0, (seconds[-1] - seconds[-2]) / (known[-1] - known[-2]))
         values = values + slope * np.maximum(0.0, np.asarray(sizes, dtype=float) - known[-1])
@@ -36,8 +36,7 @@ class CostCurve:
         batch: rows.
 
     Raises:
-        ValueError: if the two lists differ in length, `queries` does not begin with 1 or increase, or a number is not
-            positive and finite.
+        ValueError: if the lists differ in length, `queries` does not increase from 1, or a number is not positive.
 
     Example:
         >>> curve = CostCurve((1, 4), (0.010, 0.016), context=256, batch=1)
@@ -54,18 +53,17 @@ class CostCurve:
         if len(self.queries) != len(self.seconds):
             raise ValueError(f"{len(self.queries)} queries need as many seconds, got {len(self.seconds)}")
         check_queries(self.queries)
-        for name, value in (("seconds", min(self.seconds)), ("context", self.context), ("batch", self.batch)):
-            if not 0 < value < inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}")
-        if not max(self.seconds) < inf:
-            raise ValueError(f"seconds must be positive and finite, got {max(self.seconds)}")
+        for name, values in (("seconds", self.seconds), ("context", [self.context]), ("batch", [self.batch])):
+            for value in values:
+                if not 0 < value < inf:
+                    raise ValueError(f"{name} must be positive and finite, got {value}")
 
     def __call__(self, queries: float) -> float:
         """Seconds of a pass over `queries` tokens per row."""
         return float(interpolate(queries, self.queries, self.seconds))
 
     def by_tokens(self, tokens: Array | float) -> Array:
-        """Seconds of passes over so many tokens in all rows together, also where that is another number of rows."""
+        """Seconds by the tokens in all rows together, also where these are another number of rows."""
         return interpolate(np.asarray(tokens) / self.batch, self.queries, self.seconds)
 
     def relative(self, queries: float) -> float:
@@ -78,16 +76,16 @@ class CostCurve:
 
     @classmethod
     def from_json(cls, text: str) -> CostCurve:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError: if the text is something else.
-        """
+        """Read what `to_json` wrote; raises a `ValueError` for any other text."""
         try:
-            fields = json.loads(text)
-            return cls(tuple(fields["queries"]), tuple(fields["seconds"]), fields["context"], fields["batch"])
+            return cls.from_dict(json.loads(text))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"not a saved cost curve ({error!r}); measure one with measure_cost_curve") from None
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> CostCurve:
+        """From the fields by name."""
+        return cls(tuple(fields["queries"]), tuple(fields["seconds"]), fields["context"], fields["batch"])
 
     @classmethod
     def load(cls, path: str | Path) -> CostCurve:

@@ -1,33 +1,85 @@
 """How long a decoding step takes: the target's pass over the tokens of all rows, and the drafter's passes.
 
-A `LatencyModel` never changes. It is read from a file, made of measured curves, or learnt from the steps of the first
-calls on a machine (`hf_specgen.depth.recorder`). Only ratios of times matter for decisions, so its unit may be anything.
+A `LatencyModel` never changes. It is read from a profile file, made of measured curves, or learnt from the steps of the
+first calls on a machine (`hf_specgen.depth.learning`). Only ratios of times decide anything, so any unit will do.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import inf, log2
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hf_specgen.depth.cost import Array, CostCurve, interpolate
 
-FORMAT = "hf_specgen latency profile, version 1"
+FORMAT = "hf_specgen latency profile 1"
 ANY_KIND = "any"
-"""Under this name a slice may hold a drafter that stands for every kind that it has no entry for."""
-DEFAULT_SLOPES = {"cpu": (0.08, 0.10)}
-"""Before anything was measured: what a token more adds to a step, and a drafter pass, in plain steps. On two-core
-processors T(17) was 1.25 to 2.3 T(1): the upper end is assumed."""
-DEFAULT_SLOPE = (0.02, 0.10)
-"""The same on accelerators, where decoding waits for the weights."""
-MAX_POINTS = 64
-"""Slices of a profile, and points of a curve: a file with more is refused."""
+"""A drafter of this name stands for every kind of drafter that has no entry of its own."""
+MAX_SLICES = 64
+"""Powers of two of rows times powers of four of context: 8 x 8 are more than a model meets."""
+DEFAULT_TOKEN = {"cpu": 0.08}
+"""Before anything was measured: what one more token adds to a plain step of one. T(17) was 1.25 to 2.3 T(1) on
+two-core processors; the upper end is assumed, so that drafts are not too deep."""
+DEFAULT_TOKEN_ELSEWHERE, DEFAULT_PASS = 0.02, 0.10
+"""The same on accelerators, where decoding is bound by reading the weights; and a drafter's pass, in plain steps."""
+
+
+@dataclass(frozen=True)
+class DraftLatency:
+    """Seconds of drafting.
+
+    Args:
+        tokens, seconds: of one forward pass of the drafter, by the tokens that it reads in all rows.
+        overhead: of any draft, empty or not; heads that run once per draft belong here.
+        prefill: of reading one token of one row's prompt before the first draft.
+
+    Raises:
+        ValueError: if a number is negative or not finite, or the tokens do not increase.
+    """
+
+    tokens: tuple[float, ...] = (1,)
+    seconds: tuple[float, ...] = (0.0,)
+    overhead: float = 0.0
+    prefill: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= number < inf for number in (*self.tokens, *self.seconds, self.overhead, self.prefill)):
+            raise ValueError(f"times of a drafter must be finite and not negative, got {self}")
+        if not 0 < len(self.tokens) == len(self.seconds) or any(b <= a for a, b in pairwise(self.tokens)):
+            raise ValueError(f"a drafter needs increasing tokens, and seconds for each, got {self}")
+
+    def by_tokens(self, tokens: Array | float) -> Array:
+        """Seconds of one pass by its tokens in all rows together."""
+        return interpolate(tokens, self.tokens, self.seconds)
+
+    def draft(self, passes: Sequence[int]) -> float:
+        """Seconds of a draft with these passes, each given by its tokens."""
+        return self.overhead + float(self.by_tokens(np.array(passes, dtype=float)).sum())
+
+    def scaled(self, factor: float) -> DraftLatency:
+        """The same in another unit of time."""
+        seconds = tuple(factor * one for one in self.seconds)
+        return DraftLatency(self.tokens, seconds, factor * self.overhead, factor * self.prefill)
+
+
+class Slice(NamedTuple):
+    """Latencies at one number of rows and one context length: of the target, and of drafters by kind."""
+
+    target: CostCurve
+    drafters: Mapping[str, DraftLatency]
+
+
+class StepLatency(NamedTuple):
+    """Latencies of the next steps; each has `by_tokens`, the seconds of a pass by its tokens in all rows together."""
+
+    target: CostCurve
+    drafter: DraftLatency
 
 
 def slice_of(rows: int, context: int) -> tuple[int, int]:
@@ -44,93 +96,8 @@ def slice_of(rows: int, context: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class DraftLatency:
-    """Seconds of drafting.
-
-    Args:
-        tokens, seconds: of one forward pass of the drafter by the tokens, over all rows, that it reads.
-        overhead: of a draft as such, also of one that turns out empty; here belong heads that run once per draft.
-        prefill: of reading one token of one row's prompt, before the first draft.
-
-    Raises:
-        ValueError: if a number is negative or not finite, or the tokens do not increase.
-    """
-
-    tokens: tuple[float, ...] = (1,)
-    seconds: tuple[float, ...] = (0.0,)
-    overhead: float = 0.0
-    prefill: float = 0.0
-
-    def __post_init__(self) -> None:
-        numbers = [*self.tokens, *self.seconds, self.overhead, self.prefill]
-        if not all(0 <= number < inf for number in numbers):
-            raise ValueError(f"times of a drafter must be finite and not negative, got {self}")
-        if not 0 < len(self.tokens) == len(self.seconds) or any(b <= a for a, b in pairwise(self.tokens)):
-            raise ValueError(f"a drafter needs increasing tokens, and seconds for each, got {self}")
-
-    def by_tokens(self, tokens: Array | float) -> Array:
-        """Seconds of one pass over so many tokens in all rows together."""
-        return interpolate(tokens, self.tokens, self.seconds)
-
-    def draft(self, passes: Sequence[int]) -> float:
-        """Seconds of a draft with these passes, each given by its tokens."""
-        return self.overhead + float(self.by_tokens(np.array(passes, dtype=float)).sum())
-
-    def scaled(self, factor: float) -> DraftLatency:
-        """The same in another unit of time."""
-        seconds = tuple(factor * one for one in self.seconds)
-        return DraftLatency(self.tokens, seconds, factor * self.overhead, factor * self.prefill)
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Latencies at one number of rows and one context length: the target's curve, and drafters by kind."""
-
-    target: CostCurve
-    drafters: Mapping[str, DraftLatency]
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Slice:
-        target = data["target"]
-        queries, seconds = (tuple(target[name]) for name in ("tokens_per_row", "seconds"))
-        if max(len(queries), len(data["drafters"])) > MAX_POINTS:
-            raise ValueError(f"a profile has at most {MAX_POINTS} points to a curve and drafters to a slice")
-        drafters = {
-            kind: DraftLatency(tuple(one["tokens"]), tuple(one["seconds"]), one["overhead"], one["prefill"])
-            for kind, one in data["drafters"].items()
-        }
-        return cls(CostCurve(queries, seconds, data["context"], data["rows"]), drafters)
-
-    def to_dict(self) -> dict[str, Any]:
-        target = {"tokens_per_row": list(self.target.queries), "seconds": list(self.target.seconds)}
-        drafters = {
-            kind: {"tokens": [*d.tokens], "seconds": [*d.seconds], "overhead": d.overhead, "prefill": d.prefill}
-            for kind, d in self.drafters.items()
-        }
-        return {"rows": self.target.batch, "context": self.target.context, "target": target, "drafters": drafters}
-
-
-@dataclass(frozen=True)
-class StepLatency:
-    """Latencies of the next steps: what `LatencyModel.at` returns.
-
-    Args:
-        target: its `by_tokens(tokens)` gives the seconds of a target pass by its tokens in all rows.
-        drafter: its `by_tokens(tokens)` gives the seconds of one drafter pass.
-    """
-
-    target: CostCurve
-    drafter: DraftLatency
-
-    def chains(self, rows: int, depths: Array, nodes_per_level: float = 1.0) -> Array:
-        """Seconds of steps by the depth of their drafts, without the overhead of the draft."""
-        target = self.target.by_tokens(rows * (1 + nodes_per_level * depths))
-        return np.maximum(target, target[0]) + depths * self.drafter.by_tokens(float(rows))
-
-
-@dataclass(frozen=True)
 class LatencyModel:
-    """Seconds of a step by tokens per row, rows and context, and of a drafter pass by its tokens.
+    """Seconds of a target step by tokens per row, rows and context, and of a drafter's pass by its tokens.
 
     Args:
         slices: at different numbers of rows and context lengths; the nearest one is used.
@@ -139,22 +106,28 @@ class LatencyModel:
     Example:
         >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
         >>> step = model.at(rows=2, context=300)
-        >>> step.target.by_tokens(np.array([2, 18])).round(4).tolist()  # 2 rows: plain, and with 8 draft tokens each
+        >>> step.target.by_tokens(np.array([2, 18])).round(4).tolist()  # two rows: plain, and with 8 draft tokens each
         [0.0102, 0.0142]
     """
 
     slices: tuple[Slice, ...]
     drafter: str = ANY_KIND
+    description: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.slices) <= MAX_POINTS:
-            raise ValueError(f"a latency model needs 1 to {MAX_POINTS} slices, got {len(self.slices)}")
+        if not 0 < len(self.slices) <= MAX_SLICES:
+            raise ValueError(f"a latency model needs 1 to {MAX_SLICES} slices, got {len(self.slices)}")
 
     def at(self, rows: int, context: int) -> StepLatency:
         """Latencies for so many rows whose longest has `context` tokens."""
-        place = slice_of(rows, context)
-        nearest = min(self.slices, key=lambda one: _distance(one.target, *place))
-        return StepLatency(nearest.target, nearest.drafters[self.drafter])
+        rows, context = slice_of(rows, context)
+
+        def distance(one: Slice) -> float:
+            # Rows count double: they change what each token costs, contexts only what attention adds.
+            return 2 * abs(log2(rows / one.target.batch)) + abs(log2(context / one.target.context))
+
+        nearest = min(self.slices, key=distance)
+        return StepLatency(nearest.target, nearest.drafters.get(self.drafter) or nearest.drafters[ANY_KIND])
 
     def select(self, drafter: str, negligible_draft_cost: bool = False) -> LatencyModel:
         """The same model with this kind of drafter.
@@ -163,32 +136,40 @@ class LatencyModel:
             ValueError: if it does not have this kind, unless drafting costs next to nothing.
         """
         slices = []
-        for one in self.slices:
-            chosen = one.drafters.get(drafter, one.drafters.get(ANY_KIND, DraftLatency()))
-            if not negligible_draft_cost and not {drafter, ANY_KIND} & one.drafters.keys():
-                raise ValueError(f"the latency profile has no drafter {drafter!r}; it has {sorted(one.drafters)}")
-            slices.append(replace(one, drafters={drafter: chosen}))
-        return LatencyModel(tuple(slices), drafter)
+        for target, drafters in self.slices:
+            if negligible_draft_cost:
+                drafters = {ANY_KIND: DraftLatency(), **drafters}
+            if not {drafter, ANY_KIND} & drafters.keys():
+                raise ValueError(f"the latency profile has no drafter {drafter!r}; it has {sorted(drafters)}")
+            slices.append(Slice(target, drafters))
+        return LatencyModel(tuple(slices), drafter, self.description)
 
     @classmethod
     def from_curves(cls, *curves: CostCurve, draft_token: float = 0.0, draft_step: float = 0.0) -> LatencyModel:
-        """From measured curves of the target, for any kind of drafter.
+        """From measured curves of the target at different batch sizes and contexts, for any kind of drafter.
 
         Args:
-            curves: at different batch sizes and contexts.
+            curves: at least one.
             draft_token: seconds of one pass of the drafter, for all rows.
             draft_step: seconds that every draft takes besides.
         """
         drafters = {ANY_KIND: DraftLatency(seconds=(draft_token,), overhead=draft_step)}
-        return cls(tuple(Slice(curve, drafters) for curve in curves), ANY_KIND)
+        return cls(tuple(Slice(curve, drafters) for curve in curves))
 
     @classmethod
     def default(cls, device: str, drafter: str, negligible_draft_cost: bool) -> LatencyModel:
-        """What is assumed before anything was measured on a type of device."""
-        token, draft_pass = DEFAULT_SLOPES.get(device, DEFAULT_SLOPE)
-        curve = CostCurve((1, 2), (1.0, 1.0 + token), context=1, batch=1)
-        drafters = {drafter: DraftLatency(seconds=(0.0 if negligible_draft_cost else draft_pass,))}
-        return cls((Slice(curve, drafters),), drafter)
+        """What is assumed of a type of device before anything was measured."""
+        token = DEFAULT_TOKEN.get(device, DEFAULT_TOKEN_ELSEWHERE)
+        draft = DraftLatency(seconds=(0.0 if negligible_draft_cost else DEFAULT_PASS,))
+        return cls((Slice(CostCurve((1, 2), (1.0, 1.0 + token), context=1, batch=1), {drafter: draft}),), drafter)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, lists and strings, ready for JSON."""
+        slices = [
+            {"target": asdict(one.target), "drafters": {kind: asdict(draft) for kind, draft in one.drafters.items()}}
+            for one in self.slices
+        ]
+        return {"format": FORMAT, "description": dict(self.description), "slices": slices}
 
     @classmethod
     def from_dict(cls, data: Any, drafter: str = ANY_KIND) -> LatencyModel:
@@ -200,13 +181,18 @@ class LatencyModel:
         try:
             if data["format"] != FORMAT:
                 raise ValueError(f"unknown format {data['format']!r}, expected {FORMAT!r}")
-            return cls(tuple(Slice.from_dict(one) for one in data["slices"][: MAX_POINTS + 1]), drafter)
+            slices = []
+            for one in data["slices"]:
+                drafters = {
+                    kind: DraftLatency(
+                        **{**draft, "tokens": tuple(draft["tokens"]), "seconds": tuple(draft["seconds"])}
+                    )
+                    for kind, draft in one["drafters"].items()
+                }
+                slices.append(Slice(CostCurve.from_dict(one["target"]), drafters))
+            return cls(tuple(slices), drafter, dict(data.get("description", {})))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not a latency profile: {error!r}") from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists, ready for JSON."""
-        return {"format": FORMAT, "slices": [one.to_dict() for one in self.slices]}
 
     @classmethod
     def load(cls, path: str | Path) -> LatencyModel:
@@ -214,14 +200,9 @@ class LatencyModel:
 
         Raises:
             ValueError: if the file is no profile.
+            OSError: if it cannot be read.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{str(path)!r} is not a latency profile: {error}") from None
-        return cls.from_dict(data)
-
-
-def _distance(curve: CostCurve, rows: int, context: int) -> float:
-    """Rows count double: they change what a token costs, contexts only what attention adds."""
-    return 2 * abs(log2(rows / curve.batch)) + abs(log2(context / curve.context))
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r} is no latency profile: {error}") from None

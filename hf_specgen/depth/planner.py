@@ -52,7 +52,7 @@ def plan_depths(
     if k == 0 or not len(active):
         return Plan([0] * len(room), len(active) / float(seconds[0]), 1.0)
     allowed = np.arange(1, k + 1) <= np.asarray(room)[active, None]  # [active, k]
-    tokens = np.cumsum(np.pad(accepted[active, :k] * allowed, ((0, 0), (1, 0)), constant_values=1.0), axis=1)
+    tokens = 1 + np.cumsum(np.hstack([np.zeros((len(active), 1)), accepted[active, :k] * allowed]), axis=1)
     reaches, steps = proposed[active, :k] * allowed, np.diff(seconds[: k + 1])
     time = np.concatenate([[0.0], np.cumsum((1 - (1 - reaches).prod(axis=0)) * steps) + empty_draft]) + seconds[0]
     rates = len(active) ** 2 / (1 / tokens).sum(axis=0) / time  # [k + 1] of each common depth

@@ -21,12 +21,11 @@ class StepRecord:
     Args:
         requested: `[rows]` maximum draft depth of each row, after it was cut to the row's room.
         rows: `[rows]` drafted, accepted and emitted tokens; None for a row that took no part.
-        tokens_per_row: tokens of each row in the target's forward pass: the pending token, and the nodes of the
-            largest draft (with padding, if there was any).
+        tokens_per_row: tokens of each row in the target's forward pass: the pending token, the largest draft, padding.
         seconds: wall time by part: "draft", "forward", "verify". No "forward" where drafts were verified together
             with the prompt.
-        drafter_passes: tokens, over all rows, in each forward pass of the drafter. None if that is unknown: then one
-            pass for each level of the deepest draft is assumed, with one token per row.
+        drafter_passes: tokens in each forward pass of the drafter, over all rows. None if unknown: then one pass with
+            one token per row is assumed for each level of the deepest draft.
     """
 
     requested: Sequence[int]
@@ -68,23 +67,19 @@ class PolicySession(ABC):
     def observe(self, step: StepRecord) -> None:
         """Learn from the outcome of a step."""
 
-    def expected_speedup(self, depths: Sequence[int]) -> float | None:
-        """Expected speed of a step with drafts of these depths, relative to plain decoding; None if not estimated."""
-        return None
-
 
 class Policy(ABC):
-    """Chooses draft depths. Subclass it, return a session from `start`, and write the session's `depths`.
+    """Chooses draft depths. Subclass it, and return from `start` a session with a `depths` method.
 
-    A policy holds settings only: it may be shared by calls and threads. Give it to a strategy,
+    A policy holds settings only, so calls and threads can share it. Give it to a strategy,
     `NgramCandidates(k=16, policy=...)`, or to one call, `generate(..., policy=...)`.
 
     Example:
         >>> class WhileAccepted(Policy):
-        ...     '''Drafts 8 tokens while the last step accepted any, and in every tenth step.'''
         ...     def start(self, call):
         ...         return WhileAcceptedSession()
         >>> class WhileAcceptedSession(PolicySession):
+        ...     '''Drafts 8 tokens while the last step accepted any, and in every tenth step.'''
         ...     step, accepted = 0, True
         ...     def depths(self, room):
         ...         return [8 if self.accepted or self.step % 10 == 0 else 0] * len(room)
@@ -123,6 +118,9 @@ class FixedDepth(Policy):
 
     def start(self, call: Call) -> PolicySession:
         return _FixedSession(call.candidates.k if self.k is None else self.k)
+
+
+Fixed = FixedDepth
 
 
 class _FixedSession(PolicySession):

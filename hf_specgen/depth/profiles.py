@@ -1,4 +1,4 @@
-"""Profile files: latency models kept in the user's cache directory, one file for each target, strategy and machine."""
+"""Profile files: latency models in the user's cache directory, one file for each target, strategy and machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import os
 import platform
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -22,25 +23,11 @@ from hf_specgen.version import __version__
 
 logger = logging.getLogger("hf_specgen")
 MAX_BYTES = 1 << 20
-"""A profile has about 1 kB a slice: larger files are not read."""
-
-
-class ProfileFile(NamedTuple):
-    """A profile in the cache directory.
-
-    Args:
-        key: names it, for `load`, `delete` and `export`.
-        description: what its times depend on: the target, the machine, the strategy, versions.
-        latency: the model.
-    """
-
-    key: str
-    description: dict[str, Any]
-    latency: LatencyModel
+"""Larger files are not read: a profile has less than 1 kB a slice."""
 
 
 def directory() -> Path:
-    """Where profiles are kept: `$HF_SPECGEN_CACHE/profiles`, or else under the assets of the Hugging Face cache."""
+    """Where profiles are kept: `$HF_SPECGEN_CACHE/profiles`, or else among the assets of the Hugging Face cache."""
     own = os.environ.get("HF_SPECGEN_CACHE")
     return Path(own or Path(constants.HF_ASSETS_CACHE) / "hf_specgen").expanduser() / "profiles"
 
@@ -55,77 +42,69 @@ def describe(model: Any, strategy: tuple[Any, ...], samples: bool) -> dict[str, 
     """
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
     config = getattr(model, "config", None)
-    devices = sorted({str(parameter.device) for parameter in parameters})
+    shape = {name: getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size")}
     return {
         "target": type(model).__name__,
+        **shape,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        "layers": getattr(config, "num_hidden_layers", None),
-        "hidden_size": getattr(config, "hidden_size", None),
-        "vocab_size": getattr(config, "vocab_size", None),
         "dtype": str(getattr(model, "dtype", None)),
         "attention": None if config is None else compat.attention_implementation(config),
         "ranks": getattr(model, "tp_size", None) or 1,
-        "devices": [f"{name} {_device_name(name)}" for name in devices],
+        "devices": [f"{one}: {_device_name(one)}" for one in sorted({str(one.device) for one in parameters})],
         "threads": torch.get_num_threads(),
-        "strategy": [value if isinstance(value, str | int | float | bool | None) else str(value) for value in strategy],
+        "strategy": [str(value) for value in strategy],
         "samples": samples,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "hf_specgen": __version__},
+        "versions": [torch.__version__, transformers.__version__, __version__],
     }
 
 
 def key_of(description: Mapping[str, Any]) -> str:
-    """The key of what a description describes: the kind of drafter, the target, and a hash.
+    """The key of what a description describes: the kind of drafter, the target's class, and a hash.
 
     Example:
-        >>> key_of({"strategy": ["draft_model", 5], "target": "LlamaForCausalLM"})
-        'draft_model-LlamaForCausalLM-7f3c1e0a2b4d'
+        >>> key_of({"strategy": ["draft_model", "5"], "target": "LlamaForCausalLM"})
+        'draft_model-LlamaForCausalLM-30b60234fc28'
     """
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
     names = f"{description['strategy'][0]}-{description['target']}"
     return "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in names) + f"-{digest}"
 
 
-def list_profiles() -> list[ProfileFile]:
-    """All readable profiles of the cache directory, by key."""
-    found = (load(path.stem) for path in sorted(directory().glob("*.json")))
-    return [profile for profile in found if profile is not None]
+def list_profiles() -> dict[str, LatencyModel]:
+    """All readable profiles of the cache directory by key; what they depend on is in their `description`."""
+    found = {path.stem: load(path.stem) for path in sorted(directory().glob("*.json"))}
+    return {key: latency for key, latency in found.items() if latency is not None}
 
 
-def load(key: str) -> ProfileFile | None:
+def load(key: str) -> LatencyModel | None:
     """Read a profile; None if there is none, or it cannot be read."""
     path = _path(key)
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
-        data = json.loads(path.read_text(encoding="utf-8"))
-        latency = LatencyModel.from_dict(data)
-        description = dict(data["description"])
-    except FileNotFoundError:
+            raise ValueError(f"it has more than {MAX_BYTES} bytes")
+        return LatencyModel.load(path)
+    except (OSError, ValueError) as error:
+        logger.debug("latency profile %s is not used: %s", path, error)
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        logger.debug("latency profile %s is ignored: %s", path, error)
-        return None
-    return ProfileFile(key, description, latency)
 
 
 def save(description: Mapping[str, Any], latency: LatencyModel) -> str:
-    """Write a profile, replacing the whole file at once; if that is not possible, nothing happens.
+    """Write a profile, replacing an older one at once; nothing happens where that is not possible.
 
     Returns:
         Its key.
     """
     key = key_of(description)
-    text = json.dumps({"description": dict(description), **latency.to_dict()}, indent=1)
     try:
-        _replace(_path(key), text)
+        _replace(_path(key), replace(latency, description=description))
     except OSError as error:
         logger.debug("latency profile %s could not be written: %s", key, error)
     return key
 
 
 def delete(key: str) -> bool:
-    """Remove a profile; calls that started before keep it. True if there was one.
+    """Remove a profile; processes that have read it keep it. False if there was none.
 
     Raises:
         OSError: if it cannot be removed.
@@ -137,32 +116,30 @@ def delete(key: str) -> bool:
 
 
 def export(key: str, path: str | Path) -> None:
-    """Copy a profile to a file that can be given to a strategy or a call.
+    """Copy a profile to a file that can be given to a policy.
 
     Raises:
         ValueError: if there is no such profile.
     """
-    profile = load(key)
-    if profile is None:
-        known = [one.key for one in list_profiles()]
-        raise ValueError(f"there is no readable latency profile {key!r} in {directory()}; it has {known}")
-    text = json.dumps({"description": profile.description, **profile.latency.to_dict()}, indent=1)
-    _replace(Path(path), text)
+    latency = load(key)
+    if latency is None:
+        raise ValueError(f"there is no readable profile {key!r} in {directory()}; it has {sorted(list_profiles())}")
+    _replace(Path(path), latency)
 
 
 def _path(key: str) -> Path:
-    if Path(key).name != key or not key:
-        raise ValueError(f"a profile's key is a file name without a folder, got {key!r}")
+    if not key or Path(key).name != key:
+        raise ValueError(f"a profile's key names a file without a folder, got {key!r}")
     return directory() / f"{key}.json"
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that readers see the old one or the new one, never a part."""
+def _replace(path: Path, latency: LatencyModel) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+            json.dump(latency.to_dict(), file, indent=1)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -172,9 +149,7 @@ def _replace(path: Path, text: str) -> None:
 def _device_name(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())

@@ -23,16 +23,16 @@ class Schedule(Policy):
     """A depth by batch size, by context length, or both (then the smaller one).
 
     Args:
-        by_batch: depth from each number of rows on: `{1: 8, 4: 4, 16: 2, 32: 0}` drafts 8 tokens for 1 to 3 rows,
-            4 for 4 to 15, and none from 32 on. Only rows that still generate count.
+        by_batch: depth from each number of rows on: `{1: 8, 4: 4, 16: 0}` drafts 8 tokens for 1 to 3 rows, 4 for 4 to
+            15, and none from 16 on. Only rows that still generate count.
         by_context: depth from each number of tokens in the longest row on.
 
     Raises:
         ValueError: if both are empty, or a number is negative.
 
     Example:
-        >>> Schedule({1: 8, 4: 4, 16: 2, 32: 0})
-        Schedule(by_batch={1: 8, 4: 4, 16: 2, 32: 0}, by_context={})
+        >>> Schedule({1: 8, 4: 4, 16: 0})
+        Schedule(by_batch={1: 8, 4: 4, 16: 0}, by_context={})
     """
 
     by_batch: Mapping[int, int] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class DisableWhen(Policy):
 
     temperature_above: float | None = None
     new_tokens_below: int = 0
-    otherwise: Policy = FixedDepth()
+    otherwise: Policy = field(default_factory=FixedDepth)
 
     def start(self, call: Call) -> PolicySession:
         too_hot = self.temperature_above is not None and call.temperature > self.temperature_above

@@ -1,1 +1,1 @@
-"""Measuring: timing several ways to generate, acceptance statistics, workloads, intervals, memory, provenance."""
+"""Measuring: timing several ways to generate, acceptance and latency, workloads, intervals, memory, provenance."""

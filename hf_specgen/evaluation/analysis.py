@@ -1,8 +1,8 @@
-"""What speculation can bring: expected tokens per step, expected speedup, the best draft length.
+"""Analysis of speculative decoding: expected tokens per step, expected speedup, optimal draft length.
 
-The quantity behind all of it is the probability alpha that a guess is accepted, given that all before it in the draft
-were. Leviathan et al. take it to be the same at every position and every step; what was measured per position may be
-given instead.
+All of it depends on the probability alpha that a draft token is accepted, given that all draft tokens before it were.
+Leviathan et al. assume the same alpha at every position and every step; measured acceptance by position may be given
+instead.
 
 Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), section 3.1, equation 1
 (expected tokens), theorem 3.8 (speedup), section 3.5 (best draft length); Chen et al., "Sequoia" (2024), section 3.2
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
 
 Acceptance = float | Sequence[float]
 Cost = Callable[[int], float]
-LONGEST = 64
+MAX_DRAFT_LENGTH = 64
+"""Longest draft that `optimal_k` considers: at alpha = 0.9 a deeper position is reached once in 800 drafts."""
 
 
 def free_verification(queries: int) -> float:
-    """The cost curve that Leviathan et al. assume: verifying any number of tokens costs as much as one."""
+    """The cost curve that Leviathan et al. assume: verifying any number of tokens takes as long as one."""
     return 1.0
 
 
 def expected_accepted(acceptance: Acceptance, k: int) -> float:
-    """How many of k guesses are accepted on average; a step brings one token more, the target's own.
+    """Expected number of accepted tokens in a draft of k; a step emits one token more, the target's own.
 
     With one alpha: alpha (1 - alpha^k) / (1 - alpha). With a list: the sum of its first k entries.
 
     Args:
-        acceptance: alpha; or, for position 1, 2, …, the share of drafts in which it and all before it were accepted
-            (`Statistics.acceptance_rate_per_position`).
-        k: length of the draft, in tokens; 0 is plain decoding.
+        acceptance: alpha; or, for positions 1, 2, …, the share of drafts in which that position and all before it were
+            accepted (`Statistics.acceptance_rate_per_position`).
+        k: length of the draft in tokens; 0 for plain decoding.
 
     Raises:
         ValueError: for a probability outside 0 to 1, shares that rise, a negative k, or fewer shares than k.
@@ -45,7 +46,7 @@ def expected_accepted(acceptance: Acceptance, k: int) -> float:
         >>> expected_accepted(0.5, 3), expected_accepted([0.8, 0.5, 0.4], 2)
         (0.875, 1.3)
 
-    Source: Leviathan et al. (2023), equation 1, less the token that is the target's own.
+    Source: Leviathan et al. (2023), equation 1, without the target's own token.
     """
     if k < 0:
         raise ValueError(f"k must be at least 0, got {k}")
@@ -59,16 +60,16 @@ def expected_accepted(acceptance: Acceptance, k: int) -> float:
 def expected_speedup(
     acceptance: Acceptance, k: int, cost: Cost = free_verification, draft_cost: float = 0.0, overhead: float = 0.0
 ) -> float:
-    """Tokens per second over those of plain decoding, if every step drafts k tokens.
+    """Expected tokens per second relative to plain decoding, if every step drafts k tokens.
 
         (1 + expected_accepted) T(1) / (T(k + 1) + k draft_cost + overhead)
 
     Args:
         acceptance: as for `expected_accepted`.
         k: length of the draft.
-        cost: T(q), the time of a pass over q tokens, e.g. a measured `CostCurve`.
-        draft_cost: time of one draft token, in the unit of `cost` (seconds with a `CostCurve`).
-        overhead: time of a speculative step beyond that, in the same unit.
+        cost: T(q), the time of a target pass over q tokens, such as a measured `CostCurve`.
+        draft_cost: time to draft one token, in the unit of `cost` (seconds for a `CostCurve`).
+        overhead: further time of a speculative step, in the same unit.
 
     Raises:
         ValueError: as `expected_accepted`, and for a negative cost.
@@ -77,7 +78,7 @@ def expected_speedup(
         >>> round(expected_speedup(0.8, 5, draft_cost=0.05), 3)
         2.951
 
-    Source: Leviathan et al. (2023), theorem 3.8, which is the case of `free_verification` with draft_cost = c.
+    Source: Leviathan et al. (2023), theorem 3.8, which is the case `free_verification` with draft_cost = c.
     """
     for name, value in (("draft_cost", draft_cost), ("overhead", overhead)):
         if value < 0:
@@ -91,14 +92,14 @@ def optimal_k(
     cost: Cost = free_verification,
     draft_cost: float = 0.0,
     overhead: float = 0.0,
-    max_k: int = LONGEST,
+    max_k: int = MAX_DRAFT_LENGTH,
 ) -> int:
-    """The draft length with the highest expected speedup; 0 where no draft pays. Of equals the shortest.
+    """The draft length with the highest expected speedup, 0 if no draft is faster; the shortest of several equal ones.
 
     Args:
-        acceptance, cost, draft_cost: as for `expected_speedup`; with shares per position, at most as many are drafted.
-        overhead: time that a step pays as soon as it drafts at all.
-        max_k: the longest draft considered.
+        acceptance, cost, draft_cost: as for `expected_speedup`; shares by position limit k to their number.
+        overhead: further time of a step with a draft of any length.
+        max_k: longest draft considered.
 
     Example:
         >>> optimal_k(0.8, draft_cost=0.1), optimal_k(0.05, draft_cost=0.1)
@@ -117,13 +118,13 @@ def optimal_k(
 
 
 def speedup_limit(tokens_per_step: float, verification: float, drafting: float, plain_token: float) -> float:
-    """The speedup that so many tokens per step would bring if a step cost its draft and its forward pass only.
+    """The speedup if a step took only the time of its draft and of the target's forward pass.
 
     Args:
-        tokens_per_step: mean over all steps, the target's own token included.
-        verification: mean time of a step's forward pass.
+        tokens_per_step: mean over all steps, including the target's own token.
+        verification: mean time of the target's forward pass in a step.
         drafting: mean time of a step's draft.
-        plain_token: time that plain decoding takes for a token, in the same unit.
+        plain_token: time of plain decoding per token, in the same unit.
 
     Example:
         >>> speedup_limit(2.0, verification=0.012, drafting=0.004, plain_token=0.010)
@@ -135,11 +136,10 @@ def speedup_limit(tokens_per_step: float, verification: float, drafting: float, 
 
 
 def estimated_alpha(statistics: Statistics) -> float:
-    """The alpha under which the counts of a call are most likely: accepted / (accepted + rejections).
+    """Maximum-likelihood estimate of alpha for chains: accepted / (accepted + rejections); 0 without any trial.
 
-    A rejection hides what comes after it in the draft, so accepted / drafted is too low an estimate; only the guesses
-    up to and including the first rejected one were really tried. Drafts cut off by a stop, and those accepted whole,
-    saw no rejection. For chains; nothing tried gives 0.
+    Draft tokens behind the first rejected one are never judged, so accepted / drafted underestimates alpha. Drafts that
+    were accepted completely, or cut off by a stop, contain no rejection.
 
     Example:
         >>> from hf_specgen.statistics import RowStep, Statistics
@@ -162,7 +162,8 @@ def _check_shares(shares: Sequence[float], k: int) -> None:
         _check_probability(share)
     if any(later > earlier for earlier, later in pairwise(shares)):
         raise ValueError(
-            f"a position is accepted only together with those before it, but the shares rise: {list(shares)}"
+            "acceptance by position must not rise, as a position is accepted only with all before it; "
+            f"got {list(shares)}"
         )
     if k > len(shares):
         raise ValueError(f"acceptance is given for {len(shares)} positions, but k is {k}")

@@ -1,14 +1,14 @@
-"""Measures what Medusa heads are worth on a dataset and a machine, so that the best tree can be chosen.
+"""Measures the acceptance rates of Medusa heads on a dataset, from which the best draft tree is chosen.
 
-Real generations, with the decoding settings of each domain: what the heads guessed at each step is compared with the
-text that came. Head h counts where the right token was among the first guesses of every head before it: elsewhere its
-guess could not have been accepted.
+The target generates with the decoding settings of each domain; the tokens that the heads propose in each step are
+compared with the generated text. Head h counts only in steps in which every head before it had the right token among
+its first `RANKS`: in others its token could not have been accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,28 +16,27 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.medusa import MedusaCandidates, MedusaSession
-from hf_specgen.depth import CostCurve
-from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, RANKS, Acceptance, confidence_bin
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 
-QUERIES = (1, 2, 4, 8, 16, 32, 64)
 PRIOR_WEIGHT = 10.0
+"""Steps that the assumption about unmeasured heads counts for, where few were measured."""
 PROBE_NODES = 16
+"""Nodes of the draft trees that are verified meanwhile; they change the number of steps, not the counts."""
 
 
 @dataclass
 class Counts:
-    """How often guesses were right.
+    """How often the tokens of each head were right, by confidence and rank.
 
     Args:
-        heads: how many there are.
+        heads: number of heads.
 
     Example:
         >>> counts = Counts(heads=1)
-        >>> counts.add([[7, 8]], [0.9], [8])  # head 0 guessed 7, then 8; 8 it was
+        >>> counts.add([[7, 8]], [0.9], [8])  # head 0 proposed 7 (rank 0) and 8 (rank 1); 8 was generated
         >>> int(counts.seen[0, confidence_bin(0.9)]), counts.hits[0, confidence_bin(0.9), 1].item()
         (1, 1.0)
     """
@@ -50,9 +49,9 @@ class Counts:
         bins = len(CONFIDENCE_EDGES) + 1
         self.hits, self.seen = torch.zeros(self.heads, bins, RANKS), torch.zeros(self.heads, bins)
 
-    def add(self, guesses: list[list[int]], confidences: list[float], truth: list[int]) -> None:
-        """Count one step: the guesses of each head, best first, and the tokens that came."""
-        for head, (tokens, confidence, token) in enumerate(zip(guesses, confidences, truth, strict=False)):
+    def add(self, proposals: list[list[int]], confidences: list[float], generated: list[int]) -> None:
+        """Count one step: the tokens of each head, best first, and the tokens that were generated."""
+        for head, (tokens, confidence, token) in enumerate(zip(proposals, confidences, generated, strict=False)):
             bin_ = confidence_bin(confidence)
             self.seen[head, bin_] += 1
             if token not in tokens[:RANKS]:
@@ -60,13 +59,13 @@ class Counts:
             self.hits[head, bin_, tokens.index(token)] += 1
 
     def acceptance(self) -> Acceptance:
-        """Shares, drawn towards what is assumed of unmeasured heads where little was seen."""
+        """Acceptance rates; with few counts they are shrunk towards the assumption about unmeasured heads."""
         prior = torch.tensor(Acceptance.untuned(self.heads).table)
         shares = (self.hits + PRIOR_WEIGHT * prior) / (self.seen.unsqueeze(-1) + PRIOR_WEIGHT)
         return Acceptance.from_lists(shares.sort(dim=-1, descending=True).values.tolist())
 
     def by_rank(self) -> torch.Tensor:
-        """`[heads, ranks]` over all confidences."""
+        """`[heads, ranks]` acceptance rates over all confidences."""
         return self.hits.sum(dim=1) / self.seen.sum(dim=1).clamp(min=1).unsqueeze(-1)
 
 
@@ -93,7 +92,7 @@ class _RecordingSession(DraftSession):
             for row, depth in enumerate(budget):
                 if depth:
                     known = len(self.call.state.generated[row])
-                    self._steps.append((row, known, tokens[row].tolist(), confidences[row]))
+                    self._steps.append((row, known, tokens[row].tolist(), confidences[row, :, 0].tolist()))
         return self._session.draft(budget)
 
     def end(self) -> None:
@@ -108,14 +107,14 @@ def measure_acceptance(
     lora: Any = None,
     seed: int = 0,
 ) -> Counts:
-    """Generate, and count.
+    """Generate, and count how often the heads were right.
 
     Args:
         model: the target.
         heads: its heads.
         calls: arguments of `generate` for each call: inputs, decoding settings, `max_new_tokens`.
-        lora: the `PeftModel` of the heads' deltas, for heads that were loaded by hand.
-        seed: of the first call; the next has the next.
+        lora: the `PeftModel` with the heads' LoRA matrices, if they are not in the folder of the heads.
+        seed: of the first call; each further call uses the next number.
     """
     counts = Counts(heads.config.num_heads)
     recording = _Recording(heads, counts, lora)
@@ -125,12 +124,6 @@ def measure_acceptance(
     return counts
 
 
-def save_tuning(heads: MedusaHeads, counts: Counts, cost: CostCurve) -> None:
-    """Put what was measured into the heads' config; `save_pretrained` then writes it."""
+def save_acceptance(heads: MedusaHeads, counts: Counts) -> None:
+    """Store acceptance rates in the heads' config; `save_pretrained` writes them."""
     heads.config.acceptance = [[list(ranks) for ranks in bins] for bins in counts.acceptance().table]
-    heads.config.cost = asdict(cost)
-
-
-def measure_cost(model: PreTrainedModel, context: int = 256) -> CostCurve:
-    """T(q) as far as trees reach."""
-    return measure_cost_curve(model, QUERIES, context=context)

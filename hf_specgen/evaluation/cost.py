@@ -1,7 +1,6 @@
-"""Measures T(q): the latency of one forward pass of the target, by the number of tokens that it reads at once.
+"""Measures T(q): the latency of a forward pass of the target over q tokens per row.
 
-Speculation is fast where T(q) is nearly flat, which holds only while decoding is bound by reading the weights. So it is
-measured on the machine at hand, never assumed.
+Speculative decoding is fast where T(q) is nearly flat, which holds while decoding is limited by memory bandwidth.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ def measure_cost_curve(
     batch: int = 1,
     repeats: int = 7,
 ) -> CostCurve:
-    """Time the target's forward pass as the decoding loop runs it: our cache, our masks, a chain of guesses.
+    """Time the target's forward pass as the decoding loop runs it: the same cache and masks, a chain of draft tokens.
 
-    The numbers of tokens take turns within each repeat, so that a slow moment of the machine touches them all; the
-    first turn warms up and is not counted; each time is the median over the repeats.
+    The sizes are interleaved within each repeat, so that a disturbance of the machine affects all of them; the first
+    repeat is a warm-up and not counted; each time is the median over the repeats.
 
     Args:
         model: the target.
-        queries: how many tokens per row to time, increasing from 1 (q guesses need T(q + 1)).
+        queries: tokens per row to time, increasing from 1 (verifying k draft tokens takes T(k + 1)).
         context: cached tokens in each row.
         batch: rows.
-        repeats: counted turns.
+        repeats: counted repeats.
 
     Raises:
-        ValueError: if a number is out of range, or the model's positions end before context + queries.
+        ValueError: if a number is out of range, or the model has fewer positions than context + queries.
 
     Example:
-        >>> # curve = measure_cost_curve(model); curve.relative(6)  # what verifying 5 guesses costs
+        >>> # curve = measure_cost_curve(model); curve.relative(6)  # T(6) / T(1): verification of 5 draft tokens
     """
     _check_queries(queries)
     for name, value in (("context", context), ("batch", batch), ("repeats", repeats)):
@@ -78,7 +77,7 @@ def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
 
 
 def _forward(target: Target, tokens: torch.Tensor, queries: int) -> float:
-    """Seconds of one pass over the pending token and `queries - 1` guesses, of which nothing is kept."""
+    """Seconds of one pass over the pending token and `queries - 1` draft tokens, all of which are rolled back."""
     tree = DraftTree.chains([row[: queries - 1] for row in tokens.repeat(1, 1 + queries // tokens.shape[1]).tolist()])
     pending = tokens[:, 0].to(target.device)
     wait(target.device)

@@ -1,4 +1,4 @@
-"""How sure a speedup is: bootstrap confidence intervals of a ratio of sums."""
+"""Bootstrap confidence intervals of a speedup, a ratio of sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio with the interval that holds it.
+    """A ratio and its confidence interval.
 
     Args:
         value: the ratio over all samples.
@@ -27,7 +27,7 @@ class Interval:
 
     @property
     def differs(self) -> bool:
-        """False if the interval includes 1: then nothing was shown."""
+        """False if the interval includes 1: the measurement shows no difference."""
         return not self.low <= 1 <= self.high
 
     def __str__(self) -> str:
@@ -45,20 +45,20 @@ def speedup_interval(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Tokens per second over those of the other side, each the sum of tokens over the sum of time.
+    """Ratio of two throughputs, each the sum of tokens divided by the sum of time, with its confidence interval.
 
-    Whole requests are drawn again, with both sides' times together: they ran on the same prompts at the same time, so
-    what a prompt or a slow moment does to both sides is not taken for a difference.
+    The bootstrap resamples whole requests, with the times of both sides together: both ran on the same prompts at the
+    same time, so variation that affects both sides alike does not widen the interval.
 
     Args:
         tokens, seconds: of each request.
-        plain_tokens, plain_seconds: of the same requests, on the other side.
-        resamples: bootstrap samples.
-        confidence: of the interval, between 0 and 1.
+        plain_tokens, plain_seconds: of the same requests with plain decoding.
+        resamples: number of bootstrap samples.
+        confidence: level of the interval, between 0 and 1.
         seed: of the resampling.
 
     Raises:
-        ValueError: if the lists are empty, differ in length, hold a time of 0, or a number is out of range.
+        ValueError: if the lists are empty, differ in length, contain a time of 0, or a number is out of range.
 
     Example:
         >>> speedup_interval([10, 10], [1, 1], [10, 10], [2, 2])

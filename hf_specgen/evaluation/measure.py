@@ -1,4 +1,4 @@
-"""Timing several ways to generate against each other: the same prompts, one process, taking turns."""
+"""Times several ways to generate, interleaved in one process on the same prompts from the same seeds."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Variant:
     """One way to generate.
 
     Args:
-        name: for tables.
-        arguments: gives the arguments of `generate` that make the difference; called anew for every prompt.
-        batched: whether it takes more than one prompt at a time.
+        name: in tables.
+        arguments: returns the arguments of `generate` that define the variant; called again for every prompt.
+        batched: whether it accepts more than one prompt at a time.
     """
 
     name: str
@@ -38,9 +38,9 @@ class Sample:
         tokens: generated tokens, padding left out.
         seconds: wall time of the whole `generate` call; of all calls, for a chat of several turns.
         ids: `[batch, prompt + generated]`.
-        speculation: statistics, from variants that are ours.
-        first_token: seconds until the first new token is there.
-        peak: most memory in use while it ran; None if that was not measured.
+        speculation: the statistics of this package's variants; None for others.
+        first_token: seconds until the first new token.
+        peak: peak memory during the call; None if it was not measured.
     """
 
     tokens: int
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass
 class Total:
-    """Sums over samples. Throughput is the sum of tokens over the sum of time, never a mean of rates."""
+    """Sums over samples. Throughput is the sum of tokens divided by the sum of time, never a mean of rates."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -65,7 +65,7 @@ class Total:
     samples: list[Sample] = field(default_factory=list)
 
     def add(self, sample: Sample, reference: Sample) -> None:
-        """Count a sample; `reference` is plain `generate` on the same prompts."""
+        """Add a sample; `reference` is plain `generate` on the same prompts."""
         self.tokens += sample.tokens
         self.seconds += sample.seconds
         self.identical &= torch.equal(sample.ids, reference.ids)
@@ -101,14 +101,14 @@ def interleave(
     settings: dict[str, Any],
     seed: int = 0,
 ) -> Iterator[dict[str, Sample]]:
-    """Let the variants generate for each batch, one after the other, all from the same seed.
+    """Run all variants on each batch, one after the other, from the same seed.
 
     Args:
         model: the target.
         batches: `input_ids` and `attention_mask`, left-padded.
-        variants: those that cannot take a batch are left out for it.
-        settings: arguments of `generate` that all share.
-        seed: the first batch's; the next batch has the next.
+        variants: those that accept one prompt only are skipped for larger batches.
+        settings: arguments of `generate` that all variants share.
+        seed: of the first batch; it increases by one with every batch.
 
     Yields:
         for each batch the sample of each variant, by name.
@@ -127,24 +127,25 @@ def measure_round(
     first: int = 0,
     followups: Sequence[torch.Tensor] = (),
 ) -> dict[str, Sample]:
-    """One round: every variant that can generates for the same inputs.
+    """Run every variant once on the same inputs.
 
     Args:
         model, variants, settings: as for `interleave`.
         inputs: `input_ids` and `attention_mask` `[batch, prompt]`.
-        seed: for each variant alike.
-        first: who begins; counts on from round to round, so that no variant always runs after a certain other.
-        followups: for a chat (one row) the tokens `[1, length]` of every further turn, from the end of the answer
-            before it; each turn goes on from the cache of the one before.
+        seed: the same for each variant.
+        first: index of the variant that runs first, modulo their number; increase it from round to round, so that no
+            variant always runs after the same other one.
+        followups: for a chat (one row) the tokens `[1, length]` of every further turn, starting at the end of the
+            previous answer; each turn continues from the cache of the previous one.
 
     Returns:
         the sample of each variant, by name, in the order of `variants`.
     """
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    able = [c for c in variants if c.batched or len(inputs["input_ids"]) == 1]
-    turns = able[first % len(able) :] + able[: first % len(able)]
-    samples = {c.name: _run(model, inputs, followups, {**settings, **c.arguments()}, seed) for c in turns}
-    return {c.name: samples[c.name] for c in able}
+    able = [variant for variant in variants if variant.batched or len(inputs["input_ids"]) == 1]
+    order = able[first % len(able) :] + able[: first % len(able)]
+    samples = {v.name: _run(model, inputs, followups, {**settings, **v.arguments()}, seed) for v in order}
+    return {variant.name: samples[variant.name] for variant in able}
 
 
 def _run(
@@ -177,7 +178,7 @@ def _run(
 
 
 def _next_turn(output: Any, followup: torch.Tensor) -> dict[str, Any]:
-    """The inputs of a chat's next turn; an end token that the answer already has is not repeated."""
+    """The inputs of the next turn of a chat; an EOS token at the end of the answer is not repeated."""
     text = output.sequences
     if int(text[0, -1]) == int(followup[0, 0]):
         followup = followup[:, 1:]
@@ -186,7 +187,7 @@ def _next_turn(output: Any, followup: torch.Tensor) -> dict[str, Any]:
 
 
 class _FirstToken(BaseStreamer):
-    """Notes when the first token comes: what is put first is the prompt."""
+    """Records the time of the first new token: the second `put`, as the first one is the prompt."""
 
     begin = 0.0
     seconds = 0.0
@@ -202,7 +203,7 @@ class _FirstToken(BaseStreamer):
 
 
 def _count(model: PreTrainedModel, generated: torch.Tensor) -> int:
-    """Tokens up to and including the first end token of each row; the same way for every variant."""
+    """Tokens up to and including the first EOS token of each row; counted alike for every variant."""
     ends: Any = cast(Any, model).generation_config.eos_token_id
     if ends is None:
         return generated.numel()
@@ -212,6 +213,6 @@ def _count(model: PreTrainedModel, generated: torch.Tensor) -> int:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all that it was given."""
+    """Block until all work submitted to the device is done."""
     if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+        torch.accelerator.synchronize(device)

@@ -1,4 +1,4 @@
-"""The most memory that was in use since a certain moment, on the host and on the device."""
+"""Peak memory of the process and of the accelerator since a reset."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes; None where this system does not tell.
+    """Peak memory in bytes; None where the system does not report it.
 
     Args:
         host: resident memory of the process.
-        device: memory that torch holds on the accelerator.
+        device: memory allocated by torch on the accelerator.
     """
 
     host: int | None = None
@@ -23,8 +23,8 @@ class Peak:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Count peaks from now on."""
-    with suppress(OSError):  # Linux only: sets the peak of resident memory to what it is now
+    """Start a new measurement of the peaks."""
+    with suppress(OSError):  # Linux only: sets the peak of resident memory to its current value
         Path("/proc/self/clear_refs").write_text("5")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Where a number comes from: commit, versions, machine, command. Saved with every result."""
+"""Provenance of a measurement: commit, command, versions and machine. Saved with every result."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+PACKAGE = Path(__file__).resolve().parents[1]
 RECORDED = ("benchmarks/results", "benchmarks/README.md")
 
 
 def provenance() -> dict[str, Any]:
-    """What somebody needs in order to repeat a measurement.
+    """What is needed to repeat a measurement.
 
     Returns:
-        commit (with "+changes" if anything but recorded results differs from it), argv, versions, machine.
+        `commit`: of the repository that this package is a checkout of, with "+changes" if anything but recorded results
+        differs from it; None for an installed package. `argv`, `versions` and `machine` of this process.
     """
     packages = ("hf-specgen", "torch", "transformers")
     return {
@@ -34,14 +36,20 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    here = Path(__file__).resolve().parent
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-        status = ["git", "status", "--porcelain", "--", ":/", *(f":(top,exclude){path}" for path in RECORDED)]
-        changes = subprocess.run(status, cwd=here, capture_output=True, text=True, check=True)
+        root = Path(_git("rev-parse", "--show-toplevel")).resolve()
+        if root != PACKAGE.parent or not _git("ls-files", "--", "__init__.py"):
+            return None  # installed somewhere inside another repository
+        excluded = [f":(top,exclude){path}" for path in RECORDED]
+        changes = _git("status", "--porcelain", "--", ":/", *excluded)
+        return _git("rev-parse", "HEAD") + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def _processor() -> str:

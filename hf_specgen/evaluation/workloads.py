@@ -1,4 +1,4 @@
-"""Workloads of demo, doctor, tuning and benchmarks: the embedded models, prompts by domain, settings, comparisons."""
+"""Workloads of demo, doctor, tuning and benchmarks: loading models, the embedded models, prompts by domain."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.evaluation.measure import Sample
+from hf_specgen.evaluation.settings import DTYPES
+from hf_specgen.evaluation.settings import WorkloadSettings as WorkloadSettings
+from hf_specgen.heads.files import source_errors
 
 ASSETS = Path(__file__).resolve().parents[2] / "benchmarks" / "assets"
 EMBEDDED_MODEL = ASSETS / "reference-lm"
@@ -22,35 +25,18 @@ EMBEDDED_HEADS = ASSETS / "medusa-heads"
 PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
 OURS = (NGRAM, DRAFT, SKIP, MEDUSA)
 
-# Greedy decoding of a small model falls into repetition where the answer is open, which flatters every n-gram method:
-# those domains are sampled, with a seed, so that identity can still be checked token by token.
+# Greedy decoding of a small model falls into repetition where the answer is open, which favours every n-gram method:
+# those domains are sampled with a seed, so that tokens can still be compared one by one.
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "prose": SAMPLED}
-
-
-@dataclass(frozen=True)
-class WorkloadSettings:
-    """What to run; every field is an option of `hf-specgen demo`."""
-
-    model: str = ""
-    prompts: tuple[str, ...] = ()
-    k: int = 16
-    branches: int = 1
-    draft: str = ""
-    adapter: str = ""
-    heads: str = ""
-    batch_size: int = 1
-    dtype: str = "float32"
-    device: str = "cpu"
-    max_new_tokens: int = 128
-    prompts_per_domain: int = 5
-    seed: int = 0
+OWN_PROMPTS = "prompts"
+"""Domain of prompts that name none."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which our text leaves the plain one, and the target's logits of both tokens there."""
+    """The first token at which our text differs from the plain one, and the target's logits of both tokens there."""
 
     row: int
     position: int
@@ -61,30 +47,110 @@ class Difference:
 
 
 def load(settings: WorkloadSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and its tokenizer, ready for left-padded batches.
+    """The target in evaluation mode, and its tokenizer for left-padded batches.
 
     Raises:
-        FileNotFoundError: if no model was named and the embedded one is not there (it comes with the repository).
+        FileNotFoundError: if there is no such folder; or no model was named, and the embedded one is not there.
+        OSError: if a repository does not exist or cannot be reached.
+        ValueError: for an unknown dtype or device, or damaged files.
     """
-    name = settings.model or str(EMBEDDED_MODEL)
     if not settings.model and not EMBEDDED_MODEL.exists():
         raise FileNotFoundError("the embedded model comes with the repository, not the package; name one with --model")
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    return load_model(settings.model or str(EMBEDDED_MODEL), torch_dtype(settings.dtype), settings.device)
+
+
+def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model in evaluation mode, and its tokenizer for left-padded batches.
+
+    Args:
+        name: Hub id or folder.
+        dtype: "auto" for that of the checkpoint.
+        device: such as "cpu" or "cuda:1".
+
+    Raises:
+        OSError, ValueError: as `load`.
+    """
+    check_device(device)
+    with source_errors(name):
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, settings.dtype))
-    return cast(Any, model).to(settings.device).eval(), tokenizer
+    return cast(Any, model).to(device).eval(), tokenizer
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The floating-point type of this name.
+
+    Raises:
+        ValueError: for any other name.
+
+    Example:
+        >>> torch_dtype("bfloat16")
+        torch.bfloat16
+    """
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {name!r}")
+    return cast(torch.dtype, getattr(torch, name))
+
+
+def check_device(name: str) -> None:
+    """Raise a `ValueError` unless PyTorch has this device here."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise ValueError(f"device {name!r} cannot be used here ({reason}); try cpu or cuda") from None
 
 
 def domain_prompts(settings: WorkloadSettings) -> dict[str, list[str]]:
-    """The prompts of each domain: the user's own, or the embedded ones."""
-    if settings.prompts:
-        return {"prompt": list(settings.prompts)}
-    rows = [json.loads(line) for line in EMBEDDED_PROMPTS.read_text(encoding="utf-8").splitlines()]
-    return {
-        domain: [row["prompt"] for row in rows if row["domain"] == domain][: settings.prompts_per_domain]
-        for domain in DOMAINS
-    }
+    """The prompts of each domain: the user's own, or the embedded ones.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_prompts`.
+    """
+    if settings.prompt:
+        return {OWN_PROMPTS: list(settings.prompt)}
+    found = read_prompts(settings.prompts or EMBEDDED_PROMPTS, settings.prompts_per_domain)
+    return {domain: found[domain] for domain in (*DOMAINS, *found) if domain in found}
+
+
+def read_prompts(path: Path, per_domain: int) -> dict[str, list[str]]:
+    """The first prompts of each domain in a file.
+
+    Args:
+        path: JSON Lines with rows {prompt, domain}, where the domain may be left out; or a text file (.txt) with a
+            prompt in each line.
+        per_domain: the number of prompts from each domain.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if a line is no such row, or there are no prompts.
+    """
+    if not path.is_file():
+        hint = f"; for the number of prompts use --prompts-per-domain {path}" if str(path).isdecimal() else ""
+        raise FileNotFoundError(f"there is no file {str(path)!r} of JSONL rows {{prompt, domain}}{hint}")
+    chosen: dict[str, list[str]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        if not line.strip():
+            continue
+        domain, prompt = (OWN_PROMPTS, line) if path.suffix == ".txt" else _row(line, f"{path}, line {number}")
+        if len(chosen.setdefault(domain, [])) < per_domain:
+            chosen[domain].append(prompt)
+    if not chosen:
+        raise ValueError(f"{path} has no prompts; give JSONL rows {{prompt, domain}}")
+    return chosen
+
+
+def _row(line: str, where: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+        prompt, domain = row["prompt"], row.get("domain", OWN_PROMPTS)
+        if isinstance(prompt, str) and isinstance(domain, str):
+            return domain, prompt
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ValueError(f"{where}: expected a JSON object with the key prompt, got {line[:60]!r}")
 
 
 def encode(
@@ -101,7 +167,7 @@ def encode(
 
 
 def first_difference(model: PreTrainedModel, plain: Sample, ours: Sample) -> Difference | None:
-    """Where our ids first differ from the plain ones, with both tokens' logits; None where they are identical."""
+    """Where our ids first differ from the plain ones, with both tokens' logits; None if they are identical."""
     width = min(plain.ids.shape[1], ours.ids.shape[1])
     differs = (plain.ids[:, :width] != ours.ids[:, :width]).nonzero()
     if len(differs) == 0:

@@ -1,4 +1,4 @@
-"""Small trained parts that guess from a target's hidden states, and where they attach to it."""
+"""Draft heads: small trained modules that propose tokens from the target's hidden states, and their file formats."""
 
 from hf_specgen.heads.exit_head import ExitHead, load_exit_head
 from hf_specgen.heads.formats import load_medusa

@@ -1,25 +1,25 @@
-"""How often each head's guesses are right, and the tree of guesses that is worth most.
+"""Acceptance rates of Medusa heads by confidence and rank: the prior by which draft trees are built.
 
-A head that is sure of itself is right more often, so acceptance is kept by confidence: entry `[h][c][r]` is how often
-the guess of rank r of head h was right where the head's confidence lay in bin c and the guesses before it were right.
-A tree's path is a list of ranks: `[0, 2]` is the best guess of head 0, then the third of head 1. The product of its
-entries is how likely it is to be accepted.
+A head is right more often when its confidence is high, so acceptance is kept by confidence: entry `[h][c][r]` is the
+share of steps in which the token of rank r of head h was right, of those in which the head's confidence lay in bin c
+and the tokens before it were right.
 
-Source: Cai et al., "Medusa" (2024), section 2.3.3 (optimised tree construction); choosing by confidence is after
-Li et al., "EAGLE-2" (2024), section 4.1.
+Source: Cai et al., "Medusa" (2024), section 2.3.3 (acceptance by rank); by confidence after Li et al., "EAGLE-2" (2024),
+section 4.1.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-Path = tuple[int, ...]
 CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.8, 0.95)
 RANKS = 10
+"""Tokens of each head that are counted: the tenth of the embedded heads' first head is right in about 1% of steps."""
+HEAD_DECAY = 0.8
+"""Assumed acceptance of each head relative to the one before."""
 
 
 def confidence_bin(confidence: float) -> int:
@@ -34,13 +34,14 @@ def confidence_bin(confidence: float) -> int:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance by head, confidence and rank.
+    """Acceptance rates by head, confidence and rank.
 
     Args:
         table: `[heads][bins][ranks]` probabilities.
 
     Raises:
-        ValueError: if the table has another number of bins, or a guess is likelier than one of a better rank.
+        ValueError: if the table has another number of bins, or the entries of a bin are not probabilities that fall
+            with the rank.
     """
 
     table: tuple[tuple[tuple[float, ...], ...], ...]
@@ -49,27 +50,35 @@ class Acceptance:
         for head, bins in enumerate(self.table):
             if len(bins) != len(CONFIDENCE_EDGES) + 1:
                 raise ValueError(f"head {head} has {len(bins)} bins of confidence, not {len(CONFIDENCE_EDGES) + 1}")
-            if any(list(ranks) != sorted(ranks, reverse=True) for ranks in bins):
-                raise ValueError(f"head {head} has a guess that is likelier than one of a better rank")
+            for ranks in bins:
+                if not ranks or not all(0 <= later <= earlier <= 1 for earlier, later in pairwise((1.0, *ranks))):
+                    raise ValueError(f"head {head}: acceptance must fall with the rank, from 1 to 0, got {ranks}")
 
     @classmethod
     def from_lists(cls, table: Sequence[Sequence[Sequence[float]]]) -> Acceptance:
-        """From the lists of a JSON file."""
-        return cls(tuple(tuple(tuple(map(float, ranks)) for ranks in bins) for bins in table))
+        """From the lists of a JSON file.
+
+        Raises:
+            ValueError: if they are not nested lists of numbers, or as for `Acceptance`.
+        """
+        try:
+            return cls(tuple(tuple(tuple(map(float, ranks)) for ranks in bins) for bins in table))
+        except TypeError:
+            raise ValueError(f"acceptance must be lists [heads][bins][ranks] of numbers, got {table!r:.80}") from None
 
     @classmethod
     def untuned(cls, heads: int) -> Acceptance:
-        """What to assume of heads that nobody has measured: a guess is right as often as its head is confident.
+        """The assumption for heads that were not measured: a token is right as often as its head is confident.
 
-        What is left is shared out over the further ranks, each half as likely as the one before (and never likelier);
-        every head is 0.8 times as reliable as the one before.
+        The remaining probability is shared out over the further ranks, each half as likely as the one before (and never
+        more likely); every head is `HEAD_DECAY` times as reliable as the one before.
         """
         edges = (0.0, *CONFIDENCE_EDGES, 1.0)
         confidences = [(low + high) / 2 for low, high in pairwise(edges)]
         return cls(
             tuple(
                 tuple(
-                    tuple(0.8**head * min(c, c if rank == 0 else (1 - c) * 0.5**rank) for rank in range(RANKS))
+                    tuple(HEAD_DECAY**head * min(c, c if rank == 0 else (1 - c) * 0.5**rank) for rank in range(RANKS))
                     for c in confidences
                 )
                 for head in range(heads)
@@ -78,46 +87,9 @@ class Acceptance:
 
     @property
     def heads(self) -> int:
+        """Number of heads."""
         return len(self.table)
 
     def cut(self, ranks: int) -> Acceptance:
         """The same for the first ranks only."""
         return Acceptance(tuple(tuple(row[:ranks] for row in bins) for bins in self.table))
-
-    def at(self, bins: Sequence[int]) -> list[tuple[float, ...]]:
-        """The probabilities of each head's ranks at the bins that the heads' confidences lie in."""
-        return [self.table[head][bin_] for head, bin_ in enumerate(bins)]
-
-
-def best_tree(
-    probabilities: Sequence[Sequence[float]], cost: Callable[[int], float], max_nodes: int
-) -> tuple[list[Path], float]:
-    """The tree with the most expected tokens per time: grown by the likeliest path, cut where it is worth most.
-
-    Args:
-        probabilities: `[heads][ranks]`, falling with the rank.
-        cost: time of a step that verifies n nodes, in any unit.
-        max_nodes: largest tree.
-
-    Returns:
-        its paths, the likeliest first, and how many tokens a step is expected to yield, the target's own included.
-
-    Example:
-        >>> best_tree([[0.8, 0.1], [0.5, 0.2]], lambda nodes: 1 + 0.1 * nodes, max_nodes=4)
-        ([(0,), (0, 0)], 2.2)
-    """
-    heap: list[tuple[float, Path]] = [(-probabilities[0][0], (0,))]
-    grown: list[Path] = []
-    expected, best_size, best_expected = 1.0, 0, 1.0
-    while heap and len(grown) < max_nodes:
-        negative, path = heapq.heappop(heap)
-        grown.append(path)
-        expected -= negative
-        if expected / cost(len(grown)) > best_expected / cost(best_size):
-            best_size, best_expected = len(grown), expected
-        last, head = path[-1], len(path) - 1
-        if last + 1 < len(probabilities[head]) and (here := probabilities[head][last]) > 0:
-            heapq.heappush(heap, (negative / here * probabilities[head][last + 1], (*path[:-1], last + 1)))
-        if head + 1 < len(probabilities):
-            heapq.heappush(heap, (negative * probabilities[head + 1][0], (*path, 0)))
-    return grown[:best_size], round(best_expected, 6)

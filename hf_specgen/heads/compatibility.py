@@ -1,4 +1,4 @@
-"""What a set of heads belongs to: heads of another model would run, and be wrong all the time."""
+"""Which target a set of heads was trained for. Heads on another target would run, but nothing would be accepted."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ COMPARED = {
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> Fingerprint:
-    """What tells a base model from another.
+    """What is stored with heads to recognise their target.
 
     Args:
-        model: the base model.
-        tokenizer: for the chat template; None leaves it open.
+        model: the target.
+        tokenizer: for the chat template; None leaves it unknown.
 
     Returns:
         name, architecture, sizes, and a hash of the chat template (None if there is none or it is not known).
@@ -50,20 +50,20 @@ def chat_template_hash(tokenizer: Any) -> str | None:
 
 
 def other_chat_template(base: Fingerprint | None, tokenizer: Any) -> str | None:
-    """A sentence if the heads learnt text in another chat format than this tokenizer writes, else None."""
-    learnt = (base or {}).get("chat_template")
-    if learnt is None or learnt == chat_template_hash(tokenizer):
+    """A warning if the heads were trained with another chat template than this tokenizer's, else None."""
+    trained = (base or {}).get("chat_template")
+    if trained is None or trained == chat_template_hash(tokenizer):
         return None
-    return "the heads were trained with another chat template than this tokenizer's, and will guess worse for it"
+    return "the heads were trained with another chat template than this tokenizer's: fewer draft tokens are accepted"
 
 
 def check_fingerprint(base: Fingerprint | None, model: PreTrainedModel, what: str) -> None:
-    """Raise unless `model` can be what `base` describes.
+    """Raise unless `model` can be the target that `base` describes.
 
     Args:
-        base: the fingerprint that travelled with the heads; fields that are not known are not compared.
-        model: the target at hand.
-        what: how to call the heads in the message.
+        base: the fingerprint stored with the heads; fields that it does not have are not compared.
+        model: the target in use.
+        what: names the heads in the message.
 
     Raises:
         ValueError: naming the first field that differs, with both values.
@@ -80,7 +80,7 @@ def check_fingerprint(base: Fingerprint | None, model: PreTrainedModel, what: st
 
 
 def check_heads(config: Any, model: PreTrainedModel, what: str) -> None:
-    """Raise unless heads of this `MedusaConfig` can be those of `model`: sizes, then what they were trained for.
+    """Raise unless heads of this `MedusaConfig` fit `model`: their sizes, then the target they were trained for.
 
     Raises:
         ValueError: naming the first field that differs.

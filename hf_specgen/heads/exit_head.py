@@ -1,4 +1,4 @@
-"""Exit heads: predict the next token from the hidden state behind an early layer of the target."""
+"""Exit heads: predict the next token from the hidden state after an early layer of the target."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils.hub import cached_file
 
+from hf_specgen.heads.files import find_file, number_field, offline_hint, read_json
+from hf_specgen.heads.lora import load_adapter, shared_linear
 from hf_specgen.target.model_parts import decoder_layers, final_norm, output_matrix
 
 EXIT_CONFIG = "exit_config.json"
-WEIGHTS = "adapter_model.safetensors"
 
 
 class ExitHead(nn.Module):
-    """A norm of its own, then the target's output matrix, on which an adapter may sit.
+    """A norm, then the target's output matrix, which may have a LoRA adapter.
 
-    A fresh head is exactly what the target itself would say if it stopped at that layer. The matrix shares the
-    target's memory but is a module of its own: neither training nor loading an adapter touches the target.
+    A new head computes exactly the logits of the target cut off after that layer. Its output matrix shares the target's
+    memory but is a module of its own: neither training nor loading an adapter changes the target.
 
     Args:
         norm: from hidden state to hidden state.
         head: from hidden state to vocabulary.
-        exit_layer: how many of the target's layers come before it; None if it has not been placed.
+        exit_layer: number of target layers before the head; None if that is not decided.
 
     Example:
         >>> head = ExitHead(nn.LayerNorm(4), nn.Linear(4, 9, bias=False))
@@ -41,14 +41,14 @@ class ExitHead(nn.Module):
 
     @classmethod
     def from_target(cls, model: PreTrainedModel, exit_layer: int | None = None) -> ExitHead:
-        """A fresh head: a copy of the target's final norm, and its output matrix.
+        """A new head: a copy of the target's final norm, and its output matrix.
 
         Raises:
             ValueError: if the target has no such parts, or no layer `exit_layer`.
         """
         layers = len(decoder_layers(model))
         if exit_layer is not None and not 0 < exit_layer < layers:
-            raise ValueError(f"exit_layer must be between 1 and {layers - 1} for this target, not {exit_layer}.")
+            raise ValueError(f"exit_layer must be between 1 and {layers - 1} for this target, got {exit_layer}")
         return cls(copy.deepcopy(final_norm(model)), shared_linear(output_matrix(model)), exit_layer)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class ExitHead(nn.Module):
 
 
 def save_exit_head(adapter: Any, folder: str | Path, target: PreTrainedModel, base_model: str) -> None:
-    """Write a trained head: PEFT's two files and `exit_config.json`, which says what it belongs to.
+    """Write a trained head: PEFT's two files, and `exit_config.json` with the target's sizes.
 
     Args:
         adapter: the `PeftModel` around an `ExitHead`.
@@ -71,7 +71,7 @@ def save_exit_head(adapter: Any, folder: str | Path, target: PreTrainedModel, ba
 
 
 def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
-    """A trained head, placed on its target.
+    """Load a trained head for its target. The files are not trusted: sizes are checked before anything is allocated.
 
     Args:
         target: the model that the head was trained for; it is not changed.
@@ -81,23 +81,22 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
         the head, frozen, in the target's dtype and on the device of its output matrix.
 
     Raises:
-        FileNotFoundError: if `exit_config.json` or the safetensors file is not there.
-        ValueError: if the head was made for a target of other sizes.
+        FileNotFoundError: if a file is missing.
+        ValueError: if a file is damaged, or the head was trained for a target of other sizes.
+        ImportError: without peft.
     """
-    from peft import PeftModel
-
     source = str(path_or_id)
-    config = _config(source)
-    _file(source, WEIGHTS)
+    config, path = _config(source)
     for name, value in _sizes(target).items():
-        if config[name] != value:
+        trained = number_field(config, name, path)
+        if trained != value:
             raise ValueError(
-                f"{source} was trained for {config['base_model']} with {name} {config[name]}, "
-                f"but this target has {value}; load the head that belongs to it."
+                f"{source} was trained for {config.get('base_model')!r:.120} with {name} {trained}, but this target "
+                f"has {value}; load the head that belongs to it"
             )
     matrix = output_matrix(target)
-    fresh = ExitHead.from_target(target, config["exit_layer"])
-    adapted = PeftModel.from_pretrained(cast(Any, fresh), source, autocast_adapter_dtype=False)
+    new = ExitHead.from_target(target, number_field(config, "exit_layer", path))
+    adapted = load_adapter(new, source, adapted=["head"], saved=["norm"])
     head = cast(ExitHead, adapted.base_model.model)
     return head.to(device=matrix.weight.device, dtype=matrix.weight.dtype).requires_grad_(False).eval()
 
@@ -107,12 +106,20 @@ def exit_layer_of(path_or_id: str | Path) -> int:
 
     Raises:
         FileNotFoundError: if there is no `exit_config.json`.
+        ValueError: if that file is damaged.
     """
-    return int(_config(str(path_or_id))["exit_layer"])
+    config, path = _config(str(path_or_id))
+    return number_field(config, "exit_layer", path)
 
 
-def _config(source: str) -> dict[str, Any]:
-    return cast(dict[str, Any], json.loads(Path(_file(source, EXIT_CONFIG)).read_text(encoding="utf-8")))
+def _config(source: str) -> tuple[dict[str, Any], Path]:
+    path = find_file(source, EXIT_CONFIG)
+    if path is None:
+        raise FileNotFoundError(
+            f"{source} has no {EXIT_CONFIG}: not an exit head written by recipes/train_layer_skip.py"
+            + offline_hint(source)
+        )
+    return read_json(path), path
 
 
 def _sizes(model: PreTrainedModel) -> dict[str, int]:
@@ -122,22 +129,3 @@ def _sizes(model: PreTrainedModel) -> dict[str, int]:
         "vocab_size": matrix.out_features,
         "num_hidden_layers": len(decoder_layers(model)),
     }
-
-
-def shared_linear(matrix: nn.Linear) -> nn.Linear:
-    """The same numbers in the same memory under parameters of their own, so that freezing them stays ours."""
-    twin = nn.Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None, device="meta")
-    twin.weight = nn.Parameter(matrix.weight.detach(), requires_grad=False)
-    if matrix.bias is not None:
-        twin.bias = nn.Parameter(matrix.bias.detach(), requires_grad=False)
-    return twin
-
-
-def _file(source: str, name: str) -> str:
-    try:
-        found = cached_file(source, name)
-    except OSError:
-        found = None
-    if found is None:
-        raise FileNotFoundError(f"{source} has no {name}: not an exit head written by recipes/train_layer_skip.py.")
-    return str(found)

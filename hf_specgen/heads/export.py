@@ -1,4 +1,4 @@
-"""Writing Medusa heads in the formats that other programs serve."""
+"""Writing Medusa heads in the formats that the original Medusa, TGI and vLLM read."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ Tensors = dict[str, torch.Tensor]
 def export_medusa(heads: MedusaHeads, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:
     """Write heads in another program's format.
 
-    Heads with LoRA deltas get output matrices of their own: the target's, with each head's delta added.
+    Heads with LoRA matrices get their own output matrices: the target's, with each head's LoRA product added.
 
     Args:
         heads: as loaded.
-        folder: where to.
-        to: "medusa" (v2, or v1 where the heads have output matrices of their own), "tgi" or "vllm".
-        target: needed where its output matrix goes into the files: "vllm" with shared matrices, and heads with LoRA.
+        folder: where to; it must not hold a config.json.
+        to: "medusa" (v2, or v1 if the heads have their own output matrices), "tgi" or "vllm".
+        target: needed if its output matrix becomes part of the files: "vllm" with shared matrices, and heads with LoRA.
 
     Returns:
         the files written.
 
     Raises:
-        ValueError: for another format, heads that it cannot express, or a missing target.
+        ValueError: for an unknown format, heads that it cannot represent, or a missing target.
     """
     if to not in FORMATS:
-        raise ValueError(f"unknown format {to!r}; there are {', '.join(FORMATS)}")
+        raise ValueError(f"unknown format {to!r}; use one of {', '.join(FORMATS)}")
     if heads.config.reads_token:
-        raise ValueError(f"{to} has no heads that read the next token (reads_token=True); train heads without it")
+        raise ValueError(f"{to} cannot represent heads that read the next token (reads_token=True); train others")
     folder = Path(folder)
     if (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds a config.json already; export to a folder of its own")
+        raise ValueError(f"{folder} holds a config.json already; export to another folder")
     outputs = _outputs(heads, target, to)
     writers = {"medusa": _medusa, "tgi": _tgi, "vllm": _vllm}
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,12 +56,12 @@ def export_medusa(heads: MedusaHeads, folder: str | Path, to: str, target: PreTr
 
 
 def _outputs(heads: MedusaHeads, target: PreTrainedModel | None, to: str) -> list[torch.Tensor]:
-    """Each head's own output matrix `[vocab, hidden]`; none if they share the target's."""
+    """The output matrix `[vocab, hidden]` of each head; an empty list if they share the target's."""
     if heads.config.own_outputs:
         return [head.weight for head in heads.lm_heads]  # type: ignore[misc]
     if heads.config.lora_rank:
         if target is None:
-            raise ValueError(f"heads with LoRA deltas are merged into the target's matrix for {to}; give the target")
+            raise ValueError(f"LoRA matrices are merged into the target's output matrix for {to}; give the target")
         matrix = _without_bias(target, to)
         down, up = stacked_deltas(load_lora(matrix, heads.config.num_heads, str(heads.name_or_path)))
         return [matrix.weight + (d @ u).T.to(matrix.weight) for d, u in zip(down, up, strict=True)]
@@ -71,12 +71,12 @@ def _outputs(heads: MedusaHeads, target: PreTrainedModel | None, to: str) -> lis
 def _without_bias(target: PreTrainedModel, to: str) -> torch.nn.Linear:
     matrix = output_matrix(target)
     if matrix.bias is not None:
-        raise ValueError(f"the target's output matrix has a bias, which {to} has no place for; export shared heads")
+        raise ValueError(f"{to} cannot represent the bias of the target's output matrix; export heads that share it")
     return matrix
 
 
 def _layers(heads: MedusaHeads, pattern: str) -> Tensors:
-    """The residual layers under other names; `pattern` has places for head, layer and kind."""
+    """The residual layers under other names; `pattern` is formatted with head, layer and kind of tensor."""
     tensors = {}
     for name, tensor in heads.blocks.state_dict().items():
         head, _, layer, kind = name.split(".")
@@ -110,7 +110,9 @@ def _tgi(
     heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
 ) -> tuple[dict[str, Any], str, Tensors]:
     if not outputs and heads.config.num_layers != 1:
-        raise ValueError(f"TGI reads heads of one layer that share the output matrix, not {heads.config.num_layers}")
+        raise ValueError(
+            f"TGI reads heads that share the output matrix with one layer only, these have {heads.config.num_layers}"
+        )
     config, _, tensors = _medusa(heads, outputs, target)
     return config, "medusa_lm_head.safetensors", tensors
 
@@ -119,7 +121,7 @@ def _vllm(
     heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
 ) -> tuple[dict[str, Any], str, Tensors]:
     if not outputs and target is None:
-        raise ValueError("vLLM's files hold the target's output matrix, which these heads share; give the target")
+        raise ValueError("vLLM's files hold the output matrix, which these heads share; give the target")
     config = heads.config
     tensors = _layers(heads, "blocks.{}.layers.{}.{}")
     if outputs:

@@ -7,33 +7,56 @@
 | Medusa v2, TGI | medusa_lm_head.safetensors | `{head}.{layer}.linear.weight`, `.bias` |
 | vLLM | model.safetensors | `blocks.{head}.layers.{layer}.weight`, `.bias`; `lm_heads.{head}.weight` |
 
-In foreign formats the numbers of heads and layers are counted in the tensors: configs in the wild are wrong about them.
-Files are untrusted: safetensors, or `torch.load(weights_only=True)`.
+In all but our own format the numbers of heads and layers are counted in the tensors: some published configs are wrong
+about them. Files are not trusted: no module is built before the tensors' names and shapes have been checked.
 """
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from hf_specgen import compat
 from hf_specgen.heads.compatibility import check_heads
+from hf_specgen.heads.files import (
+    Shape,
+    Tensors,
+    find_file,
+    first_line,
+    offline_hint,
+    read_json,
+    read_tensors,
+    tensor_shapes,
+)
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specgen.target.model_parts import output_matrix
 
-Tensors = dict[str, torch.Tensor]
-ORIGINAL = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
 LAYER = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
 OUTPUT = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight$")
 VLLM_LAYER = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
 VLLM_OUTPUT = re.compile(r"^lm_heads\.(\d+)\.weight$")
+
+
+class Checkpoint(NamedTuple):
+    """A set of heads on disk, checked but not loaded.
+
+    Args:
+        source: folder or Hub id.
+        config: the shape of the heads.
+        files: those that hold the tensors.
+        names: for each tensor that is used, its name in `MedusaHeads`.
+    """
+
+    source: str
+    config: MedusaConfig
+    files: tuple[Path, ...]
+    names: dict[str, str]
 
 
 def load_medusa(path_or_id: str | Path, target: PreTrainedModel | None = None) -> MedusaHeads:
@@ -41,132 +64,148 @@ def load_medusa(path_or_id: str | Path, target: PreTrainedModel | None = None) -
 
     Args:
         path_or_id: where they are.
-        target: the model that they draft for; if given, the heads are checked against it before anything else is done.
+        target: the model that they draft for; if given, the heads are checked against it before they are loaded.
 
     Returns:
-        the heads, on the CPU, in the dtype of the file.
+        the heads, on the CPU, in the dtype of the file, in evaluation mode.
 
     Raises:
-        FileNotFoundError: if there is nothing that looks like heads.
-        ValueError: if a file is damaged, holds something else than tensors, or the heads are another target's.
+        FileNotFoundError: if there are no Medusa heads.
+        ValueError: if a file is damaged, contradicts itself, or the heads belong to another target.
+    """
+    checkpoint = inspect_medusa(path_or_id)
+    config = checkpoint.config
+    if target is not None:
+        config.vocab_size = config.vocab_size or output_matrix(target).out_features  # Medusa v2 does not state it
+        check_heads(config, target, f"the set of heads {checkpoint.source!r}")
+    state: Tensors = {}
+    for file in checkpoint.files:
+        tensors = read_tensors(file)
+        state |= {checkpoint.names[name]: tensor for name, tensor in tensors.items() if name in checkpoint.names}
+    dtypes = {tensor.dtype for tensor in state.values()}
+    if not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
+        raise ValueError(
+            f"{checkpoint.source}: its tensors do not make a whole set of heads: they have the dtypes "
+            f"{', '.join(sorted(map(str, dtypes)))}, of which not all are supported"
+        )
+    with torch.device("meta"):
+        heads = MedusaHeads(config)
+    for name, tensor in heads.state_dict().items():
+        if name not in state:  # `medusa_fc_bias=False` of vLLM
+            state[name] = torch.zeros(tensor.shape, dtype=next(iter(dtypes)))
+    heads.load_state_dict(state, assign=True)
+    return heads.eval()
+
+
+def inspect_medusa(path_or_id: str | Path) -> Checkpoint:
+    """Read a set of heads' config and the shapes of its tensors, without building or loading anything.
+
+    Raises:
+        FileNotFoundError: if there are no Medusa heads.
+        ValueError: if a file is damaged, or contradicts itself.
     """
     source = str(path_or_id)
-    config = _config(source)
-    heads = _own(source) if config.get("model_type") == MedusaConfig.model_type else _foreign(source, config)
-    if target is not None:
-        heads.config.vocab_size = heads.config.vocab_size or output_matrix(target).out_features  # v2 does not say
-        check_heads(heads.config, target, f"the set of heads {source!r}")
-    return heads
-
-
-def _own(source: str) -> MedusaHeads:
-    try:
-        loaded: Any = MedusaHeads.from_pretrained(source, dtype="auto", output_loading_info=True)
-    except (SafetensorError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{source}: the heads cannot be read ({_first_line(error)}); download them again") from None
-    heads, information = loaded
-    wrong = {kind: sorted(map(str, names)) for kind, names in information.items() if names}
-    if wrong:
-        raise ValueError(f"{source}: its tensors are not those that its config.json describes ({wrong})")
-    return cast(MedusaHeads, heads)
-
-
-def _foreign(source: str, config: dict[str, Any]) -> MedusaHeads:
-    tensors = _tensors(source)
-    if "token_map" in tensors:
+    path = find_file(source, CONFIG)
+    fields = {} if path is None else read_json(path)
+    own = fields.get("model_type") == MedusaConfig.model_type
+    files = _files(source)
+    shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+    if "token_map" in shapes:
         raise ValueError(f"{source}: heads with a truncated vocabulary (token_map) are not supported; use whole ones")
-    state, own = native_names(tensors)
-    if not state:
-        raise ValueError(f"{source}: no Medusa layers among its tensors {sorted(tensors)[:3]}; use another checkpoint")
-    heads, layers = _count(state, 1), _count(state, 3)
-    base_name = config.get("base_model_name_or_path")
+    names = {name: name for name in shapes} if own else native_names(shapes)
+    if not any(name.startswith("blocks.") for name in names.values()):
+        raise ValueError(f"{source}: no Medusa layers among its tensors {sorted(shapes)[:3]}; use another checkpoint")
+    state = {names[name]: shape for name, shape in shapes.items() if name in names}
     try:
-        hidden = state["blocks.0.layers.0.weight"].shape[-1]
-        vocab = state["lm_heads.0.weight"].shape[0] if own else int(config.get("vocab_size") or 0)
-        shape = {"num_heads": heads, "num_layers": layers, "own_outputs": own, "vocab_size": vocab}
-        base = {"name_or_path": base_name} if base_name else None
-        fresh: Any = MedusaHeads(MedusaConfig(hidden_size=hidden, base=base, **cast(Any, shape)))
-        result = cast(MedusaHeads, fresh.to(next(iter(state.values())).dtype))
-        if not any(name.endswith(".bias") for name in state):  # vLLM's medusa_fc_bias=False
-            state |= {name: value for name, value in result.state_dict().items() if name.endswith(".bias")}
-        result.load_state_dict(state)
-    except (LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{source}: its tensors do not make a whole set of heads ({_first_line(error)})") from None
-    result.config.name_or_path = source
-    return result.eval()
+        config = _own_config(fields) if own else _counted_config(fields, state)
+        config.name_or_path = source
+        _check_shapes(config, state, biases_required=own)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{source}: its tensors do not make a whole set of heads: {first_line(error)}") from None
+    return Checkpoint(source, config, files, names)
 
 
-def _count(state: Tensors, place: int) -> int:
-    """How many heads (place 1) or layers (place 3) the names of the blocks count; at most as many as there are."""
-    return len({name.split(".")[place] for name in state if name.startswith("blocks.")})
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if not line.startswith("Error(s) in loading")), type(error).__name__)
-
-
-def native_names(tensors: Tensors) -> tuple[Tensors, bool]:
-    """Tensors of a foreign format under the names of `MedusaHeads`, and whether each head has its own output matrix.
+def native_names(names: Iterable[str]) -> dict[str, str]:
+    """The name in `MedusaHeads` of each tensor of another program's format; other tensors are left out.
 
     Example:
-        >>> native_names({"0.0.linear.weight": torch.zeros(2, 2), "0.1.weight": torch.zeros(5, 2)})[0].keys()
-        dict_keys(['blocks.0.layers.0.weight', 'lm_heads.0.weight'])
+        >>> native_names(["0.0.linear.weight", "0.1.weight", "something"])
+        {'0.0.linear.weight': 'blocks.0.layers.0.weight', '0.1.weight': 'lm_heads.0.weight'}
     """
-    state: Tensors = {}
-    for name, tensor in tensors.items():
+    native: dict[str, str] = {}
+    for name in names:
         if found := LAYER.match(name) or VLLM_LAYER.match(name):
-            state[f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"] = tensor
+            native[name] = f"blocks.{int(found[1])}.layers.{int(found[2])}.{found[3]}"
         elif found := OUTPUT.match(name) or VLLM_OUTPUT.match(name):
-            state[f"lm_heads.{found[1]}.weight"] = tensor
-    blocks = {name.split(".")[1] for name in state if name.startswith("blocks.")}
-    outputs = {name for name in state if name.startswith("lm_heads.")}
-    if outputs == {"lm_heads.0.weight"} and len(blocks) > 1 and "lm_heads.0.weight" in tensors:
-        del state["lm_heads.0.weight"]  # vLLM's `original_lm_head`: the one matrix is the target's
-        outputs = set()
-    return state, bool(outputs)
+            native[name] = f"lm_heads.{int(found[1])}.weight"
+    outputs = {name for name, ours in native.items() if ours.startswith("lm_heads.")}
+    if outputs == {"lm_heads.0.weight"} and _count(native.values(), 1) > 1:
+        del native["lm_heads.0.weight"]  # vLLM's `original_lm_head`: the one matrix is the target's
+    return native
 
 
-def _tensors(source: str) -> Tensors:
-    for name in (*ORIGINAL, "model.safetensors"):
-        path = _file(source, name)
-        if path is None:
-            continue
-        try:
-            if name.endswith(".pt"):
-                tensors = torch.load(path, map_location="cpu", weights_only=True)
-                if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-                    raise ValueError("not a dictionary of tensors")
-                return cast(Tensors, tensors)
-            return load_file(path)
-        except Exception as error:
-            reason = _first_line(error)
-            raise ValueError(f"{source}: {name} cannot be read as tensors ({reason}); download it again") from None
-    raise FileNotFoundError(
-        f"{source} has no Medusa heads: none of {', '.join((*ORIGINAL, 'model.safetensors'))} is there"
+def _own_config(fields: dict[str, Any]) -> MedusaConfig:
+    """From a config in our format: of its fields only those that describe heads, which `MedusaConfig` checks."""
+    return MedusaConfig(**{name: fields[name] for name in MedusaConfig.__annotations__ if name in fields})
+
+
+def _counted_config(fields: dict[str, Any], state: dict[str, Shape]) -> MedusaConfig:
+    """From the shapes of tensors under the names of `MedusaHeads`; a config states at most the vocabulary's size."""
+    own = any(name.startswith("lm_heads.") for name in state)
+    hidden = state.get("blocks.0.layers.0.weight", ())
+    output = state.get("lm_heads.0.weight", ()) if own else (int(fields.get("vocab_size") or 0), 0)
+    if len(hidden) != 2 or len(output) != 2:
+        raise ValueError("head 0 has no weight matrix")
+    base = fields.get("base_model_name_or_path")
+    return MedusaConfig(
+        hidden_size=hidden[1],
+        vocab_size=output[0],
+        num_heads=_count(state, 1),
+        num_layers=_count(state, 3),
+        own_outputs=own,
+        base={"name_or_path": base} if isinstance(base, str) else None,
     )
 
 
-def _config(source: str) -> dict[str, Any]:
-    path = _file(source, "config.json")
-    if path is None:
-        return {}
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{source}: config.json is not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{source}: config.json holds {type(config).__name__}, not an object")
-    return config
+def _check_shapes(config: MedusaConfig, found: dict[str, Shape], biases_required: bool) -> None:
+    """Raise a `ValueError` unless the tensors are those of `config`.
 
-
-def _file(source: str, name: str) -> str | None:
-    """Where a file is, or None if the folder or repository has none of that name.
-
-    Raises:
-        OSError: Transformers' own sentence, if the repository cannot be reached or does not exist.
+    Their numbers are compared first, so that a false config cannot make modules without end.
     """
-    if Path(source).is_dir():
-        path = Path(source) / name
-        return str(path) if path.exists() else None
-    return compat.cached_file_or_none(source, name)
+    for name, place in (("num_heads", 1), ("num_layers", 3)):
+        count = _count(found, place)
+        if getattr(config, name) != count:
+            raise ValueError(f"{name} is {getattr(config, name)}, but there are tensors for {count}")
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in MedusaHeads(config).state_dict().items()}
+    has_biases = biases_required or any(name.endswith(".bias") for name in found)
+    for name in sorted({*expected, *found}):
+        optional = name.endswith(".bias") and not has_biases and name not in found
+        if not optional and expected.get(name) != found.get(name):
+            raise ValueError(
+                f"tensor {name[:120]!r} should be {expected.get(name, 'absent')}, but is {found.get(name, 'absent')}"
+            )
+
+
+def _count(names: Iterable[str], place: int) -> int:
+    """How many different heads (place 1) or layers (place 3) the names of the blocks have."""
+    return len({name.split(".")[place] for name in names if name.startswith("blocks.")})
+
+
+def _files(source: str) -> tuple[Path, ...]:
+    """The files that hold the tensors: one, or the shards that an index names."""
+    for name in FILES:
+        if (path := find_file(source, name)) is not None:
+            return (path,)
+    index = find_file(source, INDEX)
+    if index is None:
+        raise FileNotFoundError(
+            f"{source} has no Medusa heads: none of {', '.join(FILES)} is there{offline_hint(source)}"
+        )
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise ValueError(f"{index}: weight_map must name a file for each tensor; download it again")
+    found = {name: None if Path(name).name != name else find_file(source, name) for name in set(shards.values())}
+    if missing := sorted(name for name, path in found.items() if path is None):
+        raise ValueError(f"{index} names {missing[0][:120]!r}, which is not there; download it again")
+    return tuple(path for _, path in sorted(found.items()) if path is not None)

@@ -1,10 +1,11 @@
-"""The file that lets `generate(custom_generate="user/medusa-heads", trust_remote_code=True)` use published heads."""
+"""Writes the code with which `generate(custom_generate="user/medusa-heads", trust_remote_code=True)` loads heads."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-CUSTOM_GENERATE = '''"""Decodes with the Medusa heads of this repository: the tokens of plain generate(), sooner."""
+CUSTOM_GENERATE = '''\
+"""Speculative decoding with the Medusa heads in this repository; the tokens are those of plain generate()."""
 
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,7 @@ def candidates() -> Any:
     try:
         from hf_specgen import MedusaCandidates
     except ImportError:
-        raise ImportError(f"{{HEADS}} needs hf_specgen, which is not installed: pip install hf_specgen") from None
+        raise ImportError(f"{{HEADS}} needs hf_specgen, which is not installed: pip install hf-specgen") from None
     return MedusaCandidates.from_pretrained(HEADS)
 
 
@@ -34,7 +35,7 @@ def write_custom_generate(folder: str | Path, heads: str) -> None:
 
     Args:
         folder: of the heads.
-        heads: the repository, or the folder, that the code loads them from.
+        heads: the repository or folder that the code loads them from.
     """
     path = Path(folder) / "custom_generate" / "generate.py"
     path.parent.mkdir(parents=True, exist_ok=True)

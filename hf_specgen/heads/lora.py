@@ -1,85 +1,186 @@
-"""A LoRA matrix for each head on the output matrix that all share, trained and saved through PEFT."""
+"""LoRA adapters: loading any from files that are not trusted, and one for each Medusa head on the shared output matrix.
+
+PEFT builds modules of the sizes that a config states. So the config and the tensors' shapes are compared first, and
+PEFT receives a config of our own with the few fields that matter.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers.utils.hub import cached_file
 
-from hf_specgen.heads.exit_head import shared_linear
+from hf_specgen.heads.files import (
+    Shape,
+    find_file,
+    number_field,
+    offline_hint,
+    read_json,
+    read_tensors,
+    tensor_shapes,
+)
 
 FOLDER = "lora"
+"""Subfolder of a set of Medusa heads that holds their adapter."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""PEFT puts this before the names of the adapted module's tensors."""
+UNSUPPORTED = ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
 
 
-class HeadOutputs(nn.Module):
-    """The target's output matrix, as many times as there are heads, in the target's own memory."""
+def shared_linear(matrix: nn.Linear) -> nn.Linear:
+    """A linear layer in the memory of another one, whose own parameters can be frozen without freezing the other's."""
+    twin = nn.Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None, device="meta")
+    twin.weight = nn.Parameter(matrix.weight.detach(), requires_grad=False)
+    if matrix.bias is not None:
+        twin.bias = nn.Parameter(matrix.bias.detach(), requires_grad=False)
+    return twin
 
-    def __init__(self, matrix: nn.Linear, num_heads: int):
-        super().__init__()
-        self.heads = nn.ModuleList(shared_linear(matrix) for _ in range(num_heads))
+
+def load_adapter(
+    module: nn.Module, source: str, adapted: Sequence[str], saved: Sequence[str] = (), subfolder: str = ""
+) -> Any:
+    """Load a LoRA adapter onto a module, after comparing its sizes with the module's.
+
+    Args:
+        module: gets the adapter; its parameters are not copied.
+        source: folder or Hub id.
+        adapted: names of the linear layers in `module` that have LoRA matrices.
+        saved: names of submodules that the adapter may hold whole (PEFT's `modules_to_save`).
+        subfolder: of `source`.
+
+    Returns:
+        the `PeftModel` around `module`.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if a file is damaged, or the adapter is not one for this module.
+        ImportError: without peft.
+    """
+    peft = _peft()
+    config_path, weights_path = (_required(source, name, subfolder) for name in (CONFIG, WEIGHTS))
+    config = read_json(config_path)
+    rank = _check_config(config, config_path)
+    shapes = tensor_shapes(weights_path)
+    saved = [name for name in saved if any(key.startswith(f"{PREFIX}{name}.") for key in shapes)]
+    _check_shapes(shapes, _expected_shapes(module, rank, adapted, saved), config_path, weights_path)
+    lora = peft.LoraConfig(
+        r=rank,
+        lora_alpha=config.get("lora_alpha", rank),
+        use_rslora=bool(config.get("use_rslora")),
+        target_modules=list(adapted),
+        modules_to_save=list(saved) or None,
+    )
+    model = peft.get_peft_model(cast(Any, module), lora, autocast_adapter_dtype=False)
+    peft.set_peft_model_state_dict(model, read_tensors(weights_path))
+    return model
 
 
-def copy_lora(source: str, folder: Path) -> None:
-    """Copy the adapter of a set of heads, from a folder or the Hub, beside another copy of them."""
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        path = cached_file(source, name, subfolder=FOLDER)
-        if path is not None and Path(path).resolve() != (folder / FOLDER / name).resolve():
-            shutil.copyfile(path, folder / FOLDER / name)
+def _check_config(config: dict[str, Any], path: Path) -> int:
+    """The rank, if the adapter is a plain LoRA."""
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type must be 'LORA', got {config.get('peft_type')!r:.80}; train a LoRA adapter")
+    for name in UNSUPPORTED:
+        if config.get(name):
+            raise ValueError(f"{path}: {name}={config[name]!r:.80} is not supported; train a plain LoRA adapter")
+    alpha = config.get("lora_alpha", 1)
+    if not isinstance(alpha, int | float) or not 0 < alpha < inf:
+        raise ValueError(f"{path}: lora_alpha must be a positive number, got {alpha!r:.80}")
+    return number_field(config, "r", path)
+
+
+def _expected_shapes(module: nn.Module, rank: int, adapted: Sequence[str], saved: Sequence[str]) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for name in adapted:
+        linear = cast(nn.Linear, module.get_submodule(name))
+        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, linear.in_features)
+        shapes[f"{PREFIX}{name}.lora_B.weight"] = (linear.out_features, rank)
+    for name in saved:
+        for key, tensor in module.get_submodule(name).state_dict().items():
+            shapes[f"{PREFIX}{name}.{key}"] = tuple(tensor.shape)
+    return shapes
+
+
+def _check_shapes(found: dict[str, Shape], expected: dict[str, Shape], config: Path, weights: Path) -> None:
+    for name in sorted({*found, *expected}):
+        if found.get(name) != expected.get(name):
+            raise ValueError(
+                f"{weights} does not fit {config.name} and the target: tensor {name[:120]!r} should be "
+                f"{expected.get(name, 'absent')}, but is {found.get(name, 'absent')}; load the adapter that belongs to "
+                "this target"
+            )
+
+
+def _required(source: str, name: str, subfolder: str) -> Path:
+    path = find_file(source, name, subfolder)
+    if path is None:
+        where = f"{subfolder}/{name}" if subfolder else name
+        raise FileNotFoundError(f"{source} has no {where}; copy the whole adapter there{offline_hint(source)}")
+    return path
 
 
 def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise ImportError(
-            "these heads have LoRA matrices, which need peft: pip install 'hf-specgen[adapters]'"
-        ) from None
+        raise ImportError("LoRA adapters need peft: pip install 'hf-specgen[adapters]'") from None
     return peft
 
 
+class HeadOutputs(nn.Module):
+    """The target's output matrix once for each Medusa head, all in the target's memory."""
+
+    def __init__(self, matrix: nn.Linear, num_heads: int):
+        super().__init__()
+        self.heads = nn.ModuleList(shared_linear(matrix) for _ in range(num_heads))
+
+
 def new_lora(matrix: nn.Linear, num_heads: int, rank: int) -> Any:
-    """A `PeftModel` around `HeadOutputs` whose deltas are zero."""
+    """A `PeftModel` around `HeadOutputs` with new matrices, whose products are zero."""
     peft = _peft()
     config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=r"heads\.\d+")
     return peft.get_peft_model(cast(Any, HeadOutputs(matrix, num_heads)), config)
 
 
 def load_lora(matrix: nn.Linear, num_heads: int, source: str) -> Any:
-    """The adapter that lies in the folder `lora` of a set of heads.
+    """Load the adapter in the subfolder `lora` of a set of Medusa heads.
 
     Args:
         matrix: the target's output matrix.
         num_heads: of the set.
         source: folder or Hub id of the set.
+
+    Raises:
+        FileNotFoundError, ValueError, ImportError: as `load_adapter`.
     """
-    peft = _peft()
-    local = Path(source) / FOLDER
-    place: dict[str, Any] = {"model_id": str(local)} if local.is_dir() else {"model_id": source, "subfolder": FOLDER}
-    try:
-        return peft.PeftModel.from_pretrained(
-            cast(Any, HeadOutputs(matrix, num_heads)), **place, autocast_adapter_dtype=False
-        )
-    except ValueError:
-        raise FileNotFoundError(
-            f"the heads in {source} have a LoRA matrix each, but no folder {FOLDER} is there; copy it beside them"
-        ) from None
+    names = [f"heads.{head}" for head in range(num_heads)]
+    return load_adapter(HeadOutputs(matrix, num_heads), source, names, subfolder=FOLDER)
+
+
+def copy_lora(source: str, folder: Path) -> None:
+    """Copy the adapter of a set of heads, from a folder or the Hub, into another copy of the set."""
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG, WEIGHTS):
+        path = _required(source, name, FOLDER)
+        if path.resolve() != (folder / FOLDER / name).resolve():
+            shutil.copyfile(path, folder / FOLDER / name)
 
 
 def output_of(adapter: Any, head: int) -> nn.Module:
-    """The output matrix of one head, with its delta; from hidden state to vocabulary."""
+    """The output matrix of one head with its LoRA matrices, from hidden state to vocabulary."""
     return cast(nn.Module, adapter.base_model.model.heads[head])
 
 
 def stacked_deltas(adapter: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The deltas of all heads, for one product instead of one for each head.
+    """The LoRA matrices of all heads, so that one batched product serves all of them.
 
     Returns:
-        `[heads, hidden, rank]` and `[heads, rank, vocab]`, scaled; their product is what a head adds to the matrix.
+        `[heads, hidden, rank]` and `[heads, rank, vocab]`, scaled; their product is added to the output matrix.
     """
     layers = [cast(Any, layer) for layer in adapter.base_model.model.heads]
     down = torch.stack([layer.lora_A["default"].weight.detach().T for layer in layers])

@@ -1,13 +1,13 @@
 """Medusa heads: small networks that read the target's last hidden state and predict the tokens after the next one.
 
-    state that predicted token t+1 ─┬─► target's output matrix ─► token t+1   (the target itself)
-                                    ├─► head 0 ─► output matrix ─► token t+2
-                                    ├─► head 1 ─► output matrix ─► token t+3
-                                    └─► …
+    hidden state that predicts token t+1 ─┬─► target's output matrix ─► token t+1   (the target itself)
+                                          ├─► head 0 ─► output matrix ─► token t+2
+                                          ├─► head 1 ─► output matrix ─► token t+3
+                                          └─► …
 
-Every head shares the target's output matrix unless a checkpoint brings matrices of its own. For an 8B Llama (hidden
-4,096, vocabulary 128,256) five own matrices are 2.6 billion parameters; shared ones are none, and five heads of one
-layer 84 million.
+All heads share the target's output matrix unless a checkpoint has one for each. For an 8B Llama (hidden size 4,096,
+vocabulary 128,256) five output matrices are 2.6 billion parameters; five heads of one layer that share the target's
+are 84 million.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section
 2.1; for `reads_token` Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024).
@@ -21,24 +21,27 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from hf_specgen.heads.acceptance import Acceptance
 from hf_specgen.heads.compatibility import fingerprint
 from hf_specgen.target.model_parts import output_matrix
 
 
 class MedusaConfig(PreTrainedConfig):
-    """The shape of a set of heads, and what belongs to them.
+    """The shape of a set of heads, and what was measured of them.
 
     Args:
         hidden_size: width of the target's hidden state.
-        vocab_size: of the target's output matrix.
-        num_heads: head h predicts the token h + 2 places after the one that the state stands at.
+        vocab_size: rows of the target's output matrix.
+        num_heads: head h predicts the token h + 2 positions after the one whose hidden state it reads.
         num_layers: residual blocks in each head.
-        own_outputs: whether each head has an output matrix of its own rather than the target's.
-        reads_token: whether the heads also read the token that the target has just chosen (as Hydra's do).
-        lora_rank: rank of a PEFT adapter in the folder `lora`, on the output matrix as each head sees it; 0: none.
-        base: what the heads were trained for, see `hf_specgen.heads.compatibility`.
+        own_outputs: whether each head has its own output matrix instead of the target's.
+        reads_token: whether the heads also read the next token, which the target has chosen (as in Hydra).
+        lora_rank: rank of a PEFT adapter in the folder `lora`, on each head's copy of the output matrix; 0: none.
+        base: the target that the heads were trained for, see `hf_specgen.heads.compatibility`.
         acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `hf_specgen.heads.acceptance`.
-        cost: T(q) of the target where that was done, the fields of a `CostCurve`.
+
+    Raises:
+        ValueError: if a value has the wrong type or is out of range.
 
     Example:
         >>> MedusaConfig(hidden_size=64, vocab_size=99, num_heads=3).num_layers
@@ -56,21 +59,26 @@ class MedusaConfig(PreTrainedConfig):
     lora_rank: int = 0
     base: dict[str, Any] | None = None
     acceptance: list[list[list[float]]] | None = None
-    cost: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        for name in ("num_heads", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("hidden_size", "vocab_size", "lora_rank", "num_heads", "num_layers"):
+            value, least = getattr(self, name), 1 if name in ("num_heads", "num_layers") else 0
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r:.80}")
+        for name in ("own_outputs", "reads_token"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r:.80}")
+        if not isinstance(self.base, dict | None):
+            raise ValueError(f"base must be an object, got {self.base!r:.80}")
         if self.own_outputs and self.lora_rank:
-            raise ValueError(f"heads with output matrices of their own take no LoRA, got lora_rank={self.lora_rank}")
-        if self.acceptance is not None and len(self.acceptance) != self.num_heads:
+            raise ValueError(f"heads with their own output matrices take no LoRA, got lora_rank={self.lora_rank}")
+        if self.acceptance is not None and Acceptance.from_lists(self.acceptance).heads != self.num_heads:
             raise ValueError(f"acceptance is given for {len(self.acceptance)} heads, but there are {self.num_heads}")
 
 
 class ResidualBlock(nn.Module):
-    """`x + SiLU(Linear(x))`, layer after layer; zero weights make it the identity."""
+    """`x + SiLU(Linear(x))`, layer after layer; the identity if all weights are zero."""
 
     def __init__(self, hidden_size: int, num_layers: int):
         super().__init__()
@@ -83,9 +91,9 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(PreTrainedModel):
-    """A set of Medusa heads. Fresh heads say exactly what the target's own head says.
+    """A set of Medusa heads. New heads predict the target's own next token.
 
-    Saves, loads and goes to the Hub like any model of Transformers; `hf_specgen.heads.load_medusa` also reads the
+    It is saved, loaded and pushed to the Hub like any Transformers model; `hf_specgen.heads.load_medusa` also reads the
     formats of the original Medusa, TGI and vLLM.
 
     Args:
@@ -113,7 +121,7 @@ class MedusaHeads(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Zeros: see `from_target` for output matrices."""
+        """Zeros; `from_target` copies the output matrices."""
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.weight)
             if module.bias is not None:
@@ -121,11 +129,11 @@ class MedusaHeads(PreTrainedModel):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, tokenizer: Any = None, **shape: Any) -> MedusaHeads:
-        """Fresh heads for a target, in float32 on its device.
+        """New heads for a target, in float32 on its device.
 
         Args:
             target: the model that they will draft for.
-            tokenizer: its chat template becomes a part of the fingerprint.
+            tokenizer: its chat template becomes part of the fingerprint.
             shape: fields of `MedusaConfig` that differ from its defaults.
 
         Raises:
@@ -142,7 +150,7 @@ class MedusaHeads(PreTrainedModel):
         return cast(MedusaHeads, cast(Any, heads).to(matrix.weight.device))
 
     def forward(self, hidden: torch.Tensor, token: torch.Tensor | None = None) -> torch.Tensor:
-        """The states that the output matrices read.
+        """The hidden states that the output matrices read.
 
         Args:
             hidden: `[..., hidden]` what the target's output matrix read when it predicted the next token.
@@ -154,7 +162,7 @@ class MedusaHeads(PreTrainedModel):
         return torch.stack([self.head_state(head, hidden, token) for head in range(self.config.num_heads)], dim=-2)
 
     def head_state(self, head: int, hidden: torch.Tensor, token: torch.Tensor | None = None) -> torch.Tensor:
-        """`[..., hidden]`, the state of one head only."""
+        """`[..., hidden]`, the hidden state of one head."""
         if self.config.reads_token:
             if token is None:
                 raise ValueError("these heads read the next token too (reads_token=True); give its embedding")

@@ -1,4 +1,4 @@
-"""Medusa heads at work: from the target's states to each head's scores."""
+"""Runs Medusa heads: from the target's hidden states to the logits of each head."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.target.model_parts import output_logits, output_matrix
 
 
-class MedusaReader:
-    """A set of heads on its target.
+class MedusaRunner:
+    """A set of heads attached to its target.
 
     Args:
         heads: on the target's device, in its dtype.
-        target: whose output matrix and embeddings the heads share.
-        lora: the `PeftModel` of the heads' deltas on that matrix, if there is one.
+        target: its output matrix and embeddings are shared by the heads.
+        lora: the `PeftModel` with the heads' LoRA matrices on the output matrix, if they have any.
     """
 
     def __init__(self, heads: MedusaHeads, target: PreTrainedModel, lora: Any = None):
@@ -30,14 +30,14 @@ class MedusaReader:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The heads' logits, scaled and capped as the target's own.
+        """The logits of all heads, scaled and capped like the target's own.
 
         Args:
-            hidden: `[rows, hidden]` the states that each row's last token was chosen from.
+            hidden: `[rows, hidden]` the hidden states that predicted each row's last token.
             tokens: `[rows]` those tokens.
 
         Returns:
-            `[rows, heads, vocab]`; the shared output matrix is read once for all of them.
+            `[rows, heads, vocab]`; a shared output matrix is read once for all heads.
         """
         embedded = None
         if self._embeddings is not None:

@@ -1,1 +1,1 @@
-"""Watching speculation while it runs: windowed figures, Prometheus counters, plots."""
+"""Monitors of running calls: statistics over a window, Prometheus counters, plots."""

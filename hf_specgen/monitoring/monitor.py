@@ -1,4 +1,4 @@
-"""Monitors of running calls: a window over the last steps, a histogram, counters for a dashboard."""
+"""Monitors of running calls: statistics over a window of steps, a histogram, counters for a dashboard."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class MonitorSession(ABC):
 
     @abstractmethod
     def observe(self, step: StepRecord) -> None:
-        """A step was made."""
+        """Receive a step."""
 
     def end(self) -> None:
-        """The call is over, possibly by an exception."""
+        """End the call, possibly after an exception."""
 
 
 class Monitor(ABC):
@@ -38,15 +38,15 @@ class Monitor(ABC):
 
 
 class SpeculationMonitor(Monitor):
-    """Windowed figures, a histogram and a timeline over all calls that it is passed to; may be shared by threads.
+    """Statistics over a window of steps, a histogram and a timeline, over all calls; may be shared by threads.
 
     Logs one line per call at level INFO to the logger "hf_specgen". Subclass it and extend `record` for more.
 
     Args:
-        window: number of row steps that the windowed figures cover.
-        timeline: how many steps are kept for the plot.
-        prometheus: count in `prometheus_client` under the names that serving stacks chart: `spec_decode_num_drafts`,
-            `spec_decode_num_draft_tokens`, `spec_decode_num_accepted_tokens` and the latter per position. None counts
+        window: number of row steps in the window.
+        timeline: number of steps that are kept for the plot.
+        prometheus: count in `prometheus_client` under vLLM's names: `spec_decode_num_drafts`,
+            `spec_decode_num_draft_tokens`, `spec_decode_num_accepted_tokens` and the last one per position. None counts
             if the package is installed.
 
     Raises:
@@ -65,11 +65,11 @@ class SpeculationMonitor(Monitor):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.window: deque[tuple[int, int, int, int]] = deque(maxlen=window)
-        """(depth asked for, tokens drafted, accepted, emitted) of the last row steps."""
+        """(maximum depth, drafted, accepted and emitted tokens) of the last row steps."""
         self.timeline: deque[tuple[float, float, float, float]] = deque(maxlen=timeline)
-        """(mean depth asked for, mean drafted, mean accepted, seconds) of the last steps, over the rows of each."""
+        """(maximum depth, drafted and accepted tokens: means over rows; seconds) of the last steps."""
         self.histogram: Counter[int] = Counter()
-        """How many drafts had 0, 1, 2, … tokens accepted, over all calls."""
+        """Number of drafts of which 0, 1, 2, … tokens were accepted, over all calls."""
         self.calls = 0
         self._counters = _counters(prometheus)
         self._lock = threading.Lock()
@@ -80,11 +80,11 @@ class SpeculationMonitor(Monitor):
         return _SpeculationMonitorSession(self, call)
 
     def record(self, call: Call, step: StepRecord) -> None:
-        """Take in a step of any call; subclass and extend it to do more with each step."""
-        taken = [(asked, row) for asked, row in zip(step.requested, step.rows, strict=True) if row is not None]
+        """Record a step of any call; subclass and extend it to do more with each step."""
+        taken = [(depth, row) for depth, row in zip(step.requested, step.rows, strict=True) if row is not None]
         with self._lock:
-            for requested, row in taken:
-                self.window.append((requested, row.drafted, row.accepted, row.emitted))
+            for depth, row in taken:
+                self.window.append((depth, row.drafted, row.accepted, row.emitted))
                 if row.drafted:
                     self.histogram[row.accepted] += 1
             sums = [
@@ -100,7 +100,7 @@ class SpeculationMonitor(Monitor):
                     self._counters.add(row.drafted, row.accepted)
 
     def finish(self, call: Call) -> None:
-        """Log the figures of a call that is over."""
+        """Log the statistics of a call that is over."""
         if not logger.isEnabledFor(logging.INFO):
             return
         s, steps = call.statistics, max(1, max(map(len, call.statistics.rows)))
@@ -125,12 +125,12 @@ class SpeculationMonitor(Monitor):
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens per row step, in the window."""
+        """Emitted tokens per row step, in the window."""
         return sum(row[3] for row in self.window) / len(self.window) if self.window else 0.0
 
     @property
     def mean_depth(self) -> float:
-        """Mean of the depth that was asked for, in the window; 0 means that speculation is off."""
+        """Mean of the maximum depth, in the window; 0 means that nothing is drafted."""
         return sum(row[0] for row in self.window) / len(self.window) if self.window else 0.0
 
     def summary(self) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of one call's statistics."""
+"""Plots of the statistics of one call, and of a monitor."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ACCEPTED, REJECTED = "#2a7f62", "#d9d9d9"
 
 
 def plot_statistics(statistics: Statistics, path: str | Path) -> None:
-    """Draw acceptance by position, and what each step of the first row brought.
+    """Plot acceptance by position, and the drafted and accepted tokens of each step of the first row.
 
     Args:
         statistics: of a finished call.
-        path: file to write; its ending says the format (PNG, SVG, PDF).
+        path: file to write; its suffix chooses the format (PNG, SVG, PDF).
 
     Raises:
         ImportError: without matplotlib.
@@ -27,7 +27,7 @@ def plot_statistics(statistics: Statistics, path: str | Path) -> None:
     rates = statistics.acceptance_rate_per_position
     by_position.bar(range(1, len(rates) + 1), rates, color=ACCEPTED)
     by_position.set(
-        title=f"{statistics.tokens_per_step:.2f} tokens per step, {statistics.acceptance_rate:.0%} of guesses accepted",
+        title=f"{statistics.tokens_per_step:.2f} tokens per step, acceptance rate {statistics.acceptance_rate:.0%}",
         xlabel="position in the draft",
         ylabel="accepted",
         ylim=(0, 1),
@@ -35,7 +35,7 @@ def plot_statistics(statistics: Statistics, path: str | Path) -> None:
     by_position.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     steps = statistics.rows[0]
     numbers = range(1, len(steps) + 1)
-    along_text.bar(numbers, [step.depth for step in steps], color=REJECTED, label="guessed")
+    along_text.bar(numbers, [step.depth for step in steps], color=REJECTED, label="drafted")
     along_text.bar(numbers, [step.accepted for step in steps], color=ACCEPTED, label="accepted")
     along_text.set(xlabel="verification step of the first row", ylabel="tokens")
     along_text.legend(frameon=False)
@@ -45,33 +45,33 @@ def plot_statistics(statistics: Statistics, path: str | Path) -> None:
 
 
 def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
-    """Draw what was asked for, drafted and accepted in the last steps, and how many drafts had how much accepted.
+    """Plot depth, drafted and accepted tokens of the last steps, and the histogram of accepted tokens per draft.
 
     Args:
-        monitor: that has watched some calls.
-        path: file to write; its ending says the format (PNG, SVG, PDF).
+        monitor: with at least one recorded step.
+        path: file to write; its suffix chooses the format (PNG, SVG, PDF).
 
     Raises:
         ImportError: without matplotlib.
-        ValueError: if nothing was watched.
+        ValueError: if no step was recorded.
     """
     if not monitor.timeline:
-        raise ValueError("the monitor has seen no step yet; pass it to generate(…, monitor=monitor)")
+        raise ValueError("the monitor has no steps yet; pass it to generate(…, monitor=monitor)")
     figure = _figure()
     timeline, histogram = figure.subplots(2, 1)
-    asked, drafted, accepted, _ = zip(*monitor.timeline, strict=True)
-    numbers = range(1, len(asked) + 1)
-    timeline.fill_between(numbers, drafted, step="mid", color=REJECTED, label="guessed")
+    depths, drafted, accepted, _ = zip(*monitor.timeline, strict=True)
+    numbers = range(1, len(depths) + 1)
+    timeline.fill_between(numbers, drafted, step="mid", color=REJECTED, label="drafted")
     timeline.fill_between(numbers, accepted, step="mid", color=ACCEPTED, label="accepted")
-    timeline.step(numbers, asked, where="mid", color="#444444", linewidth=1, label="greatest depth")
-    timeline.set(title=monitor.summary(), xlabel="step", ylabel="tokens a row", xlim=(1, max(2, len(asked))))
-    timeline.set_ylim(0, 1.3 * max(1, *asked))
+    timeline.step(numbers, depths, where="mid", color="#444444", linewidth=1, label="maximum depth")
+    timeline.set(title=monitor.summary(), xlabel="step", ylabel="tokens per row", xlim=(1, max(2, len(depths))))
+    timeline.set_ylim(0, 1.3 * max(1, *depths))
     timeline.legend(frameon=False, ncols=3, loc="upper right")
     counts = monitor.histogram
     histogram.bar(
         range(max(counts, default=0) + 1), [counts[n] for n in range(max(counts, default=0) + 1)], color=ACCEPTED
     )
-    histogram.set(xlabel="tokens accepted of a draft", ylabel="drafts")
+    histogram.set(xlabel="accepted tokens of a draft", ylabel="drafts")
     histogram.xaxis.get_major_locator().set_params(integer=True)
     for axes in (timeline, histogram):
         axes.spines[["top", "right"]].set_visible(False)

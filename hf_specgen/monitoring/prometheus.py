@@ -1,4 +1,4 @@
-"""Counters for Prometheus, under the names that serving stacks already chart."""
+"""Counters for Prometheus, under the names that vLLM uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PREFIX = "spec_decode_num_"
 
 
 class Counters:
-    """Drafts, draft tokens and accepted tokens of this process, in the default registry.
+    """Counts drafts, draft tokens and accepted tokens of this process in the default registry.
 
     Prometheus appends `_total` to each name.
     """
@@ -34,5 +34,5 @@ class Counters:
 
 @lru_cache(maxsize=1)
 def counters() -> Counters:
-    """Those of this process: Prometheus takes each name once."""
+    """The counters of this process: Prometheus registers each name once."""
     return Counters()

@@ -11,10 +11,14 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target import masks
+from hf_specgen.target.attention import grouped_attention
 from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.step_masks import StepMasks
 from hf_specgen.target.support import last_position
-from hf_specgen.tree import DraftTree, chain_parents
+from hf_specgen.tree import DraftTree
 
+MAX_DRAFT_SLOTS = 64
+"""Slots for draft tokens beyond the maximum length of the text."""
 OWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
 
 
@@ -43,14 +47,14 @@ class Target:
         self._kwargs = model_kwargs
         self._config = model.config.get_text_config()
         self.device = model.device
-        self._eager = compat.attention_implementation(self._config) == "eager"
-        self._kinds = masks.layer_kinds(self._config)
         self._extra = _extra_arguments(model_kwargs)
         given = model_kwargs.get("past_key_values")
         self._given_cache = given if compat.is_user_defined(given) else None
-        self._visible = _padding(model_kwargs.get("attention_mask"))
-        self.cache = _own_cache(given, self._given_cache is not None)
+        self._masks = StepMasks(model, _padding(model_kwargs.get("attention_mask")))
+        self.cache = _own_cache(given, self._given_cache is not None, self._config, _max_slots(generation_config))
         self._given_lengths = self.cache.lengths
+        if self.cache is self._given_cache:
+            self.cache.protect()
         self._offsets: tuple[int, ...] = ()
         self._prompt_slots: tuple[int, ...] = ()
         self._starts: tuple[int, ...] = ()
@@ -128,7 +132,7 @@ class Target:
         """Score a draft.
 
         Args:
-            tree: the guesses.
+            tree: the draft.
             pending: the last token of each row, which the target has not read yet.
             active: the rows of which something may be kept; all if left out.
 
@@ -141,6 +145,24 @@ class Target:
         self._starts = self.cache.lengths
         return self._for_all_rows(self._run(self.model, tree, {"input_ids": input_ids}, active).logits, tree.batch)
 
+    def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
+        """Score further nodes of a tree whose root and first nodes have been read: for drafters that expand a tree.
+
+        The root is the last token in the cache before the first `grow` of a tree. `commit` then keeps a path.
+
+        Args:
+            tree: all nodes so far.
+            new: how many of them, at the end, are to be read; the same number in every row.
+            active: the rows of which something may be kept; all if left out.
+
+        Returns:
+            `[batch, new, vocab]` logits after each of them.
+        """
+        inputs = {"input_ids": tree.tokens[:, tree.nodes - new :].to(self.device)}
+        cached = 1 + tree.nodes - new
+        self._starts = tuple(length - cached for length in self.cache.lengths)
+        return self._for_all_rows(self._run(self.model, tree, inputs, active, cached).logits, tree.batch)
+
     def _for_all_rows(self, values: torch.Tensor, batch: int) -> torch.Tensor:
         """`[present, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
         if len(values) == batch:
@@ -149,12 +171,20 @@ class Target:
         spread[self._present] = values
         return spread
 
-    def _run(self, module: Any, tree: DraftTree, inputs: dict[str, torch.Tensor], active: Sequence[bool] | None) -> Any:
+    def _run(
+        self,
+        module: Any,
+        tree: DraftTree,
+        inputs: dict[str, torch.Tensor],
+        active: Sequence[bool] | None,
+        cached: int = 0,
+    ) -> Any:
         """One pass of the model, or of a part of it, over the pending token and the nodes of a tree.
 
         Args:
             module: what is run.
             tree, inputs, active: of all rows; only those that are present take part.
+            cached: how many of the pending token and the first nodes are in the cache already; inputs are the others.
 
         Returns:
             the module's output for the rows that are present.
@@ -163,21 +193,25 @@ class Target:
             tree = tree.select(self._present)
             inputs = {name: tensor[self._present] for name, tensor in inputs.items()}
         depth = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self.device)
-        lengths = self.cache.lengths
+        lengths = tuple(length - cached for length in self.cache.lengths)
         bases = [length + offset for length, offset in zip(lengths, self._offsets, strict=True)]
         if active is not None:
             # A row that has come to its end may stand behind a table of positions, where a model would raise.
             kept = [active[row] for row in self._present]
             bases = [base if keeps else min(base, self.last_position) for base, keeps in zip(bases, kept, strict=True)]
-        return module(
-            **inputs,
-            attention_mask=self._mask(tree, depth, lengths),
-            position_ids=torch.tensor(bases, device=self.device)[:, None] + depth,
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **self._extra,
-        )
+        positions = torch.tensor(bases, device=self.device)[:, None] + depth[:, cached:]
+        if cached:  # nodes that fill up a row may stand behind a table of positions; their results are ignored
+            positions = positions.clamp(max=max(self.last_position, *bases))
+        with grouped_attention():
+            return module(
+                **inputs,
+                attention_mask=self._masks.of_step(tree, depth, lengths, cached, self.cache.first_visible),
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **self._extra,
+            )
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
@@ -189,7 +223,7 @@ class Target:
         self.cache.set_lengths([first + n for first, n in zip(self._prompt_slots, kept, strict=True)])
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
-        """Compute no longer what is no longer needed: take rows out of the batch, once enough of them have ended.
+        """Remove rows that have ended from the batch, once enough of them have.
 
         That is a quarter of them, or half of the last four: in float32 on two cores three rows take longer than four.
         Their part of the cache is lost.
@@ -201,7 +235,7 @@ class Target:
         self._present = [self._present[place] for place in places]
         self._offsets = tuple(self._offsets[place] for place in places)
         self._prompt_slots = tuple(self._prompt_slots[place] for place in places)
-        self._visible = None if self._visible is None else self._visible[places]
+        self._masks.select_rows(places)
         self.cache.batch_select_indices(torch.tensor(places))
 
     def finish(self) -> Any:
@@ -221,45 +255,23 @@ class Target:
         """Whether the user can see the cache after the call even if only tokens are returned."""
         return self._given_cache is not None
 
-    def _mask(self, tree: DraftTree, depth: torch.Tensor, lengths: tuple[int, ...]) -> Any:
-        """The `attention_mask` of a step: a tensor, or one for each kind of layer, or None where none is needed."""
-        device, queries = depth.device, 1 + tree.nodes
-        # A row with fewer nodes is padded by a chain that nobody looks at.
-        alike = len(set(lengths)) == 1 and all(parents == chain_parents(len(parents)) for parents in tree.parents)
-        if alike and self._visible is None and self._kinds == {"full_attention"}:
-            if queries == 1 and not self._eager:
-                return None
-            made = {"full_attention": masks.chain_mask(lengths[0], queries, device).expand(tree.batch, -1, -1, -1)}
-        else:
-            layout = masks.StepLayout(
-                lengths=torch.tensor(lengths, device=device),
-                depths=depth,
-                ancestors=masks.ancestors(tree, device),
-                visible=self._visible,
-                width=max(lengths) + queries,
-            )
-            made = {kind: self._one_mask(kind, layout) for kind in self._kinds}
-        if self._eager:
-            made = {kind: masks.additive(mask, self.model.dtype) for kind, mask in made.items()}
-        return made if hasattr(self._config, "layer_types") else next(iter(made.values()))
 
-    def _one_mask(self, kind: str, layout: masks.StepLayout) -> torch.Tensor:
-        if kind == "sliding_attention":
-            return masks.sliding_mask(layout, self._config.sliding_window)
-        if kind == "chunked_attention":
-            return masks.chunked_mask(layout, self._config.attention_chunk_size)
-        return masks.full_mask(layout)
-
-
-def _own_cache(given: Any, user_owned: bool) -> RaggedCache:
+def _own_cache(given: Any, user_owned: bool, config: Any, max_slots: int | None) -> RaggedCache:
     if isinstance(given, RaggedCache):
         return given
     if given is None or (type(given) is DynamicCache and not given.offloading):
-        return RaggedCache.from_dynamic(given) if given is not None and user_owned else RaggedCache()
+        if given is not None and user_owned:
+            return RaggedCache.from_dynamic(given, max_slots)
+        return RaggedCache(masks.layer_windows(config), max_slots)
     raise ValueError(
         f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
         f"not with {type(given).__name__}; leave past_key_values and cache_implementation unset"
     )
+
+
+def _max_slots(config: GenerationConfig) -> int | None:
+    """The number of cache slots that a call can fill: its maximum length and a draft behind it."""
+    return None if config.max_length is None else int(config.max_length) + MAX_DRAFT_SLOTS
 
 
 def _padding(attention_mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ Source: Elhoushi et al., "LayerSkip" (2024), section 4.3 (self-speculative decod
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,12 +25,10 @@ from hf_specgen.target.base import Target
 from hf_specgen.target.model_parts import decoder, decoder_layers
 from hf_specgen.tree import DraftTree
 
-NOT_DIVISIBLE = {
-    "gpt2": "it adds positions to whatever it is given as embeddings",
-    "opt": "it adds positions to whatever it is given as embeddings",
-    "llama4_text": "its layers need more than the state before them",
-    "gemma4_text": "its layers need more than the state before them",
-}
+IN_USE = (
+    "another thread is running a part of this model's layers (LayerSkipCandidates); run calls with layer skip on one "
+    "model one after the other, or use a candidate generator that may run in several threads"
+)
 
 
 class EarlyExitTarget(Target):
@@ -62,7 +61,7 @@ class EarlyExitTarget(Target):
         """Run the first layers on the prompt: the first draft goes on from there.
 
         Returns:
-            `[batch, 1, hidden]` the state that goes into layer E at the last token, and `[batch, vocab]` the logits
+            `[batch, 1, hidden]` the state that goes into layer E at the last token, and `[batch, 1, vocab]` the logits
             that follow from it.
         """
         self._before_prompt = self.cache.lengths or (0,) * len(self._input_ids)
@@ -72,7 +71,7 @@ class EarlyExitTarget(Target):
         seen = self._pass_through[self._last[0]].seen
         assert seen is not None
         self._states.append(seen)
-        return seen[:, -1:], logits[:, -1]
+        return seen[:, -1:], logits[:, -1:]
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
         """Read the prompt and the guesses behind it, starting from the states that drafting has left, if it has."""
@@ -87,30 +86,53 @@ class EarlyExitTarget(Target):
             return self.model(inputs_embeds=states, return_dict=True, **kwargs).logits[:, -1 - draft.nodes :]
 
     def run_early(self, tokens: torch.Tensor, with_logits: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the first layers on one more token of each row.
+        """Run the first layers on each row's last token, the root of a draft tree.
 
         Args:
-            tokens: `[batch]` the row's last token, then its guesses one after the other.
+            tokens: `[batch]`.
             with_logits: whether the model's own final norm and head are wanted.
 
         Returns:
-            `[batch, 1, hidden]` the state that goes into layer E, and `[batch, vocab]` the logits that follow from it.
+            `[batch, 1, hidden]` the state that goes into layer E, and `[batch, 1, vocab]` the logits that follow.
         """
-        if not self._states:
-            self._starts = self.cache.lengths
+        self._starts = self.cache.lengths
+        return self._early(DraftTree.empty(len(tokens)), tokens.to(self.device)[:, None], 0, with_logits)
+
+    def grow_early(
+        self, tree: DraftTree, new: int, with_logits: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the first layers on further nodes of a draft tree.
+
+        Args:
+            tree: all nodes so far.
+            new: how many of them, at the end, are to be run; the same number in every row.
+            with_logits: as for `run_early`.
+
+        Returns:
+            `[batch, new, hidden]` states and `[batch, new, vocab]` logits.
+        """
+        tokens = tree.tokens[:, tree.nodes - new :].to(self.device)
+        return self._early(tree, tokens, 1 + tree.nodes - new, with_logits)
+
+    def _early(
+        self, tree: DraftTree, tokens: torch.Tensor, cached: int, with_logits: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         with self._passing(self._last):
-            inputs = {"input_ids": tokens.to(self.device)[:, None]}
             module = self.model if with_logits else decoder(self.model)
-            outputs = self._run(module, DraftTree.empty(len(tokens)), inputs, self._within_table(len(tokens)))
+            active = self._within_table(tree.batch)
+            outputs = self._run(module, tree, {"input_ids": tokens}, active, cached)
         seen = self._pass_through[self._last[0]].seen
         assert seen is not None
-        self._states.append(self._for_all_rows(seen, len(tokens)))
-        return self._states[-1], self._for_all_rows(outputs.logits[:, -1], len(tokens)) if with_logits else None
+        self._states.append(self._for_all_rows(seen, tree.batch))
+        return self._states[-1], self._for_all_rows(outputs.logits, tree.batch) if with_logits else None
 
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
     ) -> torch.Tensor:
-        """Score a draft, starting from the states that drafting has left."""
+        """Score a draft, starting from the states that drafting has left.
+
+        The first nodes of the tree must be those that the first layers have been run on, in the same order.
+        """
         if not self._states:
             return super().forward(tree, pending, active)
         states = self._take_states(tree)  # [batch, 1 + nodes, hidden]
@@ -119,23 +141,20 @@ class EarlyExitTarget(Target):
             return self._for_all_rows(self._run(self.model, tree, {"inputs_embeds": states}, active).logits, tree.batch)
 
     def _within_table(self, batch: int) -> list[bool]:
-        """Rows that one more token can be drafted for: a draft ends where the table of positions does (see `_room`)."""
+        """Rows that one more token can be drafted for: a draft ends where the table of positions does."""
         within = [True] * batch
         for row, start, now, offset in zip(self._present, self._starts, self.cache.lengths, self._offsets, strict=True):
             within[row] = not start + offset <= self.last_position < now + offset
         return within
 
     def _take_states(self, tree: DraftTree) -> torch.Tensor:
-        """The states of everything up to the draft's last node.
-
-        The first layers still have to see what they have not: as a rule the last guess, which nothing was drafted from.
-        """
-        nodes = max(map(len, tree.parents))
-        for place in range(len(self._states) - 1, nodes):
-            self.run_early(tree.tokens[:, place], with_logits=False)
-        states = torch.cat(self._states[: 1 + nodes], dim=1)
+        """The states of everything up to the last node; runs the first layers on the nodes that they have not seen."""
+        drafted = sum(states.shape[1] for states in self._states[1:])
+        if drafted < tree.nodes:
+            self.grow_early(tree, tree.nodes - drafted, with_logits=False)
+        states = torch.cat(self._states, dim=1)
         self._states.clear()
-        return nn.functional.pad(states, (0, 0, 0, tree.nodes - nodes))
+        return states
 
     def abandon(self) -> None:
         self._states.clear()
@@ -157,10 +176,13 @@ class EarlyExitTarget(Target):
 
     @contextmanager
     def _passing(self, indices: range) -> Iterator[None]:
-        """These layers hand on what they are given. The list keeps its length, so that indices stay right."""
+        """Replace these layers by modules that return their input. The list keeps its length and its indices."""
         originals = [self._layers[index] for index in indices]
+        if any(isinstance(layer, _PassThrough) for layer in originals):
+            raise RuntimeError(IN_USE)
         try:
             for index in indices:
+                self._pass_through[index].owner = threading.get_ident()
                 self._layers[index] = self._pass_through[index]
             yield
         finally:
@@ -169,15 +191,18 @@ class EarlyExitTarget(Target):
 
 
 class _PassThrough(nn.Module):
-    """Stands where a layer was and returns its input in the layer's own form; other attributes are the layer's."""
+    """Takes the place of a layer and returns its input in the layer's own form; other attributes are the layer's."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
         object.__setattr__(self, "layer", layer)
         self.returns_tuple = False
         self.seen: torch.Tensor | None = None
+        self.owner = 0
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self.owner:
+            raise RuntimeError(IN_USE)
         self.seen = hidden_states
         return (hidden_states,) if self.returns_tuple else hidden_states
 
@@ -189,17 +214,11 @@ class _PassThrough(nn.Module):
 
 
 def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
-    """The decoder layers of a model that can be divided at `exit_layer`.
+    """The decoder layers of a model that has a layer `exit_layer`; `check_computation` tells if it can be divided.
 
     Raises:
         ValueError: one sentence on why it cannot.
     """
-    kind = model.config.get_text_config().model_type
-    if kind in NOT_DIVISIBLE:
-        raise ValueError(
-            f"{type(model).__name__} cannot draft with its own first layers: {NOT_DIVISIBLE[kind]}; "
-            "use another candidate generator"
-        )
     layers = decoder_layers(model)
     if not 1 <= exit_layer < len(layers):
         raise ValueError(f"exit_layer must be from 1 to {len(layers) - 1} for {type(model).__name__}, got {exit_layer}")

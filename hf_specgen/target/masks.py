@@ -26,7 +26,7 @@ class StepLayout:
     Args:
         lengths: `[batch]` cached slots of each row.
         depths: `[batch, queries]` distance of each query token from the row's pending token (which has 0).
-        ancestors: `[batch, queries, queries]` bool, which of this step's tokens each one may look at.
+        ancestors: `[batch, queries, queries]` bool, which of this step's tokens each one attends to.
         visible: `[batch, slots]` bool, False for padding among the cached slots; None if there is none.
         width: number of key slots.
     """
@@ -39,7 +39,7 @@ class StepLayout:
 
 
 def full_mask(layout: StepLayout) -> torch.Tensor:
-    """Every token sees its row's past and its own ancestors.
+    """Every token attends to its row's cached tokens and to its own ancestors.
 
     Returns:
         `[batch, 1, queries, width]` bool, True where the key may be seen.
@@ -51,15 +51,6 @@ def full_mask(layout: StepLayout) -> torch.Tensor:
     queries = layout.depths.shape[1]
     among_nodes = layout.ancestors.gather(2, node[:, None, :].expand(-1, queries, -1))
     return (cached[:, None, :] | (among_nodes & is_node[:, None, :]))[:, None]
-
-
-def chain_mask(length: int, queries: int, device: torch.device) -> torch.Tensor:
-    """`full_mask` where it is simplest, and made with one operation: equally long rows, chains, no padding.
-
-    Returns:
-        `[1, 1, queries, length + queries]` bool.
-    """
-    return torch.ones(queries, length + queries, dtype=torch.bool, device=device).tril_(length)[None, None]
 
 
 def sliding_mask(layout: StepLayout, window: int) -> torch.Tensor:
@@ -114,8 +105,16 @@ def layer_kinds(config: Any) -> set[str]:
     return {"full_attention"}
 
 
+def layer_windows(config: Any) -> list[int | None]:
+    """The sliding window of each layer; None for layers that see everything, or chunks."""
+    count = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or [*layer_kinds(config)] * count
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 def ancestors(tree: DraftTree, device: torch.device) -> torch.Tensor:
-    """`[batch, 1 + nodes, 1 + nodes]` ancestor matrices; padding nodes continue the row as a chain, seen by nobody."""
+    """`[batch, 1 + nodes, 1 + nodes]` ancestor matrices; padding nodes continue the row as a chain."""
     matrices = [ancestor_matrix(_padded(parents, tree.nodes)) for parents in tree.parents]
     return torch.stack(matrices).to(device)
 

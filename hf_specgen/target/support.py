@@ -1,7 +1,8 @@
-"""Which models can verify a draft tree, and a clear sentence for those that cannot.
+"""Which models can verify a draft tree, as far as their configuration tells; the others are refused with the reason.
 
 What a model must do: place tokens by `position_ids`, take a 4-D attention mask, and keep all its state in a key/value
-cache (a recurrent state cannot be rolled back when a guess is rejected).
+cache (a recurrent state cannot be rolled back when a draft token is rejected). What the configuration does not tell is
+found out by `hf_specgen.target.self_check`.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.target.masks import layer_kinds
+from hf_specgen.target.model_parts import decoder
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise unless `model` can verify several guesses in one forward pass.
+    """Raise unless `model` can verify several draft tokens in one forward pass.
 
     Args:
         model: a causal language model.
 
     Raises:
-        ValueError: one sentence on what the model lacks and what to do.
+        ValueError: what the model lacks and what to do.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -33,12 +37,14 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} is an encoder-decoder model; candidate_generator= works with decoder-only models, so leave it out"
         )
+    if reason := _training_problem(model):
+        raise ValueError(f"{name} {reason}; call model.eval() before generate(), or leave candidate_generator out")
     layer_types = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(layer_types.difference(LAYER_TYPES))
     if compat.is_stateful(model) or unknown:
         kinds = f" (layer types {', '.join(unknown)})" if unknown else ""
         raise ValueError(
-            f"{name} keeps a state that cannot be rolled back when a guess is rejected{kinds}; "
+            f"{name} keeps a state that cannot be rolled back when a draft token is rejected{kinds}; "
             "call generate() without candidate_generator="
         )
     implementation = compat.attention_implementation(config)
@@ -49,12 +55,30 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if reason := _position_problem(model):
         raise ValueError(
-            f"{name} {reason}, so guesses cannot be placed in a tree; call generate() without candidate_generator="
+            f"{name} {reason}, so draft tokens cannot be placed in a tree; call generate() without candidate_generator="
         )
 
 
+def _training_problem(model: PreTrainedModel) -> str | None:
+    """Why a model in training mode cannot repeat the tokens of plain `generate`; None if it can."""
+    if not model.training:
+        return None
+    if compat.uses_activation_checkpointing(model):
+        return "uses gradient checkpointing in training mode, which switches the key/value cache off"
+    active = any(isinstance(module, nn.Dropout) and module.p > 0 and module.training for module in model.modules())
+    settings = model.config.get_text_config().to_dict().items()
+    functional = any(value for name, value in settings if name.endswith(("dropout", "_pdrop")) and _is_number(value))
+    if active or functional:
+        return "is in training mode with dropout, so that two forward passes give different scores"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tokens: float) -> None:
-    """Raise if rotary frequencies change within the text: a guess on the far side would change the scores before it.
+    """Raise if rotary frequencies change within the text: draft tokens behind that position change earlier scores.
 
     Args:
         model: the target.
@@ -71,7 +95,7 @@ def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tok
         room = edge - max(first_positions)
         raise ValueError(
             f"{type(model).__name__} changes its rotary frequencies ({kind}) at position {edge}, which this text may "
-            "reach, so guesses there would change its scores; "
+            "reach, so draft tokens there would change its scores; "
             + (f"set max_new_tokens to at most {room}" if room > 0 else "leave candidate_generator= out")
         )
 
@@ -104,4 +128,12 @@ def _position_problem(model: PreTrainedModel) -> str | None:
         return "takes no position_ids"
     if "local" in (getattr(config, "attention_layers", None) or ()):
         return "builds its local attention mask inside the layers"
+    if layer_kinds(config) == {"sliding_attention"} and not _masks_sliding_windows(model):
+        return "applies its sliding window in the cache and not in the attention mask"
     return None
+
+
+def _masks_sliding_windows(model: PreTrainedModel) -> bool:
+    """Whether the modeling file of the decoder builds sliding-window masks itself, by Transformers' mask functions."""
+    module = inspect.getmodule(type(decoder(model)))
+    return any(hasattr(module, name) for name in ("create_sliding_window_causal_mask", "create_masks_for_generate"))

@@ -1,4 +1,4 @@
-"""One small benchmark run with everything in it, for several files of tests."""
+"""One small benchmark run with all parts, for several test files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import report
-from benchmarks.plan import Plan
-from benchmarks.results import result
-from benchmarks.runner import Outcome, run
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.runner import Outcome, run
+from benchmarks.report import page
+from benchmarks.report.results import result
 
 SMALL = Plan(
     strategies=("ngram", "layerskip", "medusa"),
@@ -28,8 +28,8 @@ SMALL = Plan(
 
 
 def measured(folder: Path) -> tuple[Outcome, dict[str, Any], Path]:
-    """The outcome, what is saved of it, and its page."""
+    """The outcome, the dictionary that is saved of it, and its page."""
     outcome = run(SMALL, folder, Console(quiet=True))
     assert outcome is not None
     found = result(outcome)
-    return outcome, found, report.write(found, folder)
+    return outcome, found, page.write(found, folder)

@@ -1,76 +1,137 @@
-"""The command line, the README's code, and the tools behind the benchmark."""
+"""`hf-specgen demo`, and the workloads that demo, doctor, tuning and benchmarks share."""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks.replay import tokens_per_forward
-from benchmarks.widen import widen
-from hf_specgen import NgramCandidates
 from hf_specgen.cli import demo
 from hf_specgen.cli.app import app
 from hf_specgen.evaluation.measure import Sample, Total
-from tests.helpers.paths import REFERENCE_LM, ROOT
+from hf_specgen.evaluation.workloads import (
+    EMBEDDED_PROMPTS,
+    WorkloadSettings,
+    domain_prompts,
+    load,
+    read_prompts,
+    torch_dtype,
+)
+from tests.helpers.paths import REFERENCE_LM
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-CODE_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+
+def output_of(*arguments: str, exit_code: int = 0) -> str:
+    """The output of a command, with single spaces."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == exit_code, result.output
+    return " ".join(result.output.replace("│", " ").split())
 
 
-def test_demo_prints_identical_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_prints_identical_rows_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    result = CliRunner().invoke(
-        app, ["demo", "--prompts", "1", "--max-new-tokens", "12", "--json", str(tmp_path / "demo.json")]
-    )
+    command = ["demo", "--prompts-per-domain", "1", "--max-new-tokens", "12", "--json", str(tmp_path / "demo.json")]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "demo.json").read_text())
     assert set(saved["domains"]) == {"math", "code", "edit", "json", "prose"}
     variants = [d["variants"][name] for d in saved["domains"].values() for name in demo.OURS]
     assert len(variants) == 5 * len(demo.OURS) and all(variant["identical"] for variant in variants)
     assert {"commit", "versions", "machine", "argv"} <= set(saved["provenance"])
+    assert saved["settings"]["prompts_per_domain"] == 1
     for domain in saved["domains"]:
         assert domain in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
     assert "…" not in result.output.split("One answer.")[0], "the table does not fit 80 columns"
+    assert "guess" not in result.output.lower()
 
 
 def test_demo_with_own_prompts_in_a_batch() -> None:
     arguments = ["demo", "--model", str(REFERENCE_LM), "--prompt", "Hello there.", "--prompt", "And you?"]
-    result = CliRunner().invoke(app, [*arguments, "--batch-size", "2", "--max-new-tokens", "8", "--branches", "2"])
-    assert result.exit_code == 0, result.output
-    assert "one row" in result.output and "n-grams" in result.output
+    output = output_of(*arguments, "--batch-size", "2", "--max-new-tokens", "8", "--branches", "2")
+    assert "one row" in output and "n-grams" in output
+
+
+def test_demo_with_prompts_from_a_file_and_a_mode_that_is_not_exact(tmp_path: Path) -> None:
+    """Would catch: sampled tokens of rejection sampling reported as wrong ones."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"domain": "prose", "prompt": "Tell a story."}) + "\n")
+    command = ["demo", "--model", str(REFERENCE_LM), "--prompts", str(file), "--max-new-tokens", "8"]
+    output = output_of(*command, "--verification", "rejection")
+    assert "prose" in output and "not promised" in output and "first difference" not in output
 
 
 def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "first_difference", lambda *_: demo.Difference(0, 9, 1, 2, 0.5, 0.25))
-    result = CliRunner().invoke(app, ["demo", "--prompt", "Hello.", "--max-new-tokens", "4"])
-    assert result.exit_code == 1
-    assert "first difference at position 9" in result.output
+    output = output_of("demo", "--prompt", "Hello.", "--max-new-tokens", "4", exit_code=1)
+    assert "first difference at position 9" in output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dtype", "int3"], "int3"),
+        (["--dtype", "int3"], "'int3' is not one of 'float32', 'bfloat16', 'float16'"),
+        (["--verification", "maybe"], "'maybe' is not one of 'exact', 'rejection', 'typical'"),
         (["--batch-size", "0"], "--batch-size"),
-        (["--k", "0"], "k must be at least 1"),
-        (["--model", "./no-such-folder"], "no-such-folder"),
+        (["--k", "0"], "--k"),
+        (["--model", "./no-such-folder"], "there is no folder './no-such-folder'"),
+        (["--model", "/nonexistent/dir"], "there is no folder '/nonexistent/dir'"),
+        (["--model", "org/none"], "cannot load 'org/none'"),
+        (["--device", "toaster"], "device 'toaster' cannot be used here"),
+        (["--adapter", "/nonexistent"], "there is no folder '/nonexistent'"),
     ],
 )
-def test_demo_with_bad_arguments(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["demo", "--prompt", "Hello.", *arguments])
-    assert result.exit_code == 2
-    assert message in result.output
+def test_demo_bad_argument_is_one_sentence_and_exit_code_2(arguments: list[str], message: str) -> None:
+    assert message in output_of("demo", "--prompt", "Hello.", *arguments, exit_code=2)
 
 
-def test_first_difference_finds_it(reference_model) -> None:
+def test_demo_number_for_the_prompts_file_names_the_right_option() -> None:
+    """Would catch: "is not a valid integer" for a file, or the reverse."""
+    assert "use --prompts-per-domain 5" in output_of("demo", "--prompts", "5", exit_code=2)
+
+
+@pytest.mark.parametrize("name", ["auto", "fp16", "int8", "__name__", ""])
+def test_torch_dtype_unknown_name_is_a_value_error_with_the_known_ones(name: str) -> None:
+    """Would catch: an AttributeError of torch, or something that is no dtype (defect B15)."""
+    with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16"):
+        torch_dtype(name)
+    with pytest.raises(ValueError, match="dtype must be"):
+        load(WorkloadSettings(dtype=name))
+
+
+def test_domain_prompts_of_the_embedded_file_come_in_the_order_of_the_domains() -> None:
+    found = domain_prompts(WorkloadSettings(prompts_per_domain=2))
+    assert list(found) == ["math", "code", "edit", "json", "prose"] and all(len(texts) == 2 for texts in found.values())
+    assert domain_prompts(WorkloadSettings(prompt=("a", "b"), prompts=EMBEDDED_PROMPTS)) == {"prompts": ["a", "b"]}
+
+
+def test_read_prompts_of_a_text_file_takes_a_prompt_from_each_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("first\n\nsecond\nthird\n")
+    assert read_prompts(file, 2) == {"prompts": ["first", "second"]}
+
+
+@pytest.mark.parametrize(
+    "line", ["nonsense", "{}", "[1]", '"text"', '{"prompt": 3}', '{"prompt": "a", "domain": 1}', "[" * 100_000]
+)
+def test_read_prompts_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: expected a JSON object with the key prompt"):
+        read_prompts(file, 2)
+
+
+def test_read_prompts_of_an_empty_or_missing_file_raises(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="has no prompts"):
+        read_prompts(tmp_path / "empty.jsonl", 2)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        read_prompts(tmp_path / "none.jsonl", 2)
+
+
+def test_first_difference_is_the_earliest_position_of_any_row(reference_model) -> None:
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
     other = ids.clone()
     other[1, 3] = 4
@@ -87,57 +148,3 @@ def test_totals_are_sums_of_tokens_over_sums_of_time() -> None:
     total.add(fast, fast)
     total.add(slow, slow)
     assert total.tokens_per_second == 4.0  # and not 6.25, the mean of the rates
-
-
-def test_widened_model_writes_the_same_tokens(reference_model) -> None:
-    wide = widen(reference_model, 30_000_000)
-    assert sum(p.numel() for p in wide.parameters()) == pytest.approx(30_000_000, rel=0.01)
-    ids = torch.randint(5, 8000, (2, 20))
-    arguments = {"max_new_tokens": 40, "do_sample": False}
-    assert torch.equal(wide.generate(ids, **arguments), reference_model.generate(ids, **arguments))
-    with pytest.raises(ValueError, match="parameters must be at least"):
-        widen(reference_model, 1000)
-
-
-def test_replay_counts_forward_passes() -> None:
-    """A text that repeats its prompt: a whole draft with the prompt's own pass, and the rest with another."""
-    scripts = [([1, 2, 3, 4, 5, 6, 7, 8, 1], [2, 3, 4, 5, 6, 7, 8, 1, 2])]
-    assert tokens_per_forward(scripts, 16, dict) == 1.0
-    assert tokens_per_forward(scripts, 16, lambda: {"candidate_generator": NgramCandidates(k=7)}) == 4.5
-
-
-@pytest.mark.parametrize("section", ["lookup", "traces"])
-def test_benchmark_sections_run(section: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.core", section, "--quick", "--out", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    saved = json.loads((tmp_path / f"{section}.json").read_text())
-    assert saved["rows"] and saved["provenance"]["versions"]["torch"] == torch.__version__
-
-
-def test_readme_code_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
-    """The first block alone, and then all blocks in order: what a newcomer would paste."""
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    for block in CODE_BLOCKS:
-        exec(compile(block, "README.md", "exec"), names)
-    assert "tokens per step" in capsys.readouterr().out
-    assert (tmp_path / "acceptance.png").stat().st_size > 1000
-
-
-def test_readme_names_the_commands_that_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for command in re.findall(r"^make (\w+)", README, flags=re.M):
-        assert f"\n{command}:" in makefile
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
-
-
-def test_contributing_example_is_lossless() -> None:
-    block = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.S).group(1)
-    names: dict = {}
-    exec(compile(block, "CONTRIBUTING.md", "exec"), names)
-    model = AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32)
-    ids = torch.randint(5, 8000, (2, 9))
-    arguments = {"max_new_tokens": 30, "attention_mask": torch.ones_like(ids)}
-    ours = model.generate(ids, **arguments, candidate_generator=names["RepeatCandidates"]())
-    assert torch.equal(ours, model.generate(ids, **arguments))

@@ -1,4 +1,4 @@
-"""Domains: what ships can be read, what is described wrongly gets a sentence."""
+"""Domains: those that ship can be read, invalid descriptions raise an error that names the problem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import datasets
 import pytest
 import yaml
 
-from benchmarks.domains import CATALOGUE, DomainError, load_domain, names_of
+from benchmarks.workloads.domains import CATALOGUE, DomainError, load_domain, names_of
 
 LOCAL = [name for name, spec in yaml.safe_load(CATALOGUE.read_text())["domains"].items() if "data" in spec]
 
@@ -78,10 +78,14 @@ def test_hub_domain_is_loaded_as_described(tmp_path: Path, monkeypatch: pytest.M
     ("spec", "rows", "message"),
     [
         ({"data": "rows.jsonl", "prompt": "{a}"}, [], "has no prompts"),
-        ({"data": "rows.jsonl", "prompt": "{a}", "where": {"a": "z"}}, [{"a": "b"}], "`where` in own.yaml fits none"),
+        (
+            {"data": "rows.jsonl", "prompt": "{a}", "where": {"a": "z"}},
+            [{"a": "b"}],
+            "no row matches `where`",
+        ),
         ({"data": "rows.jsonl", "prompt": "{c}"}, [{"a": "b"}], "no column 'c'; there are a"),
         ({"data": "gone.jsonl", "prompt": "{a}"}, None, "there is no file"),
-        ({"data": "rows.jsonl", "promt": "{a}"}, None, r"does not know \['promt'\]"),
+        ({"data": "rows.jsonl", "promt": "{a}"}, None, r"has unknown fields \['promt'\]"),
         ({"prompt": "{a}"}, None, "needs data or hub"),
         ({"hub": "org/set", "prompt": "{a}"}, None, "must name its split and revision"),
         ({"hub": "org/set", "split": "s", "revision": "r", "prompt": "{a}"}, None, "no network"),

@@ -14,7 +14,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specgen import Candidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
-from hf_specgen.target.early_exit import NOT_DIVISIBLE
 from tests.helpers import (
     END,
     SAMPLING,
@@ -236,7 +235,7 @@ def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
 # Settings
 
 
-@pytest.mark.parametrize("architecture", sorted(NOT_DIVISIBLE))
+@pytest.mark.parametrize("architecture", ["gemma4_text", "gpt2", "opt"])
 def test_layer_skip_indivisible_architecture_raises(architecture: str) -> None:
     with pytest.raises(ValueError, match="cannot draft with its own first layers"):
         tiny_model(architecture).generate(**prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(2))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
-from benchmarks.prompts import first_turns, followups, of_length
-from benchmarks.strategies import PLAIN, StrategyError, build
+from benchmarks.harness.variants import PLAIN, StrategyError, build
+from benchmarks.workloads.prompts import first_turns, followups, of_length
 from hf_specgen import LayerSkipCandidates, NgramCandidates
-from hf_specgen.evaluation.measure import Variant, measure_round
+from hf_specgen.evaluation import provenance
+from hf_specgen.evaluation.measure import Variant, measure_round, wait
 from hf_specgen.evaluation.memory import peak_memory, reset_peak_memory
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
 from hf_specgen.heads.exit_head import exit_layer_of
@@ -105,13 +109,14 @@ def test_context_of_a_length(tokenizer) -> None:
 @pytest.mark.parametrize(
     ("strategies", "peers", "message"),
     [
-        (["telepathy"], [], "unknown strategy 'telepathy'; there are ngram, draft, layerskip, medusa"),
-        (["ngram=4"], [], "nothing behind '='"),
-        (["draft"], [], "draft needs a file or id here"),
+        (["telepathy"], [], "unknown strategy 'telepathy'; there are ngram, draft, layerskip, medusa, rejected"),
+        (["ngram=4"], [], "ngram takes no source, got '4'"),
+        (["draft"], [], "draft needs a file or id for this model: draft="),
         (["ngram"], ["vllm"], "unknown peer 'vllm'"),
         (["draft=./no-such-folder"], [], "no-such-folder"),
         (["draft=benchmarks/assets/draft-lm"], [], "benchmarks/assets/draft-lm: "),
         (["layerskip=./no-such-folder"], [], "no-such-folder"),
+        (["ngram+telepathy"], [], "unknown strategy 'telepathy'"),
     ],
 )
 def test_bad_strategies(strategies: list[str], peers: list[str], message: str) -> None:
@@ -126,3 +131,58 @@ def test_peers_come_with_their_counterparts(reference_model) -> None:
         "n-grams", "prompt lookup", "draft model", "assistant_model", "layer skip", "assistant_early_exit",
     ]  # fmt: skip
     assert [family.name for family in build(["ngram"], [], reference_model)] == ["n-grams"]
+
+
+def test_strategies_are_combined_with_plus(reference_model) -> None:
+    """Each setting of the last one, with the same depth for all of them."""
+    (family,) = build(["ngram+medusa"], [], reference_model)
+    assert family.name == "n-grams + Medusa" and set(family.settings) == {"k=4", "k=8", "k=16", "k=auto"}
+    combined = family.settings["k=8"]()["candidate_generator"]
+    assert [type(strategy).__name__ for strategy in combined.strategies] == ["NgramCandidates", "MedusaCandidates"]
+
+
+def test_layer_skip_without_an_adapter_is_named_by_its_layer(reference_model) -> None:
+    (family,) = build(["layerskip=3"], [], reference_model)
+    candidates = family.settings["k=2"]()["candidate_generator"]
+    assert family.name == "layer skip without adapter" and candidates.adapter is None and candidates.exit_layer == 3
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_wait_synchronizes_every_kind_of_accelerator(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: the synchronize function of one kind of device called with arguments that another refuses."""
+    synchronized: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronized.append)
+    wait(torch.device(kind))
+    wait(torch.device("cpu"))
+    assert synchronized == [torch.device(kind)]
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_provenance_names_no_commit_for_a_package_inside_another_repository(tmp_path: Path, monkeypatch) -> None:
+    package = tmp_path / "venv" / "site-packages" / "hf_specgen"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    git(tmp_path, "init")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "somebody else's")
+    monkeypatch.setattr(provenance, "PACKAGE", package)
+    assert provenance.provenance()["commit"] is None
+
+
+def test_provenance_names_the_commit_and_changes_of_a_checkout(tmp_path: Path, monkeypatch) -> None:
+    package = tmp_path / "hf_specgen"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    git(tmp_path, "init")
+    monkeypatch.setattr(provenance, "PACKAGE", package)
+    assert provenance.provenance()["commit"] is None, "the package is not tracked"
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "ours")
+    commit = provenance.provenance()["commit"]
+    assert commit is not None and len(commit) == 40
+    (tmp_path / "new.py").touch()
+    assert provenance.provenance()["commit"] == f"{commit}+changes"

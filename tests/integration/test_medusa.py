@@ -24,13 +24,10 @@ from hf_specgen import (
     Schedule,
 )
 from hf_specgen.candidates.rank_tree import RankTree
-from hf_specgen.candidates.tree_plan import ConfidentTree
-from hf_specgen.depth import CostCurve
 from hf_specgen.heads import MedusaHeads
-from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, Acceptance, best_tree, confidence_bin
-from hf_specgen.heads.medusa_runner import MedusaReader
+from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, best_tree, confidence_bin
+from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.target.hidden_states import HiddenStateTarget
-from hf_specgen.tree import children
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.goodness_of_fit import goodness_of_fit
 from tests.helpers.medusa import fitted_heads, hidden_states, random_heads
@@ -193,7 +190,7 @@ def test_medusa_exception_leaves_no_hooks_on_the_model(monkeypatch: pytest.Monke
     def failing(*_: Any) -> None:
         raise RuntimeError("the heads failed")
 
-    monkeypatch.setattr(MedusaReader, "logits", failing)
+    monkeypatch.setattr(MedusaRunner, "logits", failing)
     with pytest.raises(RuntimeError, match="the heads failed"):
         model.generate(**prompts(1), max_new_tokens=9, candidate_generator=MedusaCandidates(random_heads(model), 8))
     after = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
@@ -308,18 +305,3 @@ def test_best_tree_is_optimal(price: float) -> None:
 
 def test_confidence_bin_of_almost_certain_token_is_the_last() -> None:
     assert confidence_bin(0.99) == len(CONFIDENCE_EDGES)
-
-
-def test_confident_tree_of_confident_heads_is_deeper_and_narrower() -> None:
-    plan = ConfidentTree(Acceptance.untuned(4), CostCurve((1, 64), (1.0, 1.1), 256, 1))
-    confident, uncertain = plan.tree([1.0] * 4, 1), plan.tree([0.1] * 4, 1)
-    assert confident.depth == 4
-    assert len(children(confident.parents)[0]) <= len(children(uncertain.parents)[0])
-
-
-def test_confident_tree_of_expensive_target_is_smaller() -> None:
-    acceptance = Acceptance.untuned(4)
-    cheap, expensive = CostCurve((1, 64), (1.0, 1.1), 256, 1), CostCurve((1, 2), (1.0, 2.0), 256, 1)
-    assert len(ConfidentTree(acceptance, expensive).tree([0.1] * 4, 1).ranks) == 0
-    one_row, eight_rows = (ConfidentTree(acceptance, cheap).tree([0.5] * 4, rows) for rows in (1, 8))
-    assert len(eight_rows.ranks) < len(one_row.ranks)

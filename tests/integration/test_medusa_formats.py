@@ -19,7 +19,7 @@ from hf_specgen.heads.compatibility import fingerprint, other_chat_template
 from hf_specgen.heads.export import export_medusa
 from hf_specgen.heads.hub import write_custom_generate
 from hf_specgen.heads.lora import load_lora, new_lora, output_of, stacked_deltas
-from hf_specgen.heads.medusa_runner import MedusaReader
+from hf_specgen.heads.medusa_runner import MedusaRunner
 from tests.helpers import VOCAB, prompts, tiny_model
 from tests.helpers.medusa import random_heads
 
@@ -219,13 +219,13 @@ def test_load_medusa_damaged_own_format_raises(tmp_path: Path) -> None:
     whole = file.read_bytes()
     tensors = load_file(file)
     save_file({name: tensor for name, tensor in tensors.items() if "blocks.1" not in name}, file)
-    with pytest.raises(ValueError, match="not those that its config"):
+    with pytest.raises(ValueError, match="num_heads is 3, but there are tensors for 2"):
         load_medusa(tmp_path)
     file.write_bytes(whole[:100])
     with pytest.raises(ValueError, match="cannot be read"):
         load_medusa(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="holds list, not an object"):
+    with pytest.raises(ValueError, match="holds a list, not an object"):
         load_medusa(tmp_path)
 
 
@@ -279,7 +279,7 @@ def test_medusa_runner_lora_deltas_agree_with_peft(tmp_path: Path) -> None:
     before = model.lm_head.weight.clone()
     loaded = load_lora(model.lm_head, 3, str(tmp_path))
     hidden, tokens = torch.randn(2, 64), torch.tensor([5, 6])
-    logits = MedusaReader(heads, model, loaded).logits(hidden, tokens)
+    logits = MedusaRunner(heads, model, loaded).logits(hidden, tokens)
     states = heads(hidden)
     for head in range(3):
         expected = output_of(lora, head)(states[:, head])
@@ -296,8 +296,8 @@ def test_export_medusa_merges_lora_deltas(tmp_path: Path) -> None:
     export_medusa(heads, tmp_path / "v1", "medusa", model)
     merged = load_medusa(tmp_path / "v1", model)
     hidden, tokens = torch.randn(2, 64), torch.tensor([5, 6])
-    expected = MedusaReader(heads, model, lora).logits(hidden, tokens)
-    torch.testing.assert_close(MedusaReader(merged, model).logits(hidden, tokens), expected, atol=1e-4, rtol=1e-4)
+    expected = MedusaRunner(heads, model, lora).logits(hidden, tokens)
+    torch.testing.assert_close(MedusaRunner(merged, model).logits(hidden, tokens), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_custom_generate_from_a_folder_same_tokens(tmp_path: Path) -> None:
@@ -319,5 +319,5 @@ def test_custom_generate_without_the_package_raises(tmp_path: Path, monkeypatch:
     code: dict[str, Any] = {}
     exec((tmp_path / "custom_generate" / "generate.py").read_text(), code)
     monkeypatch.setitem(sys.modules, "hf_specgen", None)
-    with pytest.raises(ImportError, match=r"user/medusa-heads needs hf_specgen.*pip install hf_specgen"):
+    with pytest.raises(ImportError, match=r"user/medusa-heads needs hf_specgen.*pip install hf-specgen"):
         code["generate"](tiny_model("llama"))

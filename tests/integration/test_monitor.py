@@ -75,7 +75,7 @@ def test_monitor_logs_one_line_per_call(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_monitor_plot_before_the_first_step_raises(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has seen no step"):
+    with pytest.raises(ValueError, match="has no steps"):
         SpeculationMonitor(prometheus=False).plot(tmp_path / "monitor.png")
 
 

@@ -72,7 +72,7 @@ def test_generate_with_guidance_scale_same_tokens(batch: int) -> None:
         {"do_sample": True, "min_p": 0.05, "typical_p": 0.9, "top_k": 0},
         {"do_sample": True, "epsilon_cutoff": 0.005, "eta_cutoff": 0.005, "top_h": 0.6, "top_k": 0},
     ],
-    ids=lambda arguments: next(iter(arguments.keys() - {"do_sample", "make_processors"}), "row_wise"),
+    ids=lambda arguments: next((key for key in arguments if key not in ("do_sample", "make_processors")), "row_wise"),
 )
 def test_generate_with_less_common_processors_same_tokens(batch: int, arguments: dict[str, Any]) -> None:
     """Would catch: one of the processors that `generate` builds put into the wrong class of processors."""

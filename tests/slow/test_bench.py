@@ -1,4 +1,4 @@
-"""A whole benchmark: what it counts, what it chooses and concludes."""
+"""A whole benchmark run: counts, choice of settings, tables."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import summary
-from benchmarks.domains import Domain
-from benchmarks.plan import Plan
-from benchmarks.results import differing
-from benchmarks.runner import choose
-from benchmarks.strategies import Family, build
-from benchmarks.synthetic import synthetic
-from benchmarks.units import tuning_units
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.runner import choose
+from benchmarks.harness.units import tuning_units
+from benchmarks.harness.variants import Family, build
+from benchmarks.micro.known_acceptance import known_acceptance
+from benchmarks.report import summary
+from benchmarks.report.results import differing
+from benchmarks.report.tables import by_domain
+from benchmarks.suites import SUITES
+from benchmarks.workloads.domains import Domain
 from hf_specgen.evaluation.cost import CostCurve
 from tests.helpers.bench_run import SMALL
 
@@ -28,8 +30,8 @@ def test_every_part_is_measured(finished) -> None:
     outcome, found, _ = finished
     assert {r["section"] for r in outcome.records} == {"tuning", "domains", "batch", "temperature", "context"}
     assert set(found["tables"]) == {
-        "speed", "acceptance", "latency", "limits", "cost", "tuning", "batch", "temperature", "context", "traces",
-        "synthetic",
+        "by domain", "speed", "acceptance", "latency", "limits", "cost", "tuning", "batch", "temperature", "context",
+        "traces", "synthetic",
     }  # fmt: skip
     names = {row["variant"].split()[0] for row in found["tables"]["speed"]}
     assert names == {"plain", "n-grams", "prompt", "layer", "assistant_early_exit", "Medusa"}
@@ -71,6 +73,18 @@ def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
     measured = [("a", 100, 10.0), ("a", 10, 2.0), ("b", 100, 20.0), ("b", 10, 0.1)]
     records = [{"section": "tuning", "variant": f"x {s}", "tokens": t, "seconds": d} for s, t, d in measured]
     assert choose([family], records) == {"x": "a"}
+
+
+def test_settings_are_chosen_by_projection_where_there_is_one() -> None:
+    """Setting a is faster here, b by the latency profile."""
+    family = Family("x", {"a": dict, "b": dict}, ours=True)
+    measured = [("a", 1.0, 2.0), ("b", 5.0, 1.0)]
+    records = [
+        {"section": "tuning", "variant": f"x {setting}", "tokens": 10, "seconds": seconds,
+         "projected": {"seconds": projected, "plain_seconds": 3.0}}
+        for setting, seconds, projected in measured
+    ]  # fmt: skip
+    assert choose([family], records) == {"x": "b"}
 
 
 def test_settings_are_chosen_on_other_prompts_than_are_measured(tokenizer) -> None:
@@ -118,6 +132,33 @@ def test_verdicts() -> None:
     assert few["verdict"] == "too few requests" and "low" not in few
 
 
+def test_projected_speedup_is_a_ratio_of_sums_beside_the_measured_one() -> None:
+    cell = cell_of(seconds=[1.0, 1.0, 1.0], plain=[2.0, 2.0, 2.0])
+    for record, seconds in zip(cell.records, (1.0, 2.0, 5.0), strict=True):
+        record["projected"] = {"seconds": seconds, "plain_seconds": 4.0}
+    (row,) = summary.speed([cell], "domain")
+    assert row["speedup"] == pytest.approx(2.0) and row["projected speedup"] == pytest.approx(12 / 8)
+    (unprojected,) = summary.speed([cell_of(seconds=[1.0], plain=[2.0])], "domain")
+    assert "projected speedup" not in unprojected
+
+
+def test_by_domain_has_a_row_per_variant_and_all_domains_first() -> None:
+    rows = [
+        {"domain": domain, "variant": variant, "speedup": speedup}
+        for domain, variant, speedup in (("edit", "a", 2.0), ("edit", "b", 1.0), ("all", "a", 1.5), ("all", "b", 1.2))
+    ]
+    plain = {"domain": "edit", "variant": "plain", "tokens/s": 9.0}
+    found = by_domain([plain, *rows])
+    assert found == [{"variant": "a", "all": 1.5, "edit": 2.0}, {"variant": "b", "all": 1.2, "edit": 1.0}]
+    assert list(found[0]) == ["variant", "all", "edit"] and by_domain([plain]) == []
+
+
+@pytest.mark.parametrize("name", sorted(SUITES))
+def test_suite_names_tables_that_exist(name: str) -> None:
+    known = {"by domain", "projected by domain", "speed", "acceptance", "limits", "batch", "memory"}
+    assert set(SUITES[name].tables) <= known and SUITES[name].plan.quick()
+
+
 def test_repeats_of_a_prompt_are_one_request() -> None:
     """Ten repeats of the same two prompts say no more about other prompts than two do."""
     once = cell_of(seconds=[1.0, 2.0], plain=[2.0, 2.0])
@@ -142,7 +183,7 @@ def test_limits_follow_the_formulas() -> None:
 
 def test_synthetic_acceptance_comes_out_as_it_went_in() -> None:
     """40 texts of 200 tokens: about 2,500 drafts at alpha 0.8, a standard error of 0.03 tokens a step."""
-    for row in synthetic(40, alphas=(0.0, 0.8, 1.0), batches=(1,)):
+    for row in known_acceptance(1, texts=40, alphas=(0.0, 0.8, 1.0), batches=(1,)):
         assert row["tokens/step"] == pytest.approx(row["expected"], abs=0.2)
-        assert row["alpha found"] == pytest.approx(row["alpha"], abs=0.03)
+        assert row["estimated alpha"] == pytest.approx(row["alpha"], abs=0.03)
         assert row["loop, ms a step"] > 0

@@ -1,4 +1,4 @@
-"""Runs that end early, go on, have bad input, or are shared by several processes."""
+"""Runs that are interrupted and resumed, bad input, several processes, profiles, memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,19 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import runner
-from benchmarks.journal import Journal, JournalError
-from benchmarks.results import result
-from benchmarks.runner import run
+from benchmarks.__main__ import main
+from benchmarks.harness import runner
+from benchmarks.harness.journal import Journal, JournalError
+from benchmarks.harness.memory import measure_memory
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.runner import run
+from benchmarks.harness.variants import StrategyError
+from benchmarks.report import page
+from benchmarks.report.results import result
 from hf_specgen.cli import bench as benchmark
 from hf_specgen.cli.app import app
+from hf_specgen.depth import CostCurve
+from hf_specgen.depth.latency import DraftLatency, LatencyModel, Slice
 from tests.helpers.bench_run import SMALL
 from tests.helpers.paths import ROOT
 
@@ -65,9 +72,9 @@ def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypat
 
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path) -> None:
     """The signal itself, sent to the process while it measures."""
-    command = [sys.executable, "benchmarks/run.py", "--strategies", "ngram", "--peers", "", "--domains", "edit"]
+    command = [sys.executable, "-m", "benchmarks", "suite", "--strategies", "ngram", "--peers", "", "--domains", "edit"]
     command += ["--prompts", "40", "--tuning-prompts", "1", "--repeats", "1", "--max-new-tokens", "16"]
-    command += ["--batches", "", "--temperatures", "", "--contexts", "", "--traces", "0", "--out", str(tmp_path)]
+    command += ["--batches", "", "--temperatures", "", "--contexts", "", "--trace-texts", "0", "--out", str(tmp_path)]
     log, records = tmp_path / "log", tmp_path / "records-0.jsonl"
     heed: Any = {
         "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -115,16 +122,45 @@ def test_journal(tmp_path: Path) -> None:
         (["--model", "./no-such-folder"], "no-such-folder"),
         (["--prompts", "0"], "prompts must be at least 1, got 0"),
         (["--dtype", "int3"], "int3"),
-        (["--batches", "1,x"], "'x'"),
+        (["--batches", "1,x"], "'1,x'"),
+        (["--profile", "no-such-file.json"], "no-such-file.json"),
+        (["--profile", "pyproject.toml"], "'pyproject.toml' is not a latency profile"),
+        (["--out-of-range"], "--out-of-range"),
         (["--resume"], "nothing to resume"),
         (["--domains", "gsm8k-hub"], "no domain is left to measure"),
         (["--domains", "rag", "--max-new-tokens", "2100"], "no prompt of domain 'rag' fits"),
     ],
 )
-def test_bad_arguments(arguments: list[str], message: str, tmp_path: Path) -> None:
-    outcome = CliRunner().invoke(app, ["bench", *arguments, "--out", str(tmp_path / "out")])
-    assert outcome.exit_code == 2, outcome.output
-    assert message in re.sub(r"\s+", " ", outcome.output)
+def test_bad_arguments(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert exit_code(["suite", *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert message in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["suite", "nonsense"], "unknown suite 'nonsense'; there are full"),
+        (["micro", "nonsense"], "unknown measurement 'nonsense'; there are ngram-lookup"),
+        (["tables", "no-such-folder"], "there are no results in no-such-folder"),
+        (["tables", "benchmarks/results", "--table", "nonsense"], "there is no table 'nonsense'"),
+        ([], "COMMAND"),
+    ],
+)
+def test_bad_command_is_refused(arguments: list[str], message: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert exit_code(arguments) == 2
+    assert message in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+def exit_code(arguments: list[str]) -> int:
+    """Of a command; argparse exits by itself."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return int(ended.code or 0)
 
 
 def test_without_network_the_local_domains_still_run(tmp_path: Path) -> None:
@@ -144,7 +180,9 @@ def test_model_without_a_chat_template(tmp_path: Path) -> None:
     assert "has no chat template" in outcome.notes[0] and "'chat' has several turns" in outcome.notes[1]
 
 
-def test_a_different_token_fails_the_run(finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_token_fails_the_run(
+    finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     outcome, _, _ = finished
     difference = {"row": 0, "position": 9, "plain_token": 1, "our_token": 2, "plain_logit": 0.5, "our_logit": 0.25}
     bad = [
@@ -152,8 +190,8 @@ def test_a_different_token_fails_the_run(finished, tmp_path: Path, monkeypatch: 
         for r in outcome.records
     ]
     monkeypatch.setattr(runner, "run", lambda *_, **__: replace(outcome, records=bad))
-    ended = CliRunner().invoke(app, ["bench", "--out", str(tmp_path)])
-    assert ended.exit_code == 1 and "tokens differ from plain decoding" in ended.output
+    assert main(["suite", "--out", str(tmp_path)]) == 1
+    assert "tokens differ from plain decoding" in capsys.readouterr().err
     rows = json.loads((tmp_path / "report.json").read_text())["tables"]["differences"]
     assert rows[0]["position"] == 9 and rows[0]["logit margin"] == 0.25
 
@@ -162,9 +200,9 @@ def test_two_processes_share_the_prompts(tmp_path: Path) -> None:
     # `--cpu` starts one process only, whatever the number (accelerate 1.15); this is its launcher of several.
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["--main_process_port", "29611", "benchmarks/run.py", "--strategies", "ngram", "--peers", ""]
+    command += ["--main_process_port", "29611", "-m", "benchmarks", "suite", "--strategies", "ngram", "--peers", ""]
     command += ["--domains", "edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4", "--batches", ""]
-    command += ["--temperatures", "", "--contexts", "", "--traces", "0", "--out", str(tmp_path)]
+    command += ["--temperatures", "", "--contexts", "", "--trace-texts", "0", "--out", str(tmp_path)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -179,11 +217,63 @@ def test_two_processes_share_the_prompts(tmp_path: Path) -> None:
 
 
 def test_installed_package_says_where_the_benchmark_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(benchmark, "REPOSITORY", tmp_path)
-    with pytest.raises(SystemExit, match="comes with the repository"):
-        benchmark.command()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="come with the repository"):
+        benchmark.run([])
 
 
-def test_help_is_that_of_the_script() -> None:
-    shown = CliRunner().invoke(app, ["bench", "--help"])
-    assert shown.exit_code == 0 and "--strategies" in shown.output
+def test_bench_runs_the_module_of_the_clone_and_leaves_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda program, arguments: called.append([program, *arguments[1:]]))
+    monkeypatch.chdir(ROOT)
+    before = list(sys.path)
+    CliRunner().invoke(app, ["bench", "drafting", "--help"])
+    assert called == [[sys.executable, "-m", "benchmarks", "suite", "drafting", "--help"]] and sys.path == before
+
+
+def test_help_is_that_of_the_script(capsys: pytest.CaptureFixture) -> None:
+    assert exit_code(["suite", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"--{field.replace('_', '-')} VALUE" in shown for field in asdict(Plan()))
+
+
+def profile(folder: Path, *drafters: str) -> str:
+    """A file in which T(q) is flat and a drafter pass takes 0.05 T(1)."""
+    curve = CostCurve((1, 256), (1.0, 1.0), context=512, batch=1)
+    latency = LatencyModel((Slice(curve, {name: DraftLatency(seconds=(0.05,)) for name in drafters}),))
+    path = folder / "flat.json"
+    path.write_text(json.dumps(latency.to_dict()))
+    return str(path)
+
+
+ONE_DOMAIN = replace(SMALL, peers=(), domains=("edit",), batches=(), temperatures=(), contexts=(), trace_texts=0)
+
+
+def test_profile_gives_projected_speedups_that_follow_from_the_counts(tmp_path: Path) -> None:
+    """With a flat T(q) and a free drafter, the projected speedup is the number of tokens per step."""
+    plan = replace(ONE_DOMAIN, strategies=("ngram",), profile=profile(tmp_path), max_new_tokens=16)
+    outcome = run(plan, tmp_path / "out", quiet())
+    assert outcome is not None and "flat.json" in outcome.notes[0] and "not measured" in outcome.notes[0]
+    found = result(outcome)
+    over_all = next(row for row in found["tables"]["acceptance"] if row["domain"] == "all")
+    (row,) = found["tables"]["projected by domain"]
+    assert row["all"] == pytest.approx(over_all["tokens/step"])
+    text = page.write(found, tmp_path / "out").read_text()
+    assert "Projected speedup" in text and "Not measured" in text
+
+
+def test_profile_without_the_drafter_is_refused(tmp_path: Path) -> None:
+    plan = replace(ONE_DOMAIN, strategies=("layerskip",), profile=profile(tmp_path, "DraftModelCandidates"))
+    with pytest.raises((StrategyError, ValueError), match="no drafter 'LayerSkipCandidates'"):
+        run(plan, tmp_path / "out", quiet())
+
+
+def test_memory_is_measured_for_every_strategy_with_and_without_scores() -> None:
+    plan = replace(ONE_DOMAIN, strategies=("ngram",), memory_context=256)
+    rows = measure_memory(plan)
+    assert [(row["output_scores"], row["variant"]) for row in rows] == [
+        ("no", "plain"), ("no", "n-grams k=8 branches=4"), ("yes", "plain"), ("yes", "n-grams k=8 branches=4"),
+    ]  # fmt: skip
+    if all(row["peak MB"] for row in rows):
+        assert rows[2]["peak MB"] > rows[0]["peak MB"] + 4, "256 tokens of 8,192 float32 scores are 8 MB"
+        assert rows[0]["of plain"] == 1.0

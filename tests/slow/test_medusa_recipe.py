@@ -89,7 +89,7 @@ def test_stage_one(folder: Path) -> None:
     after = load_file(folder / "target" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     card = (folder / "medusa" / "README.md").read_text()
-    assert heads.config.acceptance is not None and heads.config.cost is not None
+    assert heads.config.acceptance is not None
     assert "| tokens per step | speedup |" in card and "custom_generate=" in card and "`adapter`" not in card
     generate_twice(target, str(folder / "medusa"))
 

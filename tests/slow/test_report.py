@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.core import SECTIONS
-from benchmarks.domains import FIELDS
-from benchmarks.report import _speed_cell
-from benchmarks.tables import BEGIN, END, cell, markdown
-from benchmarks.tables import main as write_tables
+from benchmarks.__main__ import main
+from benchmarks.report import page as report
+from benchmarks.report.tables import BEGIN, END, cell, markdown, recorded
+from benchmarks.workloads.domains import FIELDS
 from tests.helpers.bench_run import SMALL
 from tests.helpers.paths import ROOT
 
@@ -73,7 +72,7 @@ def test_page_opens_in_a_browser_without_errors(finished, tmp_path: Path) -> Non
     command += ["--enable-logging", f"--log-file={log}", "--v=0", "--window-size=390,900", "--dump-dom"]
     broken = tmp_path / "broken.html"
     broken.write_text("<script>nonsense(</script>")
-    assert "Speculative decoding, measured" in _opened([*command, page.as_uri()])
+    assert "Benchmark of speculative decoding" in _opened([*command, page.as_uri()])
     assert "CONSOLE" not in _log(log)
     _opened([*command, broken.as_uri()])
     assert "CONSOLE" in _log(log), "an error on a page would not have been seen"
@@ -97,19 +96,17 @@ def test_tables_are_written_between_their_markers(finished, tmp_path: Path) -> N
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):
-        write_tables(tmp_path / "results", readme)
+        assert main(["tables", str(tmp_path / "results"), "--write", str(readme)]) == 0
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert text.count("### loop") == 1 == text.count("#### speed") and "| domain | variant |" in text
 
 
 def test_readme_shows_the_recorded_results(tmp_path: Path) -> None:
-    """A result recorded, or a table's looks changed, without `python -m benchmarks.tables … --write`."""
-    recorded = ROOT / "benchmarks" / "results"
-    assert {file.stem for file in recorded.glob("*.json")} <= set(SECTIONS)
+    """Would catch: results recorded, or the format changed, without `python -m benchmarks tables … --write`."""
     readme = tmp_path / "README.md"
     shutil.copy(ROOT / "benchmarks" / "README.md", readme)
-    write_tables(recorded, readme)
+    assert main(["tables", str(ROOT / "benchmarks" / "results"), "--write", str(readme)]) == 0
     assert readme.read_text() == (ROOT / "benchmarks" / "README.md").read_text()
 
 
@@ -117,20 +114,52 @@ def test_headings_of_tables() -> None:
     machine = {"processor": "P", "threads": 2, "gpu": None}
     origin = {"commit": f"{'0123456789' * 4}+changes", "versions": {"torch": "1", "transformers": "2"}}
     origin |= {"machine": machine, "argv": ["run.py", "--out", "x"]}
-    recorded = {"section": "loop", "repeats": 2, "rows": [{"a": 1.0}] * 30, "seconds": 90.0, "provenance": origin}
-    text = markdown(recorded)
+    section = {"section": "loop", "repeats": 2, "rows": [{"a": 1.0}] * 30, "seconds": 90.0, "provenance": origin}
+    text = recorded(section)
     assert "`python -m benchmarks.core loop --repeats 2`: commit 012345678901 with changes, " in text
     assert "2 threads, 1.5 minutes" in text and "<details><summary>all 30 rows</summary>\n\n| a |" in text
     domains = [{"domain": name, "a": 1.0} for name in [*"xyz" * 10, "all"]]
-    assert "\n| all | 1.00 |\n\n<details>" in markdown({**recorded, "rows": domains})
-    report = {"notes": [], "tables": {"speed": [{"a": 1.0}]}, "provenance": origin}
-    assert "`python benchmarks/run.py --out x`" in markdown(report) and "<details>" not in markdown(report)
+    assert "\n| all | 1.00 |\n\n<details>" in recorded({**section, "rows": domains})
+    of_suite = {"notes": [], "tables": {"cost": [{"a": 1.0}]}, "provenance": origin}
+    assert "`python benchmarks/run.py --out x`" in recorded(of_suite) and "<details>" not in recorded(of_suite)
+    module = {**origin, "argv": ["__main__.py", "suite", "heads"]}
+    assert "`python -m benchmarks suite heads`" in recorded({**of_suite, "provenance": module})
 
 
-def test_an_interval_that_includes_1_is_printed_as_no_difference() -> None:
-    unsure = {"speedup": 1.1, "low": 0.9, "high": 1.2, "verdict": "no difference", "identical": True}
-    assert "no difference" in _speed_cell(unsure) and "1.10" not in _speed_cell(unsure)
-    assert "1.10" in _speed_cell({**unsure, "low": 1.01, "verdict": "faster"})
+def page_of(found: dict[str, Any], **changes: Any) -> str:
+    """The page with another speedup of the first of our variants over all domains, and no other tables."""
+    base = next(row for row in found["tables"]["speed"] if "speedup" in row and row["domain"] == "all")
+    row = {**base, "variant": found["ours"][0], **changes}
+    tables = {"speed": [row], "by domain": [{"variant": row["variant"], "all": row["speedup"]}]}
+    return report.html({**found, "tables": tables}, {})
+
+
+def test_an_interval_that_includes_1_is_printed_as_no_difference(finished) -> None:
+    _, found, _ = finished
+    interval, ratio, shown = {"speedup": 1.13, "low": 0.9, "high": 1.2}, "1.13\u00d7", "0.90\u20131.20"
+    unsure = page_of(found, **interval, verdict="no difference", identical=True)
+    assert f'<td class="same">no difference<small>{shown}</small></td>' in unsure
+    sure = page_of(found, **interval, verdict="faster", identical=True)
+    assert f'<td class="faster">{ratio}<small>{shown}</small></td>' in sure
+    assert f"{ratio} \u2260" in page_of(found, **interval, verdict="faster", identical=False)
+
+
+def test_page_escapes_texts(finished) -> None:
+    """Would catch: markup from a model's answer or from an option that becomes part of the page."""
+    _, found, _ = finished
+    text = {"domain": "edit", "variant": "<i>v</i>", "tokens": [["<script>alert(1)</script>", True], ["a&b", False]]}
+    shown = report.html({**found, "notes": ["<u>note</u>"], "texts": [text]}, {})
+    assert "<script>alert(1)" not in shown and "&lt;script&gt;alert(1)" in shown
+    assert "a&amp;b" in shown and "&lt;u&gt;note" in shown and "&lt;i&gt;v" in shown
+
+
+def test_one_table_is_written_alone(capsys: pytest.CaptureFixture) -> None:
+    assert main(["tables", str(ROOT / "benchmarks" / "results" / "embedded"), "--table", "by domain"]) == 0
+    assert capsys.readouterr().out.startswith("| variant | all |")
+
+
+def test_markdown_has_a_row_for_each_row() -> None:
+    assert markdown([{"a": 1, "b": False}, {"c": 0.5}]).splitlines()[2:] == ["| 1 | NO |  |", "|  |  | 0.50 |"]
 
 
 def test_readme_code_and_domains(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

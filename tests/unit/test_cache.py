@@ -60,7 +60,7 @@ def test_ragged_cache_agrees_with_lists(data: st.DataObject) -> None:
     """
     text: Text = [[] for _ in range(data.draw(st.integers(1, 3), "batch"))]
     cache, number = RaggedCache(), 0
-    with patch.object(module, "SPARE_SLOTS", 2):
+    with patch.object(module, "MIN_SPARE_SLOTS", 2):
         for _ in range(data.draw(st.integers(1, 6), "steps")):
             nodes = data.draw(st.integers(0, 5), "nodes")
             step = [[number + row * 100 + i for i in range(1 + nodes)] for row in range(len(text))]
@@ -111,25 +111,52 @@ def test_keep_accepted_of_chains_moves_nothing() -> None:
     assert_holds(cache, [[1, 10, 20, 21], [1, 2, 10, 20]])
 
 
-def test_ragged_layer_one_token_steps_copy_only_to_double() -> None:
-    """Would catch: a buffer that is copied in every step, as `DynamicCache` does, or that grows by a constant."""
-    layer, moved_at, address = RaggedLayer(), [], -1
-    for number in range(1100):
-        keys, _ = layer.update(*states([[number]]))
-        assert keys.data_ptr() == layer.keys.data_ptr() and keys.shape[2] == number + 1  # a view, not a copy
-        if keys.data_ptr() != address:
-            moved_at.append(number + 1)
-            address = keys.data_ptr()
-    assert moved_at == [1, 258, 515, 1029]
-    assert torch.equal(layer.keys[:, :, :1100], states([list(range(1100))])[0])
-    assert torch.equal(layer.values[:, :, :1100], states([list(range(1100))])[1])
+def test_ragged_layer_one_token_steps_copy_seldom_and_reserve_little() -> None:
+    """Would catch: a copy of the whole cache at every step, or a buffer that doubles (B3)."""
+    layer, copies = RaggedLayer(), []
+    for length in range(1, 4001):
+        before = layer.keys
+        layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+        assert layer.keys is not None
+        if layer.keys is not before:
+            copies.append(length)
+        assert layer.keys.shape[2] <= length + max(module.MIN_SPARE_SLOTS, module.SPARE_SHARE * length)
+    assert len(copies) < 60
 
 
-def test_ragged_layer_large_step_reserves_enough_slots() -> None:
-    layer = RaggedLayer()
-    layer.update(*states([[1]]))
-    layer.update(*states([list(range(700))]))
-    assert layer.lengths == (701,) and layer.keys.shape[2] == 701 + module.SPARE_SLOTS
+def test_ragged_layer_of_known_length_reserves_no_more() -> None:
+    """Would catch: a buffer that grows beyond the maximum length of the call."""
+    layer = RaggedLayer(max_slots=120)
+    for _ in range(120):
+        layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+    assert layer.keys is not None and layer.keys.shape[2] == 120
+
+
+@pytest.mark.parametrize("window", [4, 100, 300])
+def test_ragged_layer_with_a_window_keeps_what_later_queries_see(window: int) -> None:
+    """Would catch: slots that are dropped too early, or never."""
+    layer, full = RaggedLayer(window), RaggedLayer()
+    for step in range(1500):
+        states = torch.full((2, 1, 1, 2), float(step))
+        announced = layer.get_mask_sizes(1) if step else (1, 0)
+        keys, _ = layer.update(states, states)
+        everything, _ = full.update(states, states)
+        assert announced[0] == keys.shape[2] and announced[0] + announced[1] == step + 1
+        seen = min(window + module.MAX_ROLLBACK, everything.shape[2])
+        assert torch.equal(keys[:, :, -seen:], everything[:, :, -seen:])
+    assert layer.keys is not None
+    assert layer.keys.shape[2] <= 2 * window + module.MAX_ROLLBACK + 3 * module.MIN_SPARE_SLOTS
+
+
+def test_ragged_layer_protected_length_can_be_returned_to() -> None:
+    """Would catch: a cache of the user that cannot be restored after an exception."""
+    layer = RaggedLayer(4)
+    layer.update(torch.arange(20.0).view(1, 1, 20, 1), torch.zeros(1, 1, 20, 1))
+    layer.protected = 20
+    for _ in range(800):
+        layer.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    assert layer.first <= 20 - 4 and layer.keys is not None
+    assert layer.keys[0, 0, 20 - layer.first - 4 : 20 - layer.first, 0].tolist() == [16.0, 17.0, 18.0, 19.0]
 
 
 def test_ragged_layer_unwritten_slots_are_finite() -> None:
@@ -219,7 +246,8 @@ def test_from_dynamic_does_not_change_the_original() -> None:
     write(dynamic, [[1, 2, 3, 4, 5, 6]])
     cache = RaggedCache.from_dynamic(dynamic)
     sliding = cache.layers[1]
-    assert sliding.keys[0, 0, :6, 0].tolist() == [0, 0, 0, *states([[4, 5, 6]], 1)[0][0, 0, :, 0].tolist()]
+    assert sliding.first == 3
+    assert sliding.keys[0, 0, :3, 0].tolist() == states([[4, 5, 6]], 1)[0][0, 0, :, 0].tolist()
     cache.set_lengths([0])
     write(cache, [[-9] * 6])
     assert torch.equal(dynamic.layers[0].keys, states([[1, 2, 3, 4, 5, 6]])[0])

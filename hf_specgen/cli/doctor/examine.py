@@ -1,8 +1,7 @@
-"""The examination: on paper first, then a quick run."""
+"""The examination: static checks first, then a quick benchmark."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,30 +9,15 @@ import torch
 from hf_specgen.cli.doctor import recommend, static_checks
 from hf_specgen.cli.doctor.blueprint import Blueprint, blueprint
 from hf_specgen.cli.doctor.findings import Finding, Report
-from hf_specgen.cli.doctor.heads import heads as check_heads
-
-
-@dataclass(frozen=True)
-class DoctorSettings:
-    """What to examine; every field is an option of `hf-specgen doctor`."""
-
-    model: str
-    draft: str = ""
-    heads: str = ""
-    prompts: tuple[str, ...] = ()
-    batch_size: int = 1
-    length: int = 2048
-    temperature: float = 0.0
-    max_new_tokens: int = 96
-    dtype: str = "auto"
-    device: str = "cpu"
-    run: bool = True
+from hf_specgen.cli.settings import DoctorSettings
+from hf_specgen.evaluation.strategies import strategies
+from hf_specgen.evaluation.workloads import check_device
 
 
 def examine(settings: DoctorSettings) -> Report:
-    """Check a target, with a draft and heads if there are any.
+    """Check a target, with a draft model and heads if they are given.
 
-    What is bad on paper ends the examination: nothing is loaded then.
+    If a static check finds a problem, no weights are loaded.
 
     Args:
         settings: what to examine.
@@ -44,65 +28,49 @@ def examine(settings: DoctorSettings) -> Report:
     Raises:
         OSError, ValueError: if a model cannot be found or is no causal language model.
     """
+    check_device(settings.device)
     report = Report()
     target = blueprint(settings.model, settings.dtype)
     draft = blueprint(settings.draft, settings.dtype) if settings.draft else None
-    report.findings += _on_paper(settings, target, draft)
+    report.findings += _static(settings, target, draft)
     if report.bad:
-        report.reason = "settle what is marked with ✗ first"
-        return report
-    if settings.run:
+        report.reason = "solve what is marked with ✗ first"
+    elif settings.run:
         _run(settings, target, report)
     else:
-        report.recommendation = recommend.LINE.format(_codes(settings)[_most(settings)])
-        report.reason = "nothing speaks against it on paper; it was not measured"
+        most = strategies(settings.draft, settings.heads)[-1]
+        report.recommendation = recommend.LINE.format(most.code)
+        report.reason = "the static checks found no problem; the speed was not measured"
     return report
 
 
-def _on_paper(settings: DoctorSettings, target: Blueprint, draft: Blueprint | None) -> list[Finding]:
+def _static(settings: DoctorSettings, target: Blueprint, draft: Blueprint | None) -> list[Finding]:
     findings = [static_checks.support(target, "target")]
     if draft is not None:
         findings.append(static_checks.support(draft, "draft"))
         findings += static_checks.tokenizers(target, draft)
         findings.append(static_checks.size_ratio(target, draft))
     if settings.heads:
-        findings += check_heads(settings.heads, target)
+        findings += static_checks.heads(settings.heads, target)
     models = [target] if draft is None else [target, draft]
     findings.append(static_checks.memory(models, settings.batch_size, settings.length, settings.device))
     return findings
 
 
 def _run(settings: DoctorSettings, target: Blueprint, report: Report) -> None:
-    from hf_specgen.cli.doctor.quick_benchmark import PLAIN, PROMPTS, Trial
+    from hf_specgen.cli.doctor.quick_benchmark import PROMPTS, QuickBenchmark
 
-    trial = Trial(settings.model, settings.draft, target.dtype, settings.device, settings.batch_size)
-    report.findings.append(recommend.width(trial.costs()))
-    generation: dict[str, Any] = {"do_sample": False}
+    found = strategies(settings.draft, settings.heads, dtype=target.dtype)
+    benchmark = QuickBenchmark(settings.model, found, target.dtype, settings.device, settings.batch_size)
+    report.findings.append(recommend.verification_cost(benchmark.cost_curve()))
+    generation: dict[str, Any] = {"do_sample": False, "max_new_tokens": settings.max_new_tokens}
     if settings.temperature:
-        generation = {"do_sample": True, "temperature": settings.temperature}
-    totals = trial.race(settings.prompts or PROMPTS, settings.max_new_tokens, generation)
-    report.findings.append(recommend.same_tokens(totals, target.dtype == torch.float32))
-    for name, total in totals.items():
-        rate = total.tokens_per_second
-        report.measured[name] = {"tokens_per_second": rate, "speedup": rate / totals[PLAIN].tokens_per_second}
-        if name != PLAIN:
-            report.findings.append(recommend.speed(name, total, totals[PLAIN]))
-    report.recommendation, report.reason = recommend.recommend(totals, PLAIN, _codes(settings))
-
-
-def _codes(settings: DoctorSettings) -> dict[str, str]:
-    """How each strategy is written, the cheapest first."""
-    ngram, draft = "NgramCandidates()", f'DraftModelCandidates("{settings.draft}")'
-    codes = {"n-grams": ngram}
-    if settings.draft:
-        codes |= {"draft model": draft, "n-grams, draft model": f"AutoCandidates([{ngram}, {draft}])"}
-    return codes
-
-
-def _most(settings: DoctorSettings) -> str:
-    return "n-grams, draft model" if settings.draft else "n-grams"
-
-
-def exit_code(report: Report) -> int:
-    """1 if something has to be settled first, else 0."""
-    return int(bool(report.bad))
+        generation |= {"do_sample": True, "temperature": settings.temperature}
+    totals, plain = benchmark.run(settings.prompt or PROMPTS, settings.rounds, generation)
+    report.findings.append(recommend.same_tokens(totals, exact=target.dtype == torch.float32))
+    report.measured["plain"] = {"tokens_per_second": plain.tokens_per_second, "speedup": 1.0}
+    speeds = {name: recommend.Speed.of(total, plain) for name, total in totals.items()}
+    for name, speed in speeds.items():
+        report.measured[name] = speed.to_dict()
+        report.findings.append(recommend.speed(name, speed))
+    report.recommendation, report.reason = recommend.recommend(speeds, {one.name: one.code for one in found})

@@ -1,4 +1,4 @@
-"""What the doctor says: findings, each with what it means and what to change, and a recommended line of code."""
+"""The doctor's report: findings, each with its meaning and what to change, and a recommended line of code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 class CheckResult(str, Enum):
-    """How a finding is to be taken."""
+    """The result of a check."""
 
     GOOD = "good"
     WARNING = "warning"
@@ -23,30 +23,30 @@ SIGNS = {CheckResult.GOOD: "[green]✓[/]", CheckResult.WARNING: "[yellow]![/]",
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One check.
 
     Args:
-        subject: what was looked at.
-        verdict: good, warning or bad.
+        subject: what was checked.
+        result: good, warning or bad.
         found: what was found, with its numbers.
-        meaning: what follows from it; what to change, if anything.
+        meaning: the consequence, and what to change, if anything.
     """
 
     subject: str
-    verdict: CheckResult
+    result: CheckResult
     found: str
     meaning: str = ""
 
 
 @dataclass
 class Report:
-    """Everything that the doctor found.
+    """All findings, and a recommendation.
 
     Args:
-        findings: in the order in which they were made.
+        findings: in the order of the checks.
         recommendation: a line of code; empty if speculation cannot be used.
         reason: why that line.
-        measured: tokens per second and speedup of each variant of the quick run, by name.
+        measured: numbers of each variant of the quick benchmark, by name.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -56,19 +56,20 @@ class Report:
 
     @property
     def bad(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.verdict is CheckResult.BAD]
+        """The findings that have to be solved first."""
+        return [finding for finding in self.findings if finding.result is CheckResult.BAD]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Numbers, strings and lists, ready for JSON."""
         return asdict(self)
 
     def table(self) -> Table:
-        """For people."""
+        """A row for each finding."""
         view = Table(box=SIMPLE, pad_edge=False, show_header=False)
         view.add_column()
         view.add_column(style="bold", no_wrap=True)
         view.add_column(overflow="fold")
         for finding in self.findings:
             text = finding.found + (f"\n[dim]{finding.meaning}[/]" if finding.meaning else "")
-            view.add_row(SIGNS[finding.verdict], finding.subject, text)
+            view.add_row(SIGNS[finding.result], finding.subject, text)
         return view

@@ -1,20 +1,21 @@
-"""A quick measured run: T(q) of the target, and every strategy against plain `generate` on a few prompts."""
+"""A quick benchmark: T(q) of the target, and every strategy against plain `generate` on a few prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates import Candidates, CombinedCandidates, DraftModelCandidates, NgramCandidates
-from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
+from hf_specgen.depth.cost import CostCurve
+from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Total, Variant, interleave
-from hf_specgen.evaluation.workloads import encode
+from hf_specgen.evaluation.strategies import Strategy
+from hf_specgen.evaluation.workloads import PLAIN, encode, load_model
 
-PLAIN = "plain"
+QUERIES = (1, 2, 4, 8, 16)
+CONTEXT = 128
+"""Cached tokens at which T(q) is measured: that of a short prompt with half an answer."""
 PROMPTS = (
     "Rename `x` to `total` in this code and repeat it whole.\n\n"
     "def add(x, y):\n    x = x + y\n    if x > 10:\n        x = 10\n    return x\n",
@@ -23,46 +24,49 @@ PROMPTS = (
 )
 
 
-class Trial:
-    """The models, loaded.
+class QuickBenchmark:
+    """The target, loaded, and the strategies.
 
     Args:
-        model, draft: Hub ids or folders; "" for no draft.
-        dtype, device: how they are loaded.
+        model: Hub id or folder of the target.
+        strategies: compared with plain `generate`.
+        dtype, device: of the target.
         batch: prompts per call; the prompts are repeated as needed.
+
+    Raises:
+        OSError, ValueError: if the model cannot be loaded.
     """
 
-    def __init__(self, model: str, draft: str, dtype: torch.dtype, device: str, batch: int):
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-        self.model: PreTrainedModel = cast(Any, loaded).to(device).eval()
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, padding_side="left")
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.strategies: dict[str, Candidates] = {"n-grams": NgramCandidates()}
-        if draft:
-            network = DraftModelCandidates(draft, dtype=dtype)
-            self.strategies["draft model"] = network
-            self.strategies["n-grams, draft model"] = CombinedCandidates([NgramCandidates(), network])
-        self.batch = batch
+    def __init__(self, model: str, strategies: Sequence[Strategy], dtype: torch.dtype, device: str, batch: int):
+        self.model, self.tokenizer = load_model(model, dtype, device)
+        self.strategies, self.batch = strategies, batch
 
-    def costs(self) -> CostCurve:
-        """T(q) at this batch, with a short context."""
+    def cost_curve(self) -> CostCurve:
+        """T(q) at this batch size, with a short context."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-        return measure_cost_curve(
-            self.model, (1, 2, 4, 8, 16), context=min(128, limit // 2), batch=self.batch, repeats=5
-        )
+        return measure_cost_curve(self.model, QUERIES, context=min(CONTEXT, limit // 2), batch=self.batch, repeats=5)
 
-    def race(self, prompts: Sequence[str], max_new_tokens: int, generation: dict[str, Any]) -> dict[str, Total]:
-        """Everything on the same prompts, after a call of each to warm up."""
-        variants = [Variant(PLAIN, dict)] + [
-            Variant(name, partial(dict, candidate_generator=strategy)) for name, strategy in self.strategies.items()
-        ]
+    def run(self, prompts: Sequence[str], rounds: int, generation: dict[str, Any]) -> tuple[dict[str, Total], Total]:
+        """Time every strategy and plain `generate` on the same prompts, one after the other for each batch.
+
+        A whole uncounted call of each comes first: it prepares kernels, and latency profiles are learnt in it.
+
+        Args:
+            prompts: texts.
+            rounds: runs of each batch; who begins changes from call to call.
+            generation: arguments of `generate` that all share.
+
+        Returns:
+            the totals of each strategy by name, and those of plain `generate`.
+        """
+        variants = [Variant(PLAIN, dict), *(strategy.variant() for strategy in self.strategies)]
         texts = list(prompts) if self.batch == 1 else list(prompts) * (-(-self.batch // len(prompts)))
         batches = list(encode(self.tokenizer, texts, self.batch))
-        for _ in interleave(self.model, batches[:1], variants, {"max_new_tokens": 16, **generation}):
+        for _ in interleave(self.model, batches[:1], variants, generation):
             pass
         totals = {variant.name: Total() for variant in variants}
-        for samples in interleave(self.model, batches, variants, {"max_new_tokens": max_new_tokens, **generation}):
+        for samples in interleave(self.model, batches * rounds, variants, generation, seed=1):
             for name, sample in samples.items():
                 totals[name].add(sample, samples[PLAIN])
-        return totals
+        plain = totals.pop(PLAIN)
+        return totals, plain

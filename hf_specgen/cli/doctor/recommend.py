@@ -1,48 +1,113 @@
-"""From what was measured to a line of code: the decision tree of the README's "When it helps, when it does not"."""
+"""From measurements to a line of code, and to explanations of what was measured."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
 from hf_specgen.cli.doctor.findings import CheckResult, Finding
-from hf_specgen.evaluation.cost import CostCurve
+from hf_specgen.depth.cost import CostCurve
+from hf_specgen.evaluation.intervals import Interval, speedup_interval
 from hf_specgen.evaluation.measure import Total
 
-CLEAR = 1.05
-CHEAP_WIDTH, DEAR_WIDTH = 1.3, 2.0
+MIN_SPEEDUP = 1.05
+"""Smallest measured speedup for which a strategy is recommended."""
+LOW_COST, MODERATE_COST = 1.3, 2.0
+"""T(8) / T(1) up to which draft tokens are nearly free, and up to which a high acceptance rate makes up for them."""
+LOW_ACCEPTANCE = 0.3
+MEASUREMENT_ERROR = 1.05
+"""How far above the tokens per step a measured speedup may be: the first token of a call is not counted as a step."""
 LINE = "model.generate(**inputs, candidate_generator={})"
 
 
-def width(curve: CostCurve) -> Finding:
-    """Does this machine score eight tokens in about the time of one?"""
+@dataclass(frozen=True)
+class Speed:
+    """The measured speed of a strategy.
+
+    Args:
+        tokens_per_second: throughput.
+        interval: speedup over plain `generate`, with its confidence interval over calls.
+        tokens_per_step: mean, bonus token included.
+        acceptance_rate: accepted / drafted.
+        drafted: number of draft tokens.
+    """
+
+    tokens_per_second: float
+    interval: Interval
+    tokens_per_step: float
+    acceptance_rate: float
+    drafted: int
+
+    @classmethod
+    def of(cls, total: Total, plain: Total) -> Speed:
+        """From the totals of a strategy and of plain `generate` on the same batches."""
+        ours, theirs = total.samples, plain.samples
+        interval = speedup_interval(
+            [sample.tokens for sample in ours],
+            [sample.seconds for sample in ours],
+            [sample.tokens for sample in theirs],
+            [sample.seconds for sample in theirs],
+        )
+        rate, accepted = total.tokens_per_second, total.acceptance_rate
+        return cls(rate, interval, total.tokens_per_step, accepted, total.drafted)
+
+    @property
+    def speedup(self) -> str:
+        """The speedup and its interval, such as "1.32x plain (1.21-1.40)"."""
+        return f"{self.interval.value:.2f}x plain ({self.interval.low:.2f}-{self.interval.high:.2f})"
+
+    @property
+    def plausible(self) -> bool:
+        """Whether the speedup is possible: a step takes no less than a plain one, so it is at most tokens per step."""
+        return self.interval.value <= MEASUREMENT_ERROR * max(1.0, self.tokens_per_step)
+
+    @property
+    def faster(self) -> bool:
+        """Whether the strategy was clearly faster than plain `generate`."""
+        return self.plausible and self.interval.low > 1 and self.interval.value >= MIN_SPEEDUP
+
+    def to_dict(self) -> dict[str, float]:
+        """Numbers by name, ready for JSON."""
+        interval = asdict(self.interval)
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "speedup": interval["value"],
+            "speedup_low": interval["low"],
+            "speedup_high": interval["high"],
+            "tokens_per_step": self.tokens_per_step,
+            "acceptance_rate": self.acceptance_rate,
+        }
+
+
+def verification_cost(curve: CostCurve) -> Finding:
+    """Whether this machine reads eight tokens in about the time of one."""
     ratio = curve.relative(8)
     found = (
-        f"T(1) {1000 * curve(1):.1f} ms; scoring 8 tokens costs {ratio:.2f} of one, 16 cost {curve.relative(16):.2f}"
+        f"T(1) {1000 * curve(1):.1f} ms; reading 8 tokens takes {ratio:.2f} times as long, 16 tokens "
+        f"{curve.relative(16):.2f} times (batch size {curve.batch})"
     )
-    found += f" (batch {curve.batch})"
-    if ratio <= CHEAP_WIDTH:
-        return Finding(
-            "verification", CheckResult.GOOD, found, "decoding is memory-bound here: draft tokens are nearly free"
-        )
-    if ratio <= DEAR_WIDTH:
-        return Finding(
-            "verification", CheckResult.WARNING, found, "draft tokens cost time: a high acceptance rate is needed"
-        )
-    meaning = (
-        "the machine is busy with one token a row already: only text that repeats itself gains; try a smaller batch"
-    )
+    if ratio <= LOW_COST:
+        meaning = "decoding is bound by memory bandwidth here: draft tokens are nearly free"
+        return Finding("verification", CheckResult.GOOD, found, meaning)
+    if ratio <= MODERATE_COST:
+        meaning = "draft tokens take time: a high acceptance rate is needed"
+        return Finding("verification", CheckResult.WARNING, found, meaning)
+    meaning = "decoding is bound by computation here: only text that repeats itself is faster; try a smaller batch"
     return Finding("verification", CheckResult.WARNING, found, meaning)
 
 
-def speed(name: str, total: Total, plain: Total) -> Finding:
-    """What a strategy brought in the quick run."""
-    speedup = total.tokens_per_second / plain.tokens_per_second
-    found = f"{speedup:.2f}x plain, {total.tokens_per_step:.2f} tokens a step, {total.acceptance_rate:.0%} accepted"
-    if speedup >= CLEAR:
-        return Finding(name, CheckResult.GOOD, found)
-    return Finding(name, CheckResult.WARNING, found, _why(total))
+def speed(name: str, measured: Speed) -> Finding:
+    """The measured speed of a strategy."""
+    found = (
+        f"{measured.speedup}, {measured.tokens_per_step:.2f} tokens per step, "
+        f"{measured.acceptance_rate:.0%} of draft tokens accepted"
+    )
+    result = CheckResult.GOOD if measured.faster else CheckResult.WARNING
+    return Finding(name, result, found, "" if measured.faster else _explanation(measured))
 
 
-def same_tokens(totals: dict[str, Total], exact: bool) -> Finding:
-    """Whether the text was that of plain `generate`."""
+def same_tokens(totals: Mapping[str, Total], exact: bool) -> Finding:
+    """Whether the tokens are those of plain `generate`."""
     different = [name for name, total in totals.items() if not total.identical]
     if not different:
         return Finding("same tokens", CheckResult.GOOD, "every answer is that of plain generate")
@@ -50,36 +115,38 @@ def same_tokens(totals: dict[str, Total], exact: bool) -> Finding:
     if exact:
         meaning = "in float32 that must not happen: please report it, with the model's name"
         return Finding("same tokens", CheckResult.BAD, found, meaning)
-    return Finding(
-        "same tokens", CheckResult.WARNING, found, "near-ties fall differently in this dtype, as between batch sizes"
-    )
+    meaning = "rounding decides near-ties differently in this data type, as it does between batch sizes"
+    return Finding("same tokens", CheckResult.WARNING, found, meaning)
 
 
-def recommend(totals: dict[str, Total], plain: str, codes: dict[str, str]) -> tuple[str, str]:
-    """The line for the fastest variant, and why.
+def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[str, str]:
+    """The line of code for the fastest strategy, and the reason.
 
     Args:
-        totals: of the quick run.
-        plain: the name of plain `generate` among them.
-        codes: how each strategy is built, by name; the cheapest first.
+        speeds: of each strategy, by name.
+        codes: how each strategy is built, by name; the cheapest one first.
     """
-    base = totals[plain].tokens_per_second
-    speedups = {name: totals[name].tokens_per_second / base for name in codes}
-    best = max(speedups, key=lambda name: speedups[name])
-    if speedups[best] >= CLEAR:
-        return LINE.format(codes[best]), f"the fastest in the quick run: {speedups[best]:.2f}x plain"
+    faster = [name for name, measured in speeds.items() if measured.faster]
+    if faster:
+        best = max(faster, key=lambda name: speeds[name].interval.value)
+        return LINE.format(codes[best]), f"the fastest in the quick benchmark: {speeds[best].speedup}"
     first = next(iter(codes))
     return LINE.format(codes[first]), (
-        'nothing was clearly faster on these prompts; k="auto" then drafts next to nothing, and takes its chance where '
-        "the text repeats itself"
+        'no strategy was clearly faster on these prompts; k="auto" then drafts almost nothing, and more where text '
+        "repeats itself"
     )
 
 
-def _why(total: Total) -> str:
-    if total.drafted == 0:
-        return "it found nothing worth guessing"
-    if total.acceptance_rate < 0.3:
+def _explanation(measured: Speed) -> str:
+    if not measured.plausible:
         return (
-            "few guesses are right here: text that repeats little, a high temperature, or a draft trained on other text"
+            f"not possible: {measured.tokens_per_step:.2f} tokens per step allow at most that speedup; another process "
+            "used the machine meanwhile, so measure again"
         )
-    return "guesses are right, but scoring or drafting them costs as much as they save: a larger target gains more"
+    if measured.drafted == 0:
+        return "nothing was drafted"
+    if not measured.interval.differs:
+        return "the interval includes 1: no difference was shown; more --rounds make it smaller"
+    if measured.acceptance_rate < LOW_ACCEPTANCE:
+        return "few draft tokens are accepted: text without repetition, a high temperature, or an unrelated draft"
+    return "draft tokens are accepted, but drafting and verifying them takes too long; a larger target gains more"

@@ -1,4 +1,4 @@
-"""What can be checked without loading weights: support, tokenizers, sizes, memory."""
+"""Checks that load no weights: support, tokenizers, sizes, heads, memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import os
 
 import torch
 
-from hf_specgen import compat
 from hf_specgen.cli.doctor.blueprint import Blueprint, gigabytes, readable
 from hf_specgen.cli.doctor.findings import CheckResult, Finding
+from hf_specgen.compat import attention_implementation
+from hf_specgen.heads.compatibility import check_heads
+from hf_specgen.heads.formats import inspect_medusa
 from hf_specgen.target.support import check_model
 
 SMALL_DRAFT, LARGE_DRAFT = 0.12, 0.35
-FULL = 0.85
+"""Bytes of a draft model relative to the target: up to the first it is cheap, above the second rarely faster."""
+TIGHT_MEMORY = 0.85
+"""Share of the free memory above which a fit is called tight: activations and other processes need some too."""
 
 
 def support(model: Blueprint, role: str) -> Finding:
-    """Whether the model can verify trees: attention implementation, positions, a cache that can be rolled back."""
-    kind = f"{type(model.model).__name__}, attention {compat.attention_implementation(model.config)!r}"
+    """Whether the model can verify draft trees: attention implementation, positions, a cache with rollback."""
+    kind = f"{type(model.model).__name__}, attention {attention_implementation(model.config)!r}"
     try:
         check_model(model.model)
     except ValueError as error:
@@ -26,19 +30,19 @@ def support(model: Blueprint, role: str) -> Finding:
 
 
 def tokenizers(target: Blueprint, draft: Blueprint) -> list[Finding]:
-    """Whether the two mean the same token by the same number, end alike, and are prompted alike."""
-    sizes = f"{target.config.vocab_size} and {draft.config.vocab_size} entries in the models' tables"
+    """Whether both models have the same vocabulary, special tokens and chat template."""
+    sizes = f"embedding tables of {target.config.vocab_size} and {draft.config.vocab_size} rows"
     a, b = target.tokenizer, draft.tokenizer
     if a is None or b is None:
         missing = target.name if a is None else draft.name
         same = target.config.vocab_size == draft.config.vocab_size
-        found = f"no tokenizer found for {missing!r}; {sizes}"
-        meaning = "whether the two fit cannot be told; give folders that hold their tokenizers"
+        found = f"no tokenizer could be loaded for {missing!r}; {sizes}"
+        meaning = "the tokenizers cannot be compared; give folders that hold them"
         return [Finding("tokenizers", CheckResult.WARNING if same else CheckResult.BAD, found, meaning)]
     different = set(a.get_vocab().items()) ^ set(b.get_vocab().items())
     if different:
         found = f"{len(different)} entries differ"
-        meaning = "a draft must share the target's tokenizer; use a model of the same family"
+        meaning = "a draft model must share the target's tokenizer; use one of the same family"
         return [Finding("tokenizers", CheckResult.BAD, found, meaning)]
     findings = [Finding("tokenizers", CheckResult.GOOD, f"all {len(a.get_vocab())} entries are the same; {sizes}")]
     names = ("bos_token_id", "eos_token_id")
@@ -46,15 +50,13 @@ def tokenizers(target: Blueprint, draft: Blueprint) -> list[Finding]:
         f"{name} {getattr(a, name)} and {getattr(b, name)}" for name in names if getattr(a, name) != getattr(b, name)
     ]
     if unlike:
-        meaning = "the draft was trained on texts that begin or end differently: fewer of its guesses will be accepted"
+        meaning = "the draft model was trained on texts that begin or end differently: fewer draft tokens are accepted"
         findings.append(Finding("special tokens", CheckResult.WARNING, ", ".join(unlike), meaning))
     else:
         findings.append(Finding("special tokens", CheckResult.GOOD, "the same"))
     if a.chat_template and a.chat_template != b.chat_template:
-        found = "the draft has none" if not b.chat_template else "they differ"
-        meaning = (
-            "prompts follow the target's template; a draft that does not know it guesses worse: distil one from it"
-        )
+        found = "the draft model has none" if not b.chat_template else "they differ"
+        meaning = "prompts use the target's template: fewer tokens of a draft model trained without it are accepted"
         findings.append(Finding("chat template", CheckResult.WARNING, found, meaning))
     elif a.chat_template:
         findings.append(Finding("chat template", CheckResult.GOOD, "the same"))
@@ -62,7 +64,7 @@ def tokenizers(target: Blueprint, draft: Blueprint) -> list[Finding]:
 
 
 def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
-    """A draft is run once per guess: it must cost a small part of the target."""
+    """Whether the draft model, which runs once per draft token, is small enough."""
     ratio = draft.weight_bytes / target.weight_bytes
     found = (
         f"{readable(draft.parameters)} / {readable(target.parameters)} parameters, {ratio:.0%} of the target's bytes"
@@ -70,19 +72,45 @@ def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
     if ratio <= SMALL_DRAFT:
         return Finding("draft size", CheckResult.GOOD, found)
     if ratio <= LARGE_DRAFT:
-        meaning = "pays only if most guesses are accepted; about a tenth of the target is safe"
+        meaning = "faster only if most draft tokens are accepted; about a tenth of the target is safe"
         return Finding("draft size", CheckResult.WARNING, found, meaning)
-    meaning = "a draft this large seldom pays; take one of a tenth of the target"
+    meaning = "a draft model of this size is rarely faster; use one of a tenth of the target"
     return Finding("draft size", CheckResult.WARNING, found, meaning)
 
 
-def memory(models: list[Blueprint], batch: int, length: int, device: str, available: int | None = None) -> Finding:
-    """Weights and caches against what is free.
+def heads(name: str, target: Blueprint) -> list[Finding]:
+    """Whether Medusa heads, in any format that can be loaded, belong to the target.
 
     Args:
-        models: the target, and a draft if there is one.
+        name: folder or Hub id of the heads.
+        target: the target.
+    """
+    try:
+        config = inspect_medusa(name).config
+    except (OSError, ValueError) as error:
+        return [Finding("heads", CheckResult.BAD, f"{name!r} cannot be read", str(error))]
+    findings = [Finding("heads", CheckResult.GOOD, f"{config.num_heads} heads, layers in each: {config.num_layers}")]
+    config.vocab_size = config.vocab_size or target.config.vocab_size  # Medusa v2 does not state it
+    try:
+        check_heads(config, target.model, "this set of heads")
+    except ValueError as error:
+        findings.append(Finding("heads' target", CheckResult.BAD, "not this target", str(error)))
+    base = str((config.base or {}).get("name_or_path") or "")
+    if base and base.rstrip("/").split("/")[-1] != target.name.rstrip("/").split("/")[-1]:
+        meaning = "draft tokens are accepted only if the heads were trained on this very model"
+        findings.append(
+            Finding("heads' base", CheckResult.WARNING, f"trained on {base!r}, not {target.name!r}", meaning)
+        )
+    return findings
+
+
+def memory(models: list[Blueprint], batch: int, length: int, device: str, available: int | None = None) -> Finding:
+    """Weights and caches, compared with the free memory.
+
+    Args:
+        models: the target, and a draft model if there is one.
         batch, length: rows, and tokens per row, prompt included.
-        device: where they go.
+        device: where they are loaded.
         available: bytes that are free there; looked up if left out.
     """
     weights = sum(model.weight_bytes for model in models)
@@ -90,18 +118,18 @@ def memory(models: list[Blueprint], batch: int, length: int, device: str, availa
     free = free_bytes(device) if available is None else available
     found = f"weights {gigabytes(weights)}, caches for {batch} x {length} tokens {gigabytes(caches)}"
     if free is None:
-        return Finding("memory", CheckResult.WARNING, found, f"how much of {device} is free could not be found out")
+        return Finding("memory", CheckResult.WARNING, found, f"the free memory of {device} is unknown")
     found += f"; {gigabytes(free)} free on {device}"
     if weights + caches > free:
-        meaning = "does not fit: a smaller batch or length, a smaller dtype, device_map='auto', or a smaller draft"
+        meaning = "does not fit: use a smaller batch, length, dtype or draft model, or device_map='auto'"
         return Finding("memory", CheckResult.BAD, found, meaning)
-    if weights + 2 * caches > FULL * free:
-        return Finding("memory", CheckResult.WARNING, found, "a tight fit: the cache doubles as it grows")
+    if weights + caches > TIGHT_MEMORY * free:
+        return Finding("memory", CheckResult.WARNING, found, "a tight fit: activations need memory too")
     return Finding("memory", CheckResult.GOOD, found)
 
 
 def free_bytes(device: str) -> int | None:
-    """Free memory of a device, None if unknown."""
+    """Free memory of a device; None if unknown."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(torch.device(device))[0]) if torch.cuda.is_available() else None
     if torch.device(device).type != "cpu":

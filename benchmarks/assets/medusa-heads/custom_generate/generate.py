@@ -1,4 +1,4 @@
-"""Decodes with the Medusa heads of this repository: the tokens of plain generate(), sooner."""
+"""Speculative decoding with the Medusa heads in this repository; the tokens are those of plain generate()."""
 
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,7 @@ def candidates() -> Any:
     try:
         from hf_specgen import MedusaCandidates
     except ImportError:
-        raise ImportError(f"{HEADS} needs hf_specgen, which is not installed: pip install hf_specgen") from None
+        raise ImportError(f"{HEADS} needs hf_specgen, which is not installed: pip install hf-specgen") from None
     return MedusaCandidates.from_pretrained(HEADS)
 
 

@@ -1,0 +1,146 @@
+"""Peak memory of `generate` calls, each measured in a process of its own.
+
+An allocator keeps memory that was used before, so that a second measurement in the same process would be too low.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.variants import PLAIN, SHIPPED, build
+from benchmarks.workloads.prompts import of_length
+from hf_specgen.evaluation.measure import Variant, wait
+from hf_specgen.evaluation.memory import peak_memory, reset_peak_memory
+from hf_specgen.evaluation.workloads import EMBEDDED_MODEL, WorkloadSettings, domain_prompts, load
+
+Rows = list[dict[str, Any]]
+T = TypeVar("T")
+NEW_TOKENS = 256
+WARM_UP_TOKENS = 8
+
+
+def measure_memory(plan: Plan) -> Rows:
+    """Peak memory of plain `generate` and of every strategy, without and with `output_scores`.
+
+    Every strategy runs with its largest fixed depth.
+
+    Args:
+        plan: its model, strategies and peers, at `memory_context` tokens of context.
+
+    Returns:
+        For each variant the growth of the peak over the memory before the call, and its ratio to plain `generate`.
+    """
+    rows: Rows = []
+    with TemporaryDirectory() as folder:
+        plan = plan if plan.model else _with_longer_context(plan, Path(folder))
+        names = in_new_process(variant_names, plan)
+        for scores in (False, True):
+            plain = 0
+            for name in names:
+                growth = in_new_process(memory_growth, plan, name, scores)
+                plain = growth if name == PLAIN.name else plain
+                row = {"output_scores": "yes" if scores else "no", "variant": name, "peak MB": growth / 1e6}
+                rows.append({**row, "of plain": growth / plain if plain else ""})
+    return rows
+
+
+def variant_names(plan: Plan) -> list[str]:
+    """The names of the variants that are measured."""
+    return [variant.name for variant in _variants(plan, _load(plan)[0])]
+
+
+def memory_growth(plan: Plan, name: str, scores: bool) -> int:
+    """Bytes by which the peak during a call exceeds the memory in use before it."""
+    model, tokenizer = _load(plan)
+    variant = next(variant for variant in _variants(plan, model) if variant.name == name)
+    filler = [prompt for prompts in domain_prompts(WorkloadSettings()).values() for prompt in prompts]
+    repeats = 1 + plan.memory_context // len(filler)
+    inputs = of_length(tokenizer, filler[0], filler * repeats, plan.memory_context)
+    short = {key: tensor[:, :WARM_UP_TOKENS] for key, tensor in inputs.items()}
+    outputs = {"return_dict_in_generate": True, "output_scores": True} if scores else {}
+    _generate(model, short, variant, WARM_UP_TOKENS, outputs)
+    gc.collect()
+    reset_peak_memory(model.device)
+    before = peak_memory(model.device)
+    _generate(model, inputs, variant, NEW_TOKENS, outputs)
+    after = peak_memory(model.device)
+    if model.device.type == "cpu":
+        return (after.host or 0) - (before.host or 0)
+    return (after.device or 0) - (before.device or 0)
+
+
+def in_new_process(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in a new process."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def _load(plan: Plan) -> tuple[PreTrainedModel, Any]:
+    return load(WorkloadSettings(model=plan.model, dtype=plan.dtype, device=plan.device))
+
+
+def _variants(plan: Plan, model: PreTrainedModel) -> list[Variant]:
+    families = build(plan.strategies, plan.peers, model)
+    fixed = [[setting for setting in family.settings if "auto" not in setting] for family in families]
+    largest = [max(settings, key=_depth) for settings in fixed]
+    return [PLAIN, *(family.variant(setting) for family, setting in zip(families, largest, strict=True))]
+
+
+def _depth(setting: str) -> int:
+    """The draft tokens of a setting such as "k=8 branches=4"."""
+    return prod(int(number) for number in re.findall(r"\b(?:k|tree|branches)=(\d+)", setting))
+
+
+def _generate(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], variant: Variant, tokens: int, outputs: dict[str, Any]
+) -> None:
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    limits = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    cast(Any, model).generate(**inputs, **limits, **outputs, **variant.arguments())
+    wait(model.device)
+
+
+def _with_longer_context(plan: Plan, folder: Path) -> Plan:
+    """The plan with copies of the embedded models that accept more positions; what they generate does not matter."""
+    positions = plan.memory_context + 2 * NEW_TOKENS
+    strategies = []
+    for text in plan.strategies:
+        parts = [part if "=" in part else f"{part}={SHIPPED.get(part, '')}" for part in text.split("+")]
+        strategies.append("+".join(_longer(part, folder, positions) for part in parts))
+    model = _copy(EMBEDDED_MODEL, folder, positions)
+    return replace(plan, model=str(model), strategies=tuple(strategies))
+
+
+def _longer(strategy: str, folder: Path, positions: int) -> str:
+    name, _, source = strategy.partition("=")
+    if name != "draft":
+        return f"{name}={source}" if source else name
+    return f"draft={_copy(Path(source), folder, positions)}"
+
+
+def _copy(model: Path, folder: Path, positions: int) -> Path:
+    """A copy of a model folder with another number of positions; its files are links."""
+    copy = folder / model.name
+    if copy.exists():
+        return copy
+    copy.mkdir()
+    for file in model.iterdir():
+        if file.name != "config.json":
+            (copy / file.name).symlink_to(file.resolve())
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = positions
+    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return copy

@@ -1,0 +1,90 @@
+"""What a run measures. Every field of `Plan` is an option of `python -m benchmarks suite`, saved with the results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+QUICK = {
+    "domains": ("embedded",),
+    "prompts": 1,
+    "tuning_prompts": 3,
+    "max_new_tokens": 16,
+    "repeats": 1,
+    "sweep_prompts": 1,
+    "batches": (4,),
+    "temperatures": (),
+    "contexts": (),
+    "trace_texts": 1,
+    "memory_context": 512,
+}
+"""Replaced by `Plan.quick`, except where a plan leaves the part out."""
+DTYPES = ("float32", "bfloat16", "float16")
+WIDE: dict[str, Any] = {"widen": 300_000_000, "dtype": "bfloat16"}
+"""`--wide`: the embedded model widened to 300M parameters, as a latency model of a larger target."""
+
+
+def _option(default: Any, description: str) -> Any:
+    return field(default=default, metadata={"help": description})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of a run; tuples are given on the command line with commas between their elements.
+
+    Raises:
+        ValueError: for a number that is out of range, or an unknown dtype.
+    """
+
+    model: str = _option("", "Hub id or folder of the target; the embedded model if empty")
+    strategies: tuple[str, ...] = _option(
+        ("ngram", "draft", "layerskip", "medusa"),
+        "ngram, draft=MODEL, layerskip=ADAPTER or =LAYER, medusa=HEADS, or several combined with +",
+    )
+    peers: tuple[str, ...] = _option(("transformers",), "transformers: the same strategies in Transformers; or empty")
+    domains: tuple[str, ...] = _option(("default",), "domains or sets of benchmarks/workloads/domains.yaml")
+    prompts: int = _option(4, "measured prompts per domain")
+    tuning_prompts: int = _option(6, "further prompts, from all domains, on which the settings are chosen")
+    max_new_tokens: int = _option(48, "tokens per answer")
+    repeats: int = _option(2, "repeats of every domain")
+    sweep_prompts: int = _option(3, "prompts or batches at each point of a sweep, with answers of half the length")
+    batches: tuple[int, ...] = _option((1, 2, 4, 8, 16), "batch sizes to sweep; empty for none")
+    temperatures: tuple[float, ...] = _option((0.0, 0.7, 1.0, 1.3), "temperatures to sweep")
+    contexts: tuple[int, ...] = _option((128, 512, 1024), "context lengths to sweep")
+    trace_texts: int = _option(10, "recorded texts to replay, and texts with known acceptance; 0 for none")
+    memory_context: int = _option(0, "tokens of context at which peak memory is measured; 0 for none")
+    profile: str = _option("", "latency profile: k='auto' decides by it, and speedups are projected with it")
+    seed: int = _option(0, "seed of the sampled domains")
+    dtype: str = _option("float32", "float32, bfloat16 or float16")
+    device: str = _option("cpu", "cpu, cuda, mps …")
+    widen: int = _option(0, "measure the same function with so many parameters; 0 for the model itself")
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "tuning_prompts", "max_new_tokens", "repeats", "sweep_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("trace_texts", "memory_context", "widen"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if min([*self.batches, *self.contexts], default=1) < 1 or min(self.temperatures, default=0) < 0:
+            raise ValueError("batch sizes and contexts must be at least 1, temperatures at least 0")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    def quick(self) -> Plan:
+        """The same plan with so little work that it takes a minute: too little for results to quote."""
+        present = {name: value for name, value in QUICK.items() if getattr(self, name)}
+        return replace(self, **present)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A plan, and which of its tables are printed on the terminal; the report has all of them.
+
+    Args:
+        plan: default settings.
+        tables: names of tables; see `benchmarks.report.results.tables`.
+    """
+
+    plan: Plan
+    tables: tuple[str, ...] = ("by domain", "acceptance", "limits")

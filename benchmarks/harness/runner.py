@@ -1,0 +1,249 @@
+"""Runs a plan: chooses settings, measures, sweeps; in one process or several, resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.harness.journal import Journal, Record, read
+from benchmarks.harness.memory import measure_memory
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.units import Unit, load_domains, measured_units, mixed_prompts, tuning_units
+from benchmarks.harness.variants import PLAIN, Family, build
+from benchmarks.micro.known_acceptance import known_acceptance
+from benchmarks.micro.trace_replay import trace_replay
+from benchmarks.workloads.domains import Domain
+from benchmarks.workloads.prompts import first_turns
+from benchmarks.workloads.widen import widen
+from hf_specgen import Candidates
+from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve
+from hf_specgen.evaluation.measure import Sample, Variant, measure_round
+from hf_specgen.evaluation.projection import latency_for, project
+from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load
+
+
+@dataclass
+class Outcome:
+    """What a run measured.
+
+    Args:
+        plan: its settings.
+        records: one for each variant of each unit.
+        chosen: the setting of each family, by name.
+        ours: names of this package's variants, with the chosen settings.
+        curve: T(q), if it was measured.
+        counted: rows of the tables that are counted or measured apart from units, by name.
+        notes: sentences for the report.
+        about: one line for each domain.
+        seconds: duration; of this run only if it resumed another one.
+        interrupted: whether Ctrl-C ended the run.
+    """
+
+    plan: Plan
+    records: list[Record] = field(default_factory=list)
+    chosen: dict[str, str] = field(default_factory=dict)
+    ours: list[str] = field(default_factory=list)
+    curve: CostCurve | None = None
+    counted: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    about: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    interrupted: bool = False
+
+
+class Bench:
+    """Measures units on one target and records them.
+
+    Args:
+        model, tokenizer: the target.
+        journal: keeps the records.
+        state: of the processes that share the units.
+        seed: of the first prompt and repeat.
+        profile: speedups are projected with it; None for measured ones only.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        journal: Journal,
+        state: PartialState,
+        seed: int = 0,
+        profile: LatencyModel | None = None,
+    ):
+        self.model, self.tokenizer, self.journal, self.state = model, tokenizer, journal, state
+        self.seed, self.profile = seed, profile
+
+    def work(self, units: Sequence[Unit], bar: Progress | None = None, task: TaskID | None = None) -> None:
+        """Measure this process's share of the units, without those that are recorded already."""
+        for place in range(self.state.process_index, len(units), self.state.num_processes):
+            unit = units[place]
+            if unit.key not in self.journal:
+                self.journal.add(unit.key, self.measure(unit, place))
+            if bar is not None and task is not None:
+                bar.update(task, advance=unit.weight * self.state.num_processes, description=unit.section)
+
+    def measure(self, unit: Unit, place: int) -> list[Record]:
+        """The records of one unit; `place` determines which variant runs first."""
+        seed = self.seed + 1000 * unit.repeat + unit.number
+        samples = measure_round(
+            self.model, unit.inputs, unit.variants, unit.generation, seed, first=place, followups=unit.followups
+        )
+        by_name = {variant.name: variant for variant in unit.variants}
+        return [self.record(unit, by_name[name], samples) for name in samples]
+
+    def record(self, unit: Unit, variant: Variant, samples: dict[str, Sample]) -> Record:
+        """One sample in plain numbers, compared with plain decoding token by token."""
+        sample, plain = samples[variant.name], samples[PLAIN.name]
+        found: Record = {"section": unit.section, "cell": unit.cell, "number": unit.number, "repeat": unit.repeat}
+        found |= {"variant": variant.name, "rows": len(sample.ids), "tokens": sample.tokens, "seconds": sample.seconds}
+        found |= {"first_token": sample.first_token, "peak": asdict(sample.peak) if sample.peak else {}}
+        found["sampled"] = bool(unit.generation.get("do_sample"))
+        found["identical"] = torch.equal(plain.ids, sample.ids)
+        if sample.speculation is not None:
+            difference = None if found["identical"] else first_difference(self.model, plain, sample)
+            found["difference"] = asdict(difference) if difference else None
+            rows = sample.speculation.rows
+            found["steps"] = [[s.drafted, s.depth, s.accepted, s.emitted] for row in rows for s in row]
+            found["times"] = sample.speculation.seconds
+            if self.profile is not None:
+                candidates: Candidates = variant.arguments()["candidate_generator"]
+                found["projected"] = asdict(project(sample.speculation, latency_for(candidates, self.profile)))
+            if unit.section == "domains" and unit.number == unit.repeat == 0:
+                found["text"] = self._text(sample)
+        return found
+
+    def _text(self, sample: Sample) -> list[tuple[str, bool]]:
+        """The last answer, token by token, each with whether it is an accepted draft token."""
+        assert sample.speculation is not None
+        origins = sample.speculation.origins(len(sample.speculation.rows) - 1)
+        tokens = sample.ids[0, -sample.speculation.lengths[-1] :].tolist()
+        return [(str(self.tokenizer.decode([t])), drafted) for t, drafted in zip(tokens, origins, strict=False)]
+
+    def gathered(self) -> list[Record]:
+        """The records of all processes, in all of them."""
+        new = gather_object(self.journal.new) if self.state.num_processes > 1 else self.journal.new
+        return [*self.journal.old, *new]
+
+
+def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> Outcome | None:
+    """Measure everything in a plan. Ctrl-C ends the run; what was measured until then is returned with a note.
+
+    Args:
+        plan: what to measure.
+        folder: for the records.
+        console: shows the progress.
+        resume: continue the run in `folder`.
+
+    Returns:
+        The outcome; None in every process but the first.
+
+    Raises:
+        ValueError: for unknown domains or strategies, an invalid profile, or a run that cannot be resumed.
+    """
+    state = PartialState(cpu=plan.device == "cpu")
+    device = plan.device if plan.device == "cpu" else str(state.device)
+    profile = LatencyModel.load(plan.profile) if plan.profile else None
+    model, tokenizer = load(WorkloadSettings(model=plan.model, dtype=plan.dtype, device=device))
+    if plan.widen:
+        model = widen(model, plan.widen)
+    outcome = Outcome(plan)
+    if profile is not None:
+        outcome.notes.append(
+            f"Drafts were decided by the latency profile {Path(plan.profile).name}, not by the latencies of this "
+            "machine. Projected speedups follow from counted forward passes and that profile; they are not measured."
+        )
+    domains = load_domains(plan, model, tokenizer, outcome.notes) if plan.domains else []
+    outcome.about = {domain.name: domain.about for domain in domains}
+    families = build(plan.strategies, plan.peers, model, profile)
+    journal = Journal(folder, plan, state.process_index, resume=resume)
+    bench = Bench(model, tokenizer, journal, state, plan.seed, profile)
+    begin = perf_counter()
+    try:
+        if domains:
+            with _progress(console) if state.is_main_process else nullcontext() as bar:
+                _measure(plan, domains, families, bench, outcome, bar)
+        if state.is_main_process:
+            _count(plan, outcome)
+        outcome.records = bench.gathered()
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+        outcome.notes.append(
+            "This run was interrupted: tables show what was measured until then; --resume continues it."
+        )
+        outcome.records = read(folder)
+    outcome.seconds = perf_counter() - begin
+    return outcome if state.is_main_process else None
+
+
+def _measure(
+    plan: Plan,
+    domains: Sequence[Domain],
+    families: Sequence[Family],
+    bench: Bench,
+    outcome: Outcome,
+    bar: Progress | None,
+) -> None:
+    _warm_up(plan, domains, families, bench)
+    if bench.state.is_main_process:
+        outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
+    tuning = list(tuning_units(plan, domains, bench.tokenizer, families))
+    any_setting = [PLAIN, *(family.variant(next(iter(family.settings))) for family in families)]
+    later = sum(unit.weight for unit in measured_units(plan, domains, bench.tokenizer, any_setting))
+    task = bar.add_task("tuning", total=sum(unit.weight for unit in tuning) + later) if bar else None
+    bench.work(tuning, bar, task)
+    outcome.chosen = choose(families, bench.gathered())
+    variants = [PLAIN, *(family.variant(outcome.chosen[family.name]) for family in families)]
+    outcome.ours = [f.variant(outcome.chosen[f.name]).name for f in families if f.ours]
+    bench.work(list(measured_units(plan, domains, bench.tokenizer, variants)), bar, task)
+
+
+def _count(plan: Plan, outcome: Outcome) -> None:
+    """Tables that do not consist of units."""
+    if plan.trace_texts:
+        outcome.counted["traces"] = trace_replay(1, texts=plan.trace_texts)
+        outcome.counted["synthetic"] = known_acceptance(1, texts=plan.trace_texts)
+    if plan.memory_context:
+        outcome.counted["memory"] = measure_memory(plan)
+
+
+def choose(families: Sequence[Family], records: Sequence[Record]) -> dict[str, str]:
+    """The fastest setting of each family over all tuning prompts together, by projection where there is one."""
+    tokens: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    for record in records:
+        if record["section"] == "tuning":
+            name, projected = record["variant"], record.get("projected")
+            tokens[name] = tokens.get(name, 0) + (projected["plain_seconds"] if projected else record["tokens"])
+            seconds[name] = seconds.get(name, 0) + (projected or record)["seconds"]
+
+    def rate(family: Family, setting: str) -> float:
+        name = family.variant(setting).name
+        return tokens[name] / seconds[name] if seconds[name] else 0.0
+
+    return {family.name: max(family.settings, key=lambda setting: rate(family, setting)) for family in families}
+
+
+def _warm_up(plan: Plan, domains: Sequence[Domain], families: Sequence[Family], bench: Bench) -> None:
+    variants: list[Variant] = [PLAIN, *(f.variant(setting) for f in families for setting in f.settings)]
+    prompts = mixed_prompts(domains)
+    for size in {1, max(plan.batches, default=1)}:
+        inputs = first_turns(bench.tokenizer, (prompts * size)[:size])
+        measure_round(bench.model, inputs, variants, {"max_new_tokens": 4}, 0)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)

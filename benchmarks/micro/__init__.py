@@ -1,0 +1,20 @@
+"""Measurements of single parts. Each is a function of (repeats, quick) that returns the rows of a table."""
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.micro.known_acceptance import known_acceptance
+from benchmarks.micro.long_context import long_context
+from benchmarks.micro.loop_overhead import loop_overhead
+from benchmarks.micro.ngram_lookup import ngram_lookup
+from benchmarks.micro.ngram_precision import ngram_precision
+from benchmarks.micro.trace_replay import trace_replay
+
+MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
+    "ngram-lookup": ngram_lookup,
+    "ngram-precision": ngram_precision,
+    "loop-overhead": loop_overhead,
+    "long-context": long_context,
+    "trace-replay": trace_replay,
+    "known-acceptance": known_acceptance,
+}

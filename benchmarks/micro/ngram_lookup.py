@@ -1,0 +1,39 @@
+"""Latency of one n-gram proposal, by context length."""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from hf_specgen import Call, NgramCandidates, Statistics
+from hf_specgen.state import GenerationState
+
+CONTEXTS, BRANCHES, DEPTH = (1_000, 10_000, 100_000), (1, 4), 10
+
+
+def ngram_lookup(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Microseconds of one proposal, and milliseconds to index the prompt."""
+    rows = []
+    generator = random.Random(0)
+    for length in CONTEXTS:
+        text = [generator.randrange(8192) if generator.random() < 0.5 else 7 for _ in range(length)]
+        for branches in BRANCHES:
+            candidates = NgramCandidates(k=DEPTH, branches=branches)
+            state = GenerationState(torch.tensor([text]))
+            begin = perf_counter()
+            session = candidates.start(Call(None, state, GenerationConfig(), candidates, Statistics([[]])))
+            indexing = perf_counter() - begin
+            times = []
+            for _ in range(200 if quick else 700 * repeats):
+                state.append(0, [text[generator.randrange(length)]])
+                begin = perf_counter()
+                session.draft([DEPTH])
+                times.append(1e6 * (perf_counter() - begin))
+            percentiles = {"median us": median(times), "p99 us": sorted(times)[int(0.99 * len(times))]}
+            rows.append({"context": length, "branches": branches, **percentiles, "indexing ms": 1000 * indexing})
+    return rows

@@ -1,0 +1,176 @@
+"""The figures of a report, saved as PNG and SVG files; the page embeds the SVG."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from benchmarks.report.tables import Rows
+
+KINDS = {"n-grams": 0, "prompt lookup": 0, "draft model": 1, "assistant_model": 1}
+KINDS |= {"layer skip": 2, "assistant_early_exit": 2, "Medusa": 3}
+"""A strategy and its peer in Transformers have one hue; the peer's is paler."""
+PEERS = ("prompt lookup", "assistant_model", "assistant_early_exit")
+COLORS = ["#0b7a75", "#c8553d", "#6a4c93", "#3a6ea5"]
+PALE = ["#93c9c6", "#ebb5a8", "#c0b1d4", "#a9c4de"]
+DEPTH = re.compile(r"(?P<kind>.+?) (k|tree)=(?P<depth>\d+)( n=2)?")
+INK, GRID = "#202428", "#d5d9dd"
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hf_specgen",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def figures(tables: dict[str, Rows]) -> dict[str, Figure]:
+    """A figure for each table that can be drawn, by the name of the table."""
+    drawers: dict[str, Callable[[Rows], Figure]] = {
+        "speed": _speedups,
+        "acceptance": _positions,
+        "cost": _cost,
+        "tuning": _depths,
+        "batch": lambda rows: _sweep(rows, "batch", "rows in a batch"),
+        "temperature": lambda rows: _sweep(rows, "temperature", "temperature"),
+        "context": lambda rows: _sweep(rows, "context", "tokens of context"),
+    }
+    with rc_context(STYLE):
+        return {name: draw(tables[name]) for name, draw in drawers.items() if len(tables.get(name, [])) > 1}
+
+
+def save(drawn: dict[str, Figure], folder: Path) -> None:
+    """Save every figure as a PNG and an SVG file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with rc_context(STYLE):
+        for name, figure in drawn.items():
+            for kind in ("png", "svg"):
+                figure.savefig(folder / f"{name}.{kind}", dpi=160, facecolor="white")
+
+
+def inline(figure: Figure) -> str:
+    """The `<svg>` element of a figure."""
+    text = StringIO()
+    with rc_context(STYLE):
+        figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def color_of(variant: str) -> str:
+    """The color of a variant's strategy; black for others."""
+    for kind, number in KINDS.items():
+        if variant.startswith(kind):
+            return (PALE if kind in PEERS else COLORS)[number]
+    return INK
+
+
+def _speedups(rows: Rows) -> Figure:
+    """Bars with confidence intervals by domain, one for each variant."""
+    rows = [row for row in rows if "speedup" in row]
+    domains = list(dict.fromkeys(row["domain"] for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    figure, axes = _axes(1.3 + 0.15 * len(rows))
+    height = 0.82 / len(variants)
+    for place, variant in enumerate(variants):
+        mine = {row["domain"]: row for row in rows if row["variant"] == variant}
+        at = [domains.index(domain) + (place - (len(variants) - 1) / 2) * height for domain in mine]
+        values = [row["speedup"] for row in mine.values()]
+        lower = [max(0.0, row["speedup"] - row.get("low", row["speedup"])) for row in mine.values()]
+        upper = [max(0.0, row.get("high", row["speedup"]) - row["speedup"]) for row in mine.values()]
+        error: dict[str, Any] = {"ecolor": INK, "elinewidth": 0.8, "capsize": 0}
+        axes.barh(at, values, height, xerr=[lower, upper], color=color_of(variant), label=variant, error_kw=error)
+    axes.axvline(1, color=INK, linewidth=1)
+    axes.set_yticks(range(len(domains)), domains)
+    axes.set_ylim(len(domains) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("speedup over plain generate, with 95% interval")
+    return _with_legend(figure, axes)
+
+
+def _positions(rows: Rows) -> Figure:
+    """Acceptance by position over all domains, a line for each variant."""
+    figure, axes = _axes(3.2)
+    for row in [row for row in rows if row["domain"] == "all"]:
+        shares = [float(share) for share in row["by position"].split()]
+        axes.plot(range(1, len(shares) + 1), shares, "o-", color=color_of(row["variant"]), label=row["variant"])
+    axes.set(xlabel="position in the draft", ylabel="share of drafts accepted up to there", ylim=(0, 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    return _with_legend(figure, axes)
+
+
+def _cost(rows: Rows) -> Figure:
+    figure, axes = _axes(2.8)
+    axes.plot([row["q"] for row in rows], [row["T(q)/T(1)"] for row in rows], "o-", color=COLORS[3])
+    axes.axhline(1, color=INK, linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([row["q"] for row in rows], [str(row["q"]) for row in rows])
+    axes.set(xlabel="tokens in one forward pass, q", ylabel="T(q) / T(1)")
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    return figure
+
+
+def _sweep(rows: Rows, column: str, label: str) -> Figure:
+    """Speedup along a sweep, a line for each variant."""
+    rows = [row for row in rows if "speedup" in row]
+    points = list(dict.fromkeys(row[column] for row in rows))
+    lines = {
+        variant: [(points.index(row[column]), row["speedup"]) for row in rows if row["variant"] == variant]
+        for variant in dict.fromkeys(row["variant"] for row in rows)
+    }
+    return _lines(lines, [str(point) for point in points], label)
+
+
+def _depths(rows: Rows) -> Figure:
+    """Speedup by draft length, for settings that consist of a length alone."""
+    found = [(DEPTH.fullmatch(row["variant"]), row["speedup"]) for row in rows if "speedup" in row]
+    named = [(match["kind"], int(match["depth"]), speedup) for match, speedup in found if match]
+    depths = sorted({depth for _, depth, _ in named})
+    lines = {
+        kind: [(depths.index(depth), speedup) for other, depth, speedup in named if other == kind]
+        for kind in dict.fromkeys(kind for kind, _, _ in named)
+    }
+    return _lines(lines, [str(depth) for depth in depths], "draft tokens k; nodes of a Medusa tree")
+
+
+def _lines(lines: dict[str, list[tuple[int, float]]], ticks: list[str], label: str) -> Figure:
+    """Speedups, a line for each variant; dashed for those of Transformers."""
+    figure, axes = _axes(3.8)
+    axes.axhline(1, color=INK, linewidth=1)
+    for variant, points in lines.items():
+        style = "o--" if variant.startswith(PEERS) else "o-"
+        places, speedups = zip(*points, strict=True)
+        axes.plot(places, speedups, style, color=color_of(variant), label=variant, markersize=4.5)
+    axes.set_xticks(range(len(ticks)), ticks)
+    axes.set(xlabel=label, ylabel="speedup over plain")
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    return _with_legend(figure, axes)
+
+
+def _axes(height: float) -> tuple[Figure, Axes]:
+    """The width of a phone, so that text is not scaled down there."""
+    figure = Figure(figsize=(4.6, height), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _with_legend(figure: Figure, axes: Axes) -> Figure:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=9, handlelength=1.2)
+    return figure

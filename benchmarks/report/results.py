@@ -1,0 +1,58 @@
+"""All tables of a run, and the dictionary that is saved as `report.json`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.harness.runner import Outcome
+from benchmarks.report import summary
+from benchmarks.report.tables import Rows, by_domain
+from hf_specgen.evaluation.provenance import provenance
+
+
+def tables(outcome: Outcome) -> dict[str, Rows]:
+    """Every table that has rows, by name."""
+    records = outcome.records
+    domains = summary.cells(records, "domains", together=True)
+    over_all = [cell for cell in domains if cell.name == summary.ALL]
+    speed = summary.speed(domains, "domain")
+    found: dict[str, Rows] = {"by domain": by_domain(speed)}
+    found["projected by domain"] = by_domain(speed, summary.PROJECTED)
+    found |= {"speed": speed, "acceptance": summary.acceptance(domains, "domain")}
+    found["latency"] = summary.latency(over_all)
+    if outcome.curve is not None:
+        found["limits"] = summary.limits(domains, outcome.curve)
+        found["cost"] = summary.cost(outcome.curve)
+    tuning = [cell for cell in summary.cells(records, "tuning", together=True) if cell.name == summary.ALL]
+    found["tuning"] = [{k: v for k, v in row.items() if k != "domain"} for row in summary.speed(tuning, "domain")]
+    for section in ("batch", "temperature", "context"):
+        found[section] = summary.speed(summary.cells(records, section), section)
+    found |= outcome.counted
+    found["differences"] = summary.differences(records)
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def result(outcome: Outcome, suite: str = "full") -> dict[str, Any]:
+    """Everything that is saved of a run, ready for JSON; the report and the tables of a README are made from it."""
+    return {
+        "suite": suite,
+        "provenance": provenance(),
+        "plan": asdict(outcome.plan),
+        "seed": outcome.plan.seed,
+        "seconds": outcome.seconds,
+        "chosen": outcome.chosen,
+        "ours": outcome.ours,
+        "notes": outcome.notes,
+        "domains": outcome.about,
+        "curve": asdict(outcome.curve) if outcome.curve else None,
+        "tables": tables(outcome),
+        "texts": [
+            {"domain": r["cell"], "variant": r["variant"], "tokens": r["text"]} for r in outcome.records if "text" in r
+        ],
+    }
+
+
+def differing(outcome: Outcome) -> list[str]:
+    """Names of this package's variants with a token that differs from plain decoding."""
+    return sorted({r["variant"] for r in outcome.records if "steps" in r and not r["identical"]})

@@ -1,0 +1,235 @@
+"""Tables from records. Throughput is a sum divided by a sum; a ratio has its confidence interval."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from benchmarks import metrics
+from benchmarks.harness.journal import Record
+from benchmarks.harness.variants import PLAIN
+from benchmarks.report.tables import Rows
+from hf_specgen import Statistics
+from hf_specgen.depth import CostCurve
+from hf_specgen.evaluation.analysis import estimated_alpha, expected_accepted, optimal_k, speedup_limit
+from hf_specgen.evaluation.intervals import Interval
+from hf_specgen.evaluation.projection import Projection
+from hf_specgen.statistics import RowStep
+
+ALL = "all"
+MIN_REQUESTS = 3
+"""With fewer requests no confidence interval is given."""
+PROJECTED = "projected speedup"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One variant in one domain, batch size, …: its records, and those of plain decoding on the same inputs."""
+
+    name: str
+    variant: str
+    records: list[Record]
+    plain: list[Record]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Measured throughput."""
+        return sum(r["tokens"] for r in self.records) / sum(r["seconds"] for r in self.records)
+
+    @property
+    def requests(self) -> int:
+        """Number of different requests; repeats of a request are not counted."""
+        return len(_by_request(self.records))
+
+    @property
+    def speedup(self) -> Interval:
+        """Measured speedup. Repeats of a prompt count as one request, as the bootstrap resamples requests."""
+        mine, theirs = _by_request(self.records), _by_request(self.plain)
+        found = metrics.load("speedup").compute(
+            tokens=[t for t, _ in mine], seconds=[s for _, s in mine],
+            plain_tokens=[t for t, _ in theirs], plain_seconds=[s for _, s in theirs],
+        )  # fmt: skip
+        return Interval(found["speedup"], found["low"], found["high"])
+
+    @property
+    def projected(self) -> float | None:
+        """Speedup by counted forward passes and the latency profile of the run; None without a profile."""
+        known = [Projection(**r["projected"]) for r in self.records if r.get("projected")]
+        return sum(known, Projection()).speedup if known else None
+
+    @property
+    def counts(self) -> Statistics | None:
+        """The statistics of all records together; None for variants without statistics."""
+        known = [r for r in self.records if "steps" in r]
+        if not known:
+            return None
+        steps = [RowStep(*step) for r in known for step in r["steps"]]
+        seconds: dict[str, float] = defaultdict(float)
+        for record in known:
+            for part, value in record["times"].items():
+                seconds[part] += value
+        return Statistics([steps], [sum(r["tokens"] for r in known)], dict(seconds))
+
+
+def cells(records: Sequence[Record], section: str, *, together: bool = False) -> list[Cell]:
+    """The cells of a section in the order of measurement; with `together`, one over all of them is added."""
+    groups: dict[tuple[str, str], dict[str, Record]] = defaultdict(dict)
+    for record in records:
+        if record["section"] == section:
+            groups[record["cell"], record["variant"]][record["unit"]] = record
+            if together:
+                groups[ALL, record["variant"]][record["unit"]] = record
+    ordered = sorted(groups, key=lambda group: group[0] == ALL)
+    return [
+        Cell(name, variant, list(groups[name, variant].values()),
+             [groups[name, PLAIN.name][unit] for unit in groups[name, variant]])
+        for name, variant in ordered
+    ]  # fmt: skip
+
+
+def speed(found: Sequence[Cell], first: str) -> Rows:
+    """Throughput, speedup with its interval, projected speedup, and whether tokens equal those of plain decoding.
+
+    Args:
+        found: cells.
+        first: heading of the first column.
+    """
+    rows: Rows = []
+    for cell in found:
+        row: dict[str, Any] = {first: cell.name, "variant": cell.variant, "tokens/s": cell.tokens_per_second}
+        if cell.variant != PLAIN.name:
+            interval = cell.speedup
+            row["speedup"] = interval.value
+            if cell.requests < MIN_REQUESTS:
+                row["verdict"] = "too few requests"
+            else:
+                row |= {"low": interval.low, "high": interval.high, "verdict": _verdict(interval)}
+            if cell.projected is not None:
+                row[PROJECTED] = cell.projected
+            row["identical"] = _identical(cell.records)
+        rows.append(row)
+    return rows
+
+
+def acceptance(found: Sequence[Cell], first: str) -> Rows:
+    """Acceptance rate, both definitions of the mean accepted length, and acceptance by position."""
+    rate, length, position = (
+        metrics.load(n) for n in ("acceptance_rate", "mean_accepted_length", "position_acceptance")
+    )
+    rows: Rows = []
+    for cell in found:
+        if cell.counts is None:
+            continue
+        steps = cell.counts.rows[0]
+        drafted, accepted = [s.drafted for s in steps], [s.accepted for s in steps]
+        rates = rate.compute(drafted=drafted, accepted=accepted)
+        lengths = length.compute(drafted=drafted, accepted=accepted, emitted=[s.emitted for s in steps])
+        shares = position.compute(drafted=drafted, accepted=accepted, depths=[s.depth for s in steps])
+        rows.append(
+            {
+                first: cell.name,
+                "variant": cell.variant,
+                "tokens/step": lengths["tokens_per_step"],
+                "mean acceptance length": lengths["mean_acceptance_length"],
+                "accepted": rates["acceptance_rate"],
+                "by position": " ".join(f"{share:.2f}" for share in shares["acceptance_rate_per_position"][:8]),
+            }
+        )
+    return rows
+
+
+def latency(found: Sequence[Cell]) -> Rows:
+    """Seconds of whole requests and until the first token, and peak memory, per variant."""
+    rows: Rows = []
+    for cell in found:
+        seconds = [r["seconds"] for r in cell.records]
+        p50, p95, p99 = np.percentile(seconds, [50, 95, 99])
+        row: dict[str, Any] = {"variant": cell.variant, "mean s": mean(seconds), "p50 s": float(p50)}
+        row |= {"p95 s": float(p95), "p99 s": float(p99)}
+        row["first token ms"] = 1000 * mean(r["first_token"] for r in cell.records)
+        for place in ("host", "device"):
+            peaks = [r["peak"][place] for r in cell.records if r["peak"].get(place)]
+            if peaks:
+                row[f"{place} MB"] = max(peaks) / 1e6
+        rows.append(row)
+    return rows
+
+
+def limits(found: Sequence[Cell], curve: CostCurve) -> Rows:
+    """Expected tokens per step by the measured acceptance, the best k, the limit of the speedup and the share reached.
+
+    The expectation assumes drafts of their mean length. The best k follows from T(q) of this machine and the measured
+    time per draft token, the limit from `speedup_limit`.
+    """
+    rows: Rows = []
+    for cell in found:
+        counts = cell.counts
+        if counts is None or not counts.drafts:
+            continue
+        alpha = estimated_alpha(counts)
+        depth = sum(step.depth for step in counts.rows[0]) / counts.drafts
+        forward, draft = counts.seconds["forward"] / counts.steps, counts.seconds["draft"] / counts.steps
+        plain = sum(r["seconds"] for r in cell.plain) / sum(r["tokens"] for r in cell.plain)
+        limit = speedup_limit(counts.tokens_per_step, forward, draft, plain)
+        rows.append(
+            {
+                "domain": cell.name,
+                "variant": cell.variant,
+                "alpha": alpha,
+                "mean draft": depth,
+                "tokens/step": counts.tokens_per_step,
+                "expected": 1 + counts.drafts / counts.steps * expected_accepted(alpha, round(depth)),
+                "best k": optimal_k(alpha, curve, counts.seconds["draft"] / counts.drafted),
+                "limit": limit,
+                "of limit": cell.speedup.value / limit,
+            }
+        )
+    return rows
+
+
+def cost(curve: CostCurve) -> Rows:
+    """T(q) as measured."""
+    return [
+        {"q": q, "ms": 1000 * seconds, "T(q)/T(1)": curve.relative(q)}
+        for q, seconds in zip(curve.queries, curve.seconds, strict=True)
+    ]
+
+
+def differences(records: Sequence[Record]) -> Rows:
+    """The first token that differs from plain decoding in each unit, with the target's logits of both tokens."""
+    return [
+        {"unit": r["unit"], "variant": r["variant"], **_margin(r["difference"])} for r in records if r.get("difference")
+    ]
+
+
+def _margin(difference: dict[str, Any]) -> dict[str, Any]:
+    margin = abs(difference["plain_logit"] - difference["our_logit"])
+    tokens = {"plain token": difference["plain_token"], "our token": difference["our_token"]}
+    return {"position": difference["position"], **tokens, "logit margin": margin}
+
+
+def _verdict(interval: Interval) -> str:
+    if not interval.differs:
+        return "no difference"
+    return "faster" if interval.value > 1 else "slower"
+
+
+def _identical(records: Sequence[Record]) -> bool | str:
+    """Transformers' assistants draw other random numbers when sampling: other tokens with the same distribution."""
+    if all(r["identical"] for r in records):
+        return True
+    return "own draws" if all(r["identical"] or (r["sampled"] and "steps" not in r) for r in records) else False
+
+
+def _by_request(records: Sequence[Record]) -> list[tuple[int, float]]:
+    sums: dict[tuple[str, int], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for record in records:
+        request = record["cell"], record["number"]
+        tokens, seconds = sums[request]
+        sums[request] = tokens + record["tokens"], seconds + record["seconds"]
+    return [sums[request] for request in sorted(sums)]

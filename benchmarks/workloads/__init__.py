@@ -1,0 +1,1 @@
+"""Prompts by domain, and targets and strategies with known behavior."""

@@ -1,0 +1,134 @@
+"""A target that generates a given text, and strategies with known acceptance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from transformers import GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_specgen import Call, Candidates, DraftSession, DraftTree, Policy
+from hf_specgen.candidates.base import Depth
+
+
+class ScriptedTarget(PreTrainedModel, GenerationMixin):
+    """A model without layers whose logits always point to the next token of `script`.
+
+    Args:
+        vocab_size: of the tokenizer that scripts are encoded with.
+
+    Attributes:
+        script: `[length]` the text, prompt included.
+        forwards: number of forward passes so far.
+    """
+
+    config_class = LlamaConfig
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _no_split_modules: list[str] = []
+
+    def __init__(self, vocab_size: int):
+        super().__init__(
+            LlamaConfig(
+                vocab_size=vocab_size,
+                hidden_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=1,
+                max_position_embeddings=10**6,
+                eos_token_id=None,
+            )
+        )
+        self.anchor = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.script = torch.zeros(1, dtype=torch.long)
+        self.forwards = 0
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits that are 1 at the token of the script after each position, 0 elsewhere."""
+        self.forwards += 1
+        assert position_ids is not None
+        states = torch.zeros(*input_ids.shape, 1)[:, None]
+        past_key_values.update(states, states, 0)
+        following = self.script[(position_ids + 1).clamp(max=len(self.script) - 1)]
+        logits = torch.zeros(*input_ids.shape, self.config.vocab_size).scatter_(2, following[..., None], 1.0)
+        return CausalLMOutputWithPast(logits=cast(Any, logits), past_key_values=past_key_values)
+
+
+class KnownAcceptance(Candidates):
+    """Drafts the next tokens of a known text, each of them correctly with probability alpha.
+
+    Args:
+        script: the text, prompt included.
+        alpha: probability that a draft token is correct.
+        k: length of a draft.
+        vocab_size: of the target.
+        seed: of the draws.
+    """
+
+    negligible_draft_cost = True
+
+    def __init__(self, script: list[int], alpha: float, k: int, vocab_size: int, seed: int):
+        super().__init__(k)
+        self.script, self.alpha, self.vocab_size, self.seed = script, alpha, vocab_size, seed
+
+    def start(self, call: Call) -> DraftSession:
+        return _KnownAcceptanceSession(self, call)
+
+
+class _KnownAcceptanceSession(DraftSession):
+    passes = ()
+
+    def __init__(self, settings: KnownAcceptance, call: Call):
+        super().__init__(call)
+        self._settings, self._random = settings, random.Random(settings.seed)
+
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        return DraftTree.chains([self._draft_row(row, depth) for row, depth in enumerate(budget)])
+
+    def _draft_row(self, row: int, depth: int) -> list[int]:
+        state, settings = self.call.state, self._settings
+        start = len(state.prompts[row]) + len(state.generated[row])
+        correct = settings.script[start : start + depth]
+        return [t if self._random.random() < settings.alpha else (t + 1) % settings.vocab_size for t in correct]
+
+
+class AlwaysRejected(Candidates):
+    """Drafts a token that the target never generates: every draft is rejected completely.
+
+    Args:
+        k: length of every draft, or "auto".
+        policy: chooses draft depths.
+        token: the draft token; 0 is the padding of the embedded model.
+    """
+
+    negligible_draft_cost = True
+
+    def __init__(self, k: Depth = "auto", *, policy: Policy | None = None, token: int = 0):
+        super().__init__(k, policy)
+        self.token = token
+
+    def start(self, call: Call) -> DraftSession:
+        return _AlwaysRejectedSession(self.token, call)
+
+    def __repr__(self) -> str:
+        return f"AlwaysRejected(k={self.k}{self._show_policy()})"
+
+
+class _AlwaysRejectedSession(DraftSession):
+    passes = ()
+
+    def __init__(self, token: int, call: Call):
+        super().__init__(call)
+        self._token = token
+
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        return DraftTree.chains([[self._token] * depth for depth in budget])

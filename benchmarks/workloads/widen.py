@@ -1,0 +1,48 @@
+"""Function-preserving widening: identical outputs with larger weights, as a latency model of a larger target.
+
+Every MLP gets additional neurons whose output columns are zero. They take as long as other neurons and contribute
+nothing: acceptance is that of the small model, latency that of a larger one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+def widen(model: PreTrainedModel, parameters: int) -> PreTrainedModel:
+    """A model with about `parameters` parameters that computes the same function as `model`.
+
+    Args:
+        model: a Llama-like model, whose MLPs have `gate_proj`, `up_proj` and `down_proj`.
+        parameters: size of the result; at least that of `model`.
+
+    Returns:
+        A new model with the same dtype and device; `model` is unchanged.
+
+    Raises:
+        ValueError: if `model` is larger than that.
+    """
+    config = copy.deepcopy(model.config)
+    per_neuron = 3 * config.hidden_size * config.num_hidden_layers
+    missing = parameters - sum(p.numel() for p in model.parameters())
+    if missing < 0:
+        raise ValueError(f"parameters must be at least the model's {parameters - missing}, got {parameters}")
+    config.intermediate_size += missing // per_neuron
+    wide = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    weights = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in wide.state_dict().items():
+            source = weights[name]
+            if tensor.shape == source.shape:
+                tensor.copy_(source)
+            elif name.endswith("down_proj.weight"):
+                tensor.zero_()
+                tensor[:, : source.shape[1]] = source
+            else:
+                tensor[: source.shape[0]] = source
+    wide.generation_config = cast(Any, model).generation_config
+    return cast(Any, wide).to(model.device).eval()

@@ -1,0 +1,49 @@
+"""Modules that belong to a target, such as draft heads: loaded once per target, dtype and device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specgen.target.model_parts import output_matrix
+
+T = TypeVar("T")
+
+
+class AttachedModules(Generic[T]):
+    """What a strategy has loaded for each target that it was used with. May be shared by threads.
+
+    A target that is freed takes its modules with it; one that is moved or cast gets new ones.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loaded: WeakKeyDictionary[PreTrainedModel, tuple[tuple[torch.dtype, torch.device], T]] = (
+            WeakKeyDictionary()
+        )
+
+    def on(self, model: PreTrainedModel, load: Callable[[], T]) -> T:
+        """The modules for this target; `load` is called if there are none in its dtype on its device.
+
+        The random state is left unchanged: a new module initialises weights, which must not change what is sampled.
+        """
+        weight = output_matrix(model).weight
+        key = weight.dtype, weight.device
+        with self._lock:
+            known = self._loaded.get(model)
+            if known is None or known[0] != key:
+                with torch.random.fork_rng():
+                    known = key, load()
+                self._loaded[model] = known
+            return known[1]
+
+    def __deepcopy__(self, memo: object) -> AttachedModules[T]:
+        return AttachedModules()
+
+    def __reduce__(self) -> tuple[type[AttachedModules[T]], tuple[()]]:
+        return AttachedModules, ()

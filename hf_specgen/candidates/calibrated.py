@@ -1,0 +1,106 @@
+"""What sessions that draft with confidences share: calibrated acceptance, and counting what came of their trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.tree_builder import TreeBuilder
+from hf_specgen.candidates.tree_shape import Chain, FastestSize, FixedSize, TreeShape
+from hf_specgen.depth.calibration import Calibration, calibration_memory
+from hf_specgen.state import Call
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification import VerificationResult
+
+
+class CalibratedSession(DraftSession):
+    """Counts how often draft tokens were accepted, by calibration, and remembers it for later calls.
+
+    Args:
+        call: the call.
+        calibrations: how many are kept; one for each depth of heads that draft all depths at once.
+    """
+
+    def __init__(self, call: Call, calibrations: int = 1):
+        super().__init__(call)
+        temperature = round(call.temperature, 2)
+        self._keys = [(call.candidates.profile_key(), self._mode, temperature, index) for index in range(calibrations)]
+        self.calibrations: list[Calibration] = [calibration_memory.recall(call.model, key) for key in self._keys]
+        self._tree = DraftTree.empty(call.state.batch)
+        self._features: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
+
+    def verified(self, tree: DraftTree, builder: TreeBuilder, nodes: Sequence[list[int]], confidence: Any) -> DraftTree:
+        """Note which tree is verified; returns it.
+
+        Args:
+            tree: the draft.
+            builder: that it was chosen from.
+            nodes: the builder's index of each of its nodes, by row.
+            confidence: `[rows, nodes of the builder]`.
+        """
+        self._tree = tree
+        self._features = [
+            (builder.rank[row, index], confidence[row, index], builder.depth[row, index])
+            for row, index in enumerate(nodes)
+        ]
+        return tree
+
+    def not_drafted(self, batch: int) -> DraftTree:
+        """An empty draft."""
+        self._tree, self._features = DraftTree.empty(batch), []
+        return self._tree
+
+    def observe(self, result: VerificationResult) -> None:
+        """Count the children of each row's last token and of its accepted nodes: which of them were accepted?"""
+        for row, path in enumerate(result.paths):
+            if path is None or not self._features or not self._tree.parents[row]:
+                continue
+            emitted = result.tokens[row]
+            place = {-1: 0} | {node: index + 1 for index, node in enumerate(path)}
+            judged = [
+                (node, place[parent])
+                for node, parent in enumerate(self._tree.parents[row])
+                if place.get(parent, len(emitted)) < len(emitted)
+            ]
+            tokens = self._tree.tokens[row].tolist()
+            accepted = np.array([tokens[node] == emitted[step] for node, step in judged], dtype=bool)
+            rank, confidence, depth = (values[[node for node, _ in judged]] for values in self._features[row])
+            for index, calibration in enumerate(self.calibrations):
+                chosen = slice(None) if len(self.calibrations) == 1 else depth == index + 1
+                calibration.observe(rank[chosen], confidence[chosen], accepted[chosen])
+
+    def end(self) -> None:
+        for key, calibration in zip(self._keys, self.calibrations, strict=True):
+            calibration_memory.store(self.call.model, key, calibration)
+
+    def shape(self, size: str | int | None, depths: Sequence[int]) -> TreeShape:
+        """How the next tree grows.
+
+        Args:
+            size: a number of nodes; "auto" for the fastest; None for a chain.
+            depths: `[rows]` maximum depths.
+        """
+        if isinstance(size, int):
+            return FixedSize(size)
+        latency = None if self.call.depth is None else self.call.depth.latency
+        if size is None or latency is None:
+            return Chain()
+        rows = sum(depth > 0 for depth in depths)
+        state = self.call.state
+        context = max(len(p) + len(g) for p, g in zip(state.prompts, state.generated, strict=True))
+        return FastestSize(latency.at(rows, context), rows)
+
+    @property
+    def _mode(self) -> str:
+        if self.wants_q:
+            return "rejection"
+        return "sampled" if self.call.do_sample else "greedy"
+
+    @property
+    def wants_q(self) -> bool:
+        """Whether verification needs the probabilities that draft tokens were sampled with."""
+        return self.call.verification is not None and self.call.verification.wants_q

@@ -1,0 +1,141 @@
+"""How large a draft tree is built: a fixed number of nodes, or as many as promise the most tokens per second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Protocol
+
+import numpy as np
+
+from hf_specgen.candidates.tree_builder import TreeBuilder
+from hf_specgen.depth.latency import StepLatency
+
+MAX_NODES = 64
+"""Nodes of a row at most: beyond, even a memory-bound target pays for each of them."""
+MAX_BEAM = 8
+"""Nodes of a row that are expanded in one pass of the drafter at most."""
+MAX_CHILDREN = 8
+"""Children of a node at most: the eighth most likely token is accepted in about 1% of the cases."""
+MIN_GAIN = 0.001
+"""Relative gain in expected tokens per second below which no pass of the drafter is made, even if it costs nothing."""
+EXPECTED_CHILD = 0.6
+"""Assumed probability that one of a node's children is accepted, before a node was expanded in this draft."""
+
+
+class TreeShape(Protocol):
+    """Decides how a tree grows, and how much of it is verified."""
+
+    @property
+    def children(self) -> int:
+        """How many children are proposed for a node."""
+
+    def beam(self, builder: TreeBuilder) -> int:
+        """How many nodes of each row to expand in the next pass of the drafter; 0 to stop.
+
+        Args:
+            builder: the tree so far.
+        """
+
+    def nodes(self, builder: TreeBuilder) -> int:
+        """How many nodes of each row are verified."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of the drafter's most preferred tokens."""
+
+    children: int = 1
+
+    def beam(self, builder: TreeBuilder) -> int:
+        return 1
+
+    def nodes(self, builder: TreeBuilder) -> int:
+        return max(1, int(builder.limits.max(initial=1)))
+
+
+@dataclass(frozen=True)
+class FixedSize:
+    """The best tree of a fixed number of nodes, expanded about the square root of that many nodes at a time."""
+
+    size: int
+    children: int = MAX_CHILDREN
+
+    def beam(self, builder: TreeBuilder) -> int:
+        beam = max(1, isqrt(self.size))
+        weakest = builder.sorted_joint(self.size)
+        # A child of a node that is not among the best `size` nodes cannot be among them either.
+        helps = weakest.shape[1] < self.size or (builder.frontier_joint(1)[:, 0] > weakest[:, -1]).any()
+        return beam if helps else 0
+
+    def nodes(self, builder: TreeBuilder) -> int:
+        return self.size
+
+
+@dataclass
+class FastestSize:
+    """The tree with the highest expected tokens per second: a pass or a node that does not pay is left out.
+
+    Args:
+        latency: of the next steps.
+        rows: how many rows draft.
+        max_nodes: nodes of a row at most.
+    """
+
+    latency: StepLatency
+    rows: int
+    max_nodes: int = MAX_NODES
+    children: int = MAX_CHILDREN
+
+    def __post_init__(self) -> None:
+        nodes = np.arange(self.max_nodes + 1)
+        self._target = np.maximum.accumulate(self.latency.target.by_tokens(self.rows * (1.0 + nodes)))
+        widths = self.rows * np.arange(1.0, MAX_BEAM + 1)
+        self._pass = np.maximum.accumulate(self.latency.drafter.by_tokens(widths))
+        self._spent = self.latency.drafter.draft([self.rows])
+        self._seen = self._expanded = 0
+        self._child = EXPECTED_CHILD
+
+    def beam(self, builder: TreeBuilder) -> int:
+        self._measure_children(builder)
+        tokens, rate, best = self._best(builder)
+        weakest = builder.sorted_joint(self.max_nodes)
+        helps = weakest.shape[1] < self.max_nodes or (builder.frontier_joint(1)[:, 0] > weakest[:, -1]).any()
+        frontier = builder.frontier_joint(min(MAX_BEAM, self.max_nodes - self._expanded)).sum(axis=0)
+        frontier = frontier[frontier > 0]  # expected rows that reach the j-th node to expand
+        if not helps or not len(frontier):
+            return 0
+        gain = self._child * np.cumsum(frontier)
+        width = np.arange(1, len(frontier) + 1)
+        nodes = np.minimum(best + width, self.max_nodes)
+        promised = (tokens + gain) / (self._target[nodes] + self._spent + self._pass[: len(frontier)])
+        beam = int(np.argmax(promised)) + 1
+        if promised[beam - 1] <= rate * (1 + MIN_GAIN):
+            return 0
+        self._spent += float(self._pass[beam - 1])
+        self._expanded += beam
+        return beam
+
+    def nodes(self, builder: TreeBuilder) -> int:
+        return self._best(builder)[2]
+
+    def _best(self, builder: TreeBuilder) -> tuple[float, float, int]:
+        """Expected tokens of all rows, tokens per second, and nodes of the fastest tree so far."""
+        joint = builder.sorted_joint(self.max_nodes).sum(axis=0)
+        tokens = self.rows + np.concatenate([[0.0], np.cumsum(joint)])
+        rates = tokens / (self._target[: len(tokens)] + self._spent)
+        best = int(np.argmax(rates))
+        return float(tokens[best]), float(rates[best]), best
+
+    def _measure_children(self, builder: TreeBuilder) -> None:
+        """How likely one of the children of the nodes that were expanded last is accepted, given the nodes."""
+        new = slice(self._seen, builder.joint.shape[1])
+        parents = builder.parents[:, new]
+        row = np.arange(len(parents))[:, None]
+        above = np.where(parents < 0, 1.0, builder.joint[row, parents])
+        live = builder.joint[:, new] > 0
+        if live.any():
+            reached = (above * live).sum() / self.children
+            self._child = float(builder.joint[:, new].sum() / max(reached, 1e-9))
+            self._child = min(self._child, 1.0)
+        self._seen = builder.joint.shape[1]

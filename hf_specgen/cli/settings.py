@@ -1,0 +1,76 @@
+"""The options of every command: one dataclass each, without heavy imports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_specgen.evaluation.settings import DTYPES, WorkloadSettings, setting
+
+DEVICE = "cpu, cuda, cuda:1, mps …"
+
+
+def argument(help: str) -> Any:
+    """A required positional argument."""
+    return field(metadata={"help": help, "argument": True})
+
+
+def required(help: str) -> Any:
+    """A required option."""
+    return field(metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class DemoSettings(WorkloadSettings):
+    """Options of `hf-specgen demo`."""
+
+    json_file: Path | None = setting(None, "Write the results to this file.", flag="--json")
+
+
+@dataclass(frozen=True)
+class DoctorSettings:
+    """Options of `hf-specgen doctor`."""
+
+    model: str = required("Hub id or folder of the target.")
+    draft: str = setting("", "Hub id or folder of a draft model.")
+    heads: str = setting("", "Hub id or folder of Medusa heads.")
+    prompt: tuple[str, ...] = setting((), "A prompt like yours; may be given several times.")
+    batch_size: int = setting(1, "Prompts per generate call.", min=1)
+    length: int = setting(2048, "Tokens per row, prompt included, that must fit into memory.", min=1)
+    temperature: float = setting(0.0, "Sampling temperature; 0 for greedy decoding.", min=0)
+    max_new_tokens: int = setting(96, "Tokens per answer of the quick benchmark.", min=1)
+    rounds: int = setting(3, "Runs of each prompt in the quick benchmark.", min=1)
+    dtype: str = setting("auto", "Data type of the models; auto for that of the checkpoint.", choices=("auto", *DTYPES))
+    device: str = setting("cpu", DEVICE)
+    run: bool = setting(True, "Measure; without it no weights are loaded.")
+    as_json: bool = setting(False, "Print JSON instead of a table.", flag="--json")
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """Options of `hf-specgen tune`."""
+
+    model: str = argument("Hub id or folder of the target.")
+    draft: str = setting("", "Hub id or folder of a draft model.")
+    heads: str = setting("", "Hub id or folder of Medusa heads.")
+    adapter: str = setting("", "Hub id or folder of an exit adapter.")
+    output: Path | None = setting(None, "Measure the heads' acceptance too, and write them to this folder.")
+    prompts: Path | None = setting(None, "JSONL rows {prompt, domain} for acceptance; the embedded ones if left out.")
+    prompts_per_domain: int = setting(10, "Prompts from each domain.", min=1)
+    max_new_tokens: int = setting(128, "Tokens per answer.", min=1)
+    batch_size: tuple[int, ...] = setting((1,), "Rows to measure latencies for; may be given several times.", min=1)
+    context: int = setting(256, "Cached tokens per row to measure latencies at.", min=1)
+    dtype: str = setting("auto", "Data type of the target; auto for that of the checkpoint.", choices=("auto", *DTYPES))
+    device: str = setting("cpu", DEVICE)
+    target: str = setting("", "Earlier form: the target, with the heads as the first argument.")
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """Options of `hf-specgen export`."""
+
+    heads: str = argument("Hub id or folder of Medusa heads.")
+    to: str = required("Format: medusa, tgi or vllm.")
+    output: Path = required("Folder to write to.")
+    target: str = setting("", "Hub id or folder of the target, where its output matrix is needed.")

@@ -1,0 +1,106 @@
+"""Calibration: from a drafter's confidence in a token to the probability that the target accepts it.
+
+A confidence is the drafter's probability of the token, or its share of the weights by which verification prefers tokens
+(see `VerificationSession.draft_weights`). How often tokens of a rank and a confidence were accepted is counted; where
+little was counted, the confidence itself is taken for the probability.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating[Any]]
+
+EDGES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95, 0.985])
+"""Bounds of the confidence bins: finer towards both ends, where a factor matters more than a difference."""
+RANKS = 4
+"""Ranks that are told apart; later ones share the last."""
+PRIOR_WEIGHT = 6.0
+"""Observations that the confidence itself counts for."""
+REMEMBERED_OBSERVATIONS = 200.0
+"""Weight per bin of what was counted in earlier calls: text changes, and a new call has to be followed."""
+REMEMBERED_KEYS = 64
+"""Strategies and temperatures that are remembered per target; the least recently used is forgotten."""
+
+
+class Calibration:
+    """Counts of accepted tokens by rank and confidence.
+
+    Example:
+        >>> calibration = Calibration()
+        >>> calibration.acceptance(np.array([[0.5, 0.2]])).round(2).tolist()  # nothing was counted
+        [[0.5, 0.2]]
+        >>> for _ in range(100):
+        ...     calibration.observe(np.array([0]), np.array([0.5]), np.array([True]))
+        >>> calibration.acceptance(np.array([[0.5, 0.2]])).round(2).tolist()
+        [[0.97, 0.03]]
+    """
+
+    def __init__(self) -> None:
+        self.seen: Floats = np.zeros((RANKS, len(EDGES) + 1))
+        self.accepted: Floats = np.zeros((RANKS, len(EDGES) + 1))
+
+    def acceptance(self, confidence: Floats, prior: Floats | None = None) -> Floats:
+        """`[…, children]` confidences, most preferred first, to acceptance probabilities.
+
+        They do not increase along the children, and their sum is at most 1: only one child can be accepted.
+
+        Args:
+            confidence: of each child.
+            prior: `[…, children]` probabilities before anything was counted; the confidences if left out.
+        """
+        prior = confidence if prior is None else prior
+        rank = np.minimum(np.arange(confidence.shape[-1]), RANKS - 1)
+        place = rank, np.searchsorted(EDGES, confidence)
+        estimate = (self.accepted[place] + PRIOR_WEIGHT * prior) / (self.seen[place] + PRIOR_WEIGHT)
+        estimate = np.minimum.accumulate(estimate, axis=-1)
+        before = np.cumsum(estimate, axis=-1) - estimate
+        return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))
+
+    def observe(self, rank: NDArray[np.integer[Any]], confidence: Floats, accepted: NDArray[np.bool_]) -> None:
+        """Count tokens whose parent was accepted; three `[tokens]` arrays."""
+        place = np.minimum(rank, RANKS - 1), np.searchsorted(EDGES, confidence)
+        np.add.at(self.seen, place, 1.0)
+        np.add.at(self.accepted, place, accepted.astype(float))
+
+    def copy(self) -> Calibration:
+        """A copy in which old observations weigh at most `REMEMBERED_OBSERVATIONS` per bin."""
+        copied = Calibration()
+        share = np.minimum(1.0, REMEMBERED_OBSERVATIONS / np.maximum(self.seen, 1.0))
+        copied.seen, copied.accepted = self.seen * share, self.accepted * share
+        return copied
+
+
+class CalibrationMemory:
+    """What calls with a target have counted, for later calls. May be shared by threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: WeakKeyDictionary[Any, OrderedDict[Hashable, Calibration]] = WeakKeyDictionary()
+
+    def recall(self, model: Any, key: Hashable) -> Calibration:
+        """A calibration to start a call with; `model` may be None."""
+        with self._lock:
+            known = self._known[model].get(key) if model is not None and model in self._known else None
+            return Calibration() if known is None else known.copy()
+
+    def store(self, model: Any, key: Hashable, calibration: Calibration) -> None:
+        """Keep the counts of a call."""
+        if model is None:
+            return
+        with self._lock:
+            known = self._known.setdefault(model, OrderedDict())
+            known[key] = calibration.copy()
+            known.move_to_end(key)
+            while len(known) > REMEMBERED_KEYS:
+                known.popitem(last=False)
+
+
+calibration_memory = CalibrationMemory()

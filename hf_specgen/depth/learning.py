@@ -1,0 +1,256 @@
+"""Learns the latencies of a target and a strategy from the times of the first calls' steps, then fixes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from math import log2
+from statistics import median, median_low
+from threading import Lock, RLock
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hf_specgen.depth import profiles
+from hf_specgen.depth.cost import CostCurve
+from hf_specgen.depth.latency import MAX_SLICES, DraftLatency, LatencyModel, Slice, StepLatency
+
+if TYPE_CHECKING:
+    from hf_specgen.depth.policy import StepRecord
+    from hf_specgen.state import Call
+
+GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Tokens per row under which times are collected: half octaves, as kernels change at such sizes."""
+KEPT = 7
+"""Measurements that a median is taken of: three of them may be disturbed."""
+PLAIN_NEEDED, DRAFTED_NEEDED = 5, 12
+"""Measured steps after which a slice is fixed: a call of 128 tokens has more, and most have too few to be sure."""
+PLAIN_EVERY = 8
+"""One step in so many is plain until enough plain steps are measured."""
+CATCHING_UP = 16
+"""Unread tokens that a drafter reads in about the time of one pass; more is measured as prefill."""
+CONTRADICTION, CHECKED_STEPS = 2.0, 33
+"""How far measured times may depart from the profile, in the median of so many steps of a kind."""
+MAX_PROFILES = 64
+"""Profiles that a process keeps; those unused for longest are dropped, and read from their files again."""
+
+
+class LatencyRecorder:
+    """Learns one slice of a latency model.
+
+    Args:
+        rows, context: of the slice.
+        prior: latencies of a similar slice, or the default of the device.
+        measured: whether the prior was measured on this machine.
+    """
+
+    def __init__(self, rows: int, context: int, prior: StepLatency, measured: bool):
+        self.rows, self.context, self._prior, self._measured = rows, context, prior, measured
+        self._target: dict[int, deque[float]] = {}
+        self._drafts: dict[int, deque[tuple[float, int]]] = {}  # by tokens of a pass: seconds, and passes
+        self._empty: deque[float] = deque(maxlen=KEPT)
+        self._steps = self._drafted = 0
+        self._has_drafted = False
+        self._prefill_seconds = self._prefill_tokens = 0.0
+
+    def add(self, step: StepRecord, unread: int) -> None:
+        """Enter a step before which the drafter had not read the last `unread` tokens of each row."""
+        self._steps += 1
+        draft = step.seconds.get("draft", 0.0)
+        if "forward" in step.seconds:
+            size = min(GRID, key=lambda size: abs(log2(size / step.tokens_per_row)))
+            if size in self._target:  # the first step of a size, which prepares kernels, is dropped
+                self._target[size].append(sum(step.seconds.values()) - draft)
+                self._drafted += step.tokens_per_row > 1
+            self._target.setdefault(size, deque(maxlen=KEPT))
+        if any(step.requested):
+            if self._has_drafted:  # the first draft is dropped too
+                self._add_draft(step.passes, draft, unread, step.batch)
+            self._has_drafted = True
+
+    def _add_draft(self, passes: Sequence[int], seconds: float, unread: int, rows: int) -> None:
+        if unread > CATCHING_UP:
+            usual = self._drafter(self._prior.drafter.scaled(0.0)).draft(passes)
+            self._prefill_seconds += max(0.0, seconds - usual)
+            self._prefill_tokens += unread * rows
+        elif sum(passes):
+            width = 1 << round(log2(sum(passes) / len(passes)))
+            self._drafts.setdefault(width, deque(maxlen=KEPT)).append((seconds, len(passes)))
+        else:
+            self._empty.append(seconds)
+
+    @property
+    def wants_plain_step(self) -> bool:
+        """Whether the next step should be plain to learn what that takes."""
+        known = len(self._target.get(1, ()))
+        at_once = not self._measured and known < 2
+        return at_once or (known < PLAIN_NEEDED and self._steps % PLAIN_EVERY == 0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough was measured to fix the slice."""
+        return len(self._target.get(1, ())) >= PLAIN_NEEDED and self._drafted >= DRAFTED_NEEDED
+
+    def estimate(self) -> StepLatency:
+        """Latencies by what was measured so far: linear between medians, and on in the direction of all of them."""
+        seconds = {size: median_low(times) for size, times in sorted(self._target.items()) if times}
+        if not seconds:
+            return self._prior
+        (first, least), (last, most) = (list(seconds.items())[end] for end in (0, -1))
+        plain, longest, prior = self._prior.target.by_tokens(self.rows * np.array([1.0, GRID[-1], first])).tolist()
+        seconds.setdefault(1, least * plain / prior)
+        slope = (most - seconds[1]) / (last - 1) if last > 1 else seconds[1] * (longest / plain - 1) / (GRID[-1] - 1)
+        seconds.setdefault(GRID[-1], most + slope * (GRID[-1] - last))
+        # Some kernels are slower for few tokens than for more; but no step with a draft is faster than a plain one.
+        points = {size: max(seconds[1], seconds[size]) for size in sorted(seconds)}
+        curve = CostCurve(tuple(points), tuple(points.values()), self.context, self.rows)
+        return StepLatency(curve, self._drafter(self._prior.drafter.scaled(seconds[1] / plain)))
+
+    def _drafter(self, latency: DraftLatency) -> DraftLatency:
+        """What drafting takes: the given latency, but for what was measured."""
+        if self._empty or self._drafts:
+            latency = replace(latency, overhead=median_low(self._empty) if self._empty else 0.0)
+        if self._drafts:
+            by_width = {
+                width: median(max(0.0, seconds - latency.overhead) / passes for seconds, passes in drafts)
+                for width, drafts in sorted(self._drafts.items())
+            }
+            rising = np.maximum.accumulate(list(by_width.values())).tolist()  # more tokens take no less
+            latency = replace(latency, tokens=tuple(by_width), seconds=tuple(rising))
+        if self._prefill_tokens:
+            latency = replace(latency, prefill=self._prefill_seconds / self._prefill_tokens)
+        return latency
+
+
+class View(NamedTuple):
+    """Latencies for the next steps.
+
+    Args:
+        latency: the model.
+        fixed: whether it stays as it is under these conditions.
+        wants_plain_step: whether the next step should be plain, to be measured.
+    """
+
+    latency: LatencyModel
+    fixed: bool = True
+    wants_plain_step: bool = False
+
+
+class Profile:
+    """The latencies of one strategy on one target: slices that are fixed, and those still being learnt. Thread-safe.
+
+    Args:
+        default: assumed before anything was measured.
+        description: what the latencies depend on; None if nothing is to be kept in a file.
+    """
+
+    def __init__(self, default: LatencyModel, description: dict[str, Any] | None = None):
+        self._default, self._description, self._lock = default, description, RLock()
+        self._recorders: dict[tuple[int, int], LatencyRecorder] = {}
+        self._fixed: dict[tuple[int, int], Slice] = {}
+        self._reported = False
+        self._read_file()
+
+    def view(self, place: tuple[int, int]) -> View:
+        """Latencies at a number of rows and a context length, as `slice_of` rounds them."""
+        with self._lock:
+            if place in self._fixed:
+                return View(self._model())
+            recorder = self._recorder(place)
+            return View(self._model(self._slice(recorder)), False, recorder.wants_plain_step)
+
+    def add(self, step: StepRecord, place: tuple[int, int], unread: int) -> None:
+        """Learn from the times of a step; fixes a slice, and writes the file, once enough is known."""
+        with self._lock:
+            if place in self._fixed or len(self._fixed) == MAX_SLICES - 1:
+                return
+            recorder = self._recorder(place)
+            recorder.add(step, unread)
+            if not recorder.complete:
+                return
+            self._read_file()  # what another process has fixed first stays: all decide alike
+            self._fixed.setdefault(place, self._slice(recorder))
+            if self._description is not None:
+                profiles.save(self._description, self._model())
+
+    def report(self, factor: float) -> None:
+        """Warn, once, that times depart from the profile by this factor."""
+        with self._lock:
+            if factor <= CONTRADICTION or self._reported or self._description is None:
+                return
+            self._reported = True
+        key = profiles.key_of(self._description)
+        warnings.warn(
+            f"the times of steps depart by a factor of {factor:.1f} from the latency profile {key!r}: draft depths may "
+            f"not be the best ones. `hf-specgen profile --delete {key}` deletes it, and it is learnt again; "
+            "`hf-specgen tune MODEL` renews it at once.",
+            stacklevel=2,
+        )
+
+    def _model(self, *more: Slice) -> LatencyModel:
+        return LatencyModel((*self._fixed.values(), *more), self._default.drafter)
+
+    def _slice(self, recorder: LatencyRecorder) -> Slice:
+        target, drafter = recorder.estimate()
+        return Slice(target, {self._default.drafter: drafter})
+
+    def _recorder(self, place: tuple[int, int]) -> LatencyRecorder:
+        if place not in self._recorders:
+            prior = (self._model() if self._fixed else self._default).at(*place)
+            self._recorders[place] = LatencyRecorder(*place, prior, measured=bool(self._fixed))
+        return self._recorders[place]
+
+    def _read_file(self) -> None:
+        stored = None if self._description is None else profiles.load(profiles.key_of(self._description))
+        for one in stored.slices if stored is not None else ():
+            if self._default.drafter in one.drafters:
+                self._fixed.setdefault((one.target.batch, one.target.context), one)
+
+
+_profiles: OrderedDict[tuple[str, str], Profile] = OrderedDict()
+_profiles_lock = Lock()
+
+
+def profile_of(call: Call) -> Profile:
+    """The profile of a call's target and strategy, which all such calls of the process share."""
+    key = call.candidates.profile_key()
+    device = getattr(getattr(call.model, "device", None), "type", "cpu")
+    default = LatencyModel.default(device, str(key[0]), call.candidates.negligible_draft_cost)
+    if call.model is None:
+        return Profile(default)
+    description = profiles.describe(call.model, key, call.temperature > 0)
+    place = str(profiles.directory()), profiles.key_of(description)
+    with _profiles_lock:
+        profile = _profiles.pop(place, None) or Profile(default, description)
+        _profiles[place] = profile
+        if len(_profiles) > MAX_PROFILES:
+            _profiles.popitem(last=False)
+        return profile
+
+
+class ProfileCheck:
+    """Compares the times of a call's steps with a profile.
+
+    Only the ratio between steps with and without drafts counts: on a machine that is uniformly slower, or busy,
+    decisions stay right.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: tuple[deque[float], deque[float]] = deque(maxlen=CHECKED_STEPS), deque(maxlen=CHECKED_STEPS)
+
+    def departure(self, step: StepRecord, expected: StepLatency, unread: int) -> float:
+        """Enter a step; returns how far the two kinds of steps depart from each other, 1.0 while that is unknown."""
+        drafted = any(step.requested)
+        if "forward" not in step.seconds or (drafted and unread > CATCHING_UP):
+            return 1.0
+        seconds = float(expected.target.by_tokens(step.batch * step.tokens_per_row))
+        seconds += expected.drafter.draft(step.passes) if drafted else 0.0
+        self._ratios[drafted].append(sum(step.seconds.values()) / seconds)
+        if min(map(len, self._ratios)) < CHECKED_STEPS:
+            return 1.0
+        low, high = sorted(median(ratios) for ratios in self._ratios)
+        for ratios in self._ratios:
+            ratios.clear()
+        return high / max(low, 1e-12)

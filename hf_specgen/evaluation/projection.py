@@ -1,0 +1,81 @@
+"""Projects the speedup of a call from its forward passes and a latency profile, without measuring any time.
+
+The projection is free of noise and the same on every machine: it answers what another machine would show, if its
+latencies were those of the profile. Only decoding counts; the prefill is left out on both sides. A prefill in which
+draft tokens were verified counts as one step of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import mean
+
+from hf_specgen.candidates.base import Candidates
+from hf_specgen.depth import LatencyModel
+from hf_specgen.statistics import Statistics, StepPasses
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Decoding time by a latency profile, in the unit of the profile.
+
+    Args:
+        seconds: of speculative decoding.
+        plain_seconds: of plain decoding for the same tokens.
+    """
+
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Projected throughput relative to plain decoding."""
+        return self.plain_seconds / self.seconds if self.seconds else 1.0
+
+    def __add__(self, other: Projection) -> Projection:
+        return Projection(self.seconds + other.seconds, self.plain_seconds + other.plain_seconds)
+
+
+def project(statistics: Statistics, latency: LatencyModel) -> Projection:
+    """Project the decoding time of one call, or of several calls of one row whose statistics were added.
+
+    Args:
+        statistics: of the call.
+        latency: with the drafter selected; see `latency_for`.
+
+    Example:
+        >>> from hf_specgen.depth import CostCurve
+        >>> from hf_specgen.statistics import RowStep
+        >>> steps = [RowStep(5, 5, 3, 4), RowStep(5, 5, 1, 2)]
+        >>> passes = [StepPasses(rows=1, context=40, target=6, drafter=(1,) * 5)] * 2
+        >>> curve = CostCurve((1, 6), (1.0, 1.05), context=512, batch=1)
+        >>> latency = LatencyModel.from_curves(curve, draft_token=0.05)
+        >>> found = project(Statistics([steps], [7], {}, passes), latency)  # 6 tokens in 2 steps of 1.3
+        >>> round(found.seconds, 3), found.plain_seconds, round(found.speedup, 2)
+        (2.6, 6.0, 2.31)
+    """
+    if not statistics.passes:
+        return Projection()
+    seconds = sum(step_seconds(step, latency) for step in statistics.passes)
+    # Plain decoding takes as many steps as the longest row has tokens, and runs all rows in each of them.
+    tokens = [sum(step.emitted for step in row) for row in statistics.rows]
+    rows = max(step.rows for step in statistics.passes)
+    plain_steps = max(tokens) if rows > 1 else sum(tokens)
+    plain_step = mean(float(latency.at(rows, step.context).target.by_tokens(rows)) for step in statistics.passes)
+    return Projection(seconds, plain_steps * plain_step)
+
+
+def step_seconds(step: StepPasses, latency: LatencyModel) -> float:
+    """The time of one step by its forward passes."""
+    at = latency.at(step.rows, step.context)
+    drafting = 0.0 if step.drafter is None else at.drafter.draft(step.drafter)
+    return float(at.target.by_tokens(step.target)) + drafting
+
+
+def latency_for(candidates: Candidates, profile: LatencyModel) -> LatencyModel:
+    """The profile with the drafter of a strategy.
+
+    Raises:
+        ValueError: if the profile has no such drafter, unless drafting takes a negligible time.
+    """
+    return profile.select(str(candidates.profile_key()[0]), candidates.negligible_draft_cost)

@@ -1,0 +1,221 @@
+"""EAGLE heads: one decoder layer, or a few, that continue the target's own hidden states token by token.
+
+A head reads the feature of a position (hidden states of the target) together with the embedding of the *next* token,
+and predicts the token after that. Its own output stands in for the feature of the next position, so it drafts chains
+and trees:
+
+    position          0    1    2    3  |  4    5        the target has read x0 … x3 and chosen x4
+    feature           f0   f1   f2   f3 |  h3   h4       f: the target's, h: the head's own output
+    token             x1   x2   x3   x4 |  d5   d6
+    prediction        ·    ·    ·    d5 |  d6   d7
+
+Only entries computed from true features stay in the cache. After a verification the accepted tokens are read again, now
+with the target's features, and the entries that were computed from the head's own output are dropped.
+
+Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), "EAGLE-2" (2024; the
+same heads with dynamic trees) and "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
+Training-Time Test" (2025). P-EAGLE (2026, https://arxiv.org/abs/2602.01469) predicts several tokens in one pass, with a
+learned stand-in for the features that do not exist yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
+from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmbedding, causal_default
+from hf_specgen.heads.taps import eagle_taps
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(HeadConfig):
+    """Configuration of `Eagle1Head` and `Eagle3Head`.
+
+    Args:
+        layer: the decoder layers.
+        num_layers: how many of them.
+        projects_features: whether the features go through a linear layer; without one they are used as they are.
+        projection_bias: whether that linear layer has a bias.
+        norm_before_residual: the residual stream of the first layer starts from the normalised feature (speculators).
+        norm_before_fc: one norm over all concatenated features before the linear layer.
+        fc_norm: one norm for each of the concatenated features instead (EAGLE-3.1).
+        norm_output: feed the normalised output to the next step (EAGLE-3.1) and not the raw one.
+        mask_token_id: the token of the positions that are predicted in parallel; makes the head a P-EAGLE head.
+
+    Raises:
+        ValueError: if options contradict each other.
+    """
+
+    layer: LayerConfig
+    num_layers: int = 1
+    projects_features: bool = True
+    projection_bias: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    mask_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_layers < 1:
+            raise ValueError(f"an EAGLE head has at least one layer, got num_layers={self.num_layers}")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other; a head has one of them at most")
+        if not self.projects_features and self.target_hidden_size * self.num_taps != self.hidden_size:
+            raise ValueError(
+                f"features of width {self.target_hidden_size * self.num_taps} need a linear layer (fc.weight) to "
+                f"become states of width {self.hidden_size}"
+            )
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id must be a token of the target, below {self.vocab_size}: {self.mask_token_id}"
+            )
+
+
+class Eagle1Head(DraftHead):
+    """EAGLE-1 and EAGLE-2 (and HASS): predicts the target's last state, which the target's output matrix reads.
+
+    Args:
+        config: with one tap.
+    """
+
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.projection_bias)
+        self.layers = nn.ModuleList(DecoderLayer(config.layer, index) for index in range(config.num_layers))
+        self.layers[0].input_layernorm = nn.Identity()
+        self.rotary = RotaryEmbedding(config.layer)
+
+    def default_taps(self, num_layers: int) -> tuple[int, ...]:
+        """The state after the target's final norm."""
+        return (num_layers,)
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """The features themselves: there is one tap, and it has the width of the head."""
+        return features
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> HeadOutput:
+        """Arguments and result as for `Eagle3Head.forward`."""
+        states = self.fc(torch.cat((embeddings, hidden), dim=-1))
+        rotary, mask = self.rotary(states, position_ids), causal_default(attention_mask, states, cache)
+        for layer in self.layers:
+            states = layer(states, rotary, mask, cache)
+        return HeadOutput(states, states)
+
+
+class Eagle3Head(DraftHead):
+    """EAGLE-3 and P-EAGLE, with the options of speculators, SpecForge, ModelOpt and DeepSpec.
+
+    Args:
+        config: the head's configuration.
+
+    Example:
+        >>> layer = LayerConfig(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
+        >>> sizes = dict(hidden_size=8, vocab_size=20, draft_vocab_size=20, target_hidden_size=8, num_taps=3)
+        >>> head = Eagle3Head(EagleConfig(layer=layer, **sizes))
+        >>> hidden = head.combine(torch.zeros(1, 5, 24))
+        >>> head(torch.zeros(1, 5, 8), hidden, torch.arange(5)[None]).output.shape
+        torch.Size([1, 5, 8])
+    """
+
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        features, eps = config.num_taps * config.target_hidden_size, config.layer.norm_eps
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(features, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_taps))
+        if config.projects_features:
+            self.fc = nn.Linear(features, config.hidden_size, bias=config.projection_bias)
+        rest = (DecoderLayer(config.layer, index) for index in range(1, config.num_layers))
+        self.layers = nn.ModuleList((FusedLayer(config.layer, config.norm_before_residual), *rest))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=eps)
+        self.rotary = RotaryEmbedding(config.layer)
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, features))
+
+    def default_taps(self, num_layers: int) -> tuple[int, ...]:
+        """A low, a middle and a high state; the last one for a head with a single tap."""
+        return eagle_taps(num_layers) if self.config.num_taps > 1 else (num_layers,)
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """`[batch, length, taps * target_hidden]` features to `[batch, length, hidden]` states."""
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            parts = features.chunk(self.config.num_taps, dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(features) if self.config.projects_features else features
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> HeadOutput:
+        """One pass over known positions, one draft step, or one level of a draft tree.
+
+        Args:
+            embeddings: `[batch, length, hidden]` of the token *after* each position.
+            hidden: `[batch, length, hidden]` combined features, or `HeadOutput.hidden` of the parent.
+            position_ids: `[batch, length]` the position of each feature.
+            attention_mask: `[batch, 1, length, cached + length]` bool, True where a query sees a cache slot; None is
+                causal behind a cache whose rows are equally long.
+            cache: receives the keys and values of all layers.
+
+        Returns:
+            the states for the next step and for the output matrix.
+        """
+        rotary, mask = self.rotary(hidden, position_ids), causal_default(attention_mask, hidden, cache)
+        first, *rest = self.layers
+        states = first(embeddings, hidden, rotary, mask, cache)
+        for layer in rest:
+            states = layer(states, rotary, mask, cache)
+        normed = self.norm(states)
+        return HeadOutput(normed if self.config.norm_output else states, normed)
+
+
+class FusedLayer(DecoderLayer):
+    """The first layer of EAGLE-3: its attention reads embedding and hidden state side by side.
+
+    Args:
+        config: the layer's configuration.
+        norm_before_residual: whether the residual stream starts from the normalised hidden state.
+    """
+
+    def __init__(self, config: LayerConfig, norm_before_residual: bool) -> None:
+        super().__init__(config, layer_index=0, attention_input=2 * config.hidden_size)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm_before_residual = norm_before_residual
+
+    def forward(  # type: ignore[override]
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        rotary: Rotary,
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        """`[batch, length, hidden]` embeddings and states to `[batch, length, hidden]`."""
+        normed = self.hidden_norm(hidden)
+        both = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
+        residual = normed if self.norm_before_residual else hidden
+        return self.add_mlp(residual + self.self_attn(both, rotary, attention_mask, cache))

@@ -1,0 +1,222 @@
+"""Gemma 4 assistants: a small stack without keys and values of its own, which attends to the target's.
+
+Every layer reads the keys and values that the target's last full-attention layer, or its last sliding one, has in its
+cache. So the assistant needs no prefill and no cache: the same position, that of the last known token, is used for all
+draft tokens of a round, and what was drafted before is known only through the state that is passed on.
+
+Source: Google, "Gemma 4" (2026), as implemented by `transformers.models.gemma4_assistant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PretrainedConfig
+
+from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
+from hf_specgen.heads.layers import GatedMLP, LayerConfig, Rotary, RotaryEmbedding
+
+KeysValues = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
+"""By layer type: keys and values, each `[batch, kv_heads, length, head_dim]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantConfig(HeadConfig):
+    """Configuration of `AssistantHead`; `hidden_size` is the target's, which the passed-on states have.
+
+    Args:
+        layers: the decoder layers, which may differ in the size of their attention heads.
+        layer_types: for each of them "full_attention" or "sliding_attention".
+        sliding_window: how many keys before the last one a sliding layer sees.
+        num_centroids: groups of tokens of which only the best are scored; None scores all tokens.
+        top_centroids: how many of the groups are scored.
+    """
+
+    layers: tuple[LayerConfig, ...]
+    layer_types: tuple[str, ...]
+    sliding_window: int
+    num_centroids: int | None = None
+    top_centroids: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.layers or len(self.layers) != len(self.layer_types):
+            raise ValueError(f"{len(self.layers)} layers need as many layer types, got {self.layer_types}")
+        if self.num_centroids is not None and (
+            self.num_centroids < 1
+            or self.vocab_size % self.num_centroids
+            or not 1 <= self.top_centroids <= self.num_centroids
+        ):
+            raise ValueError(
+                f"{self.num_centroids} centroids, of which {self.top_centroids} are scored, cannot divide a vocabulary "
+                f"of {self.vocab_size} tokens"
+            )
+
+
+class SharedAttention(nn.Module):
+    """Queries only; keys and values are given. Scores are not scaled, since queries and keys are normalised."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=config.qkv_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        rotary: Rotary,
+        keys_values: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`[batch, length, hidden]` to the same."""
+        queries = self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        keys, values = keys_values
+        attended = scaled_dot_product_attention(
+            rotary.rotate(queries),
+            keys,
+            values,
+            attention_mask,
+            scale=1.0,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class AssistantLayer(nn.Module):
+    """Attention and MLP, each between two norms, and a learned factor on the whole."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = SharedAttention(config), GatedMLP(config)
+        norms = (nn.RMSNorm(config.hidden_size, eps=config.norm_eps) for _ in range(4))
+        self.input_layernorm, self.post_attention_layernorm = next(norms), next(norms)
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = next(norms), next(norms)
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        rotary: Rotary,
+        keys_values: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`[batch, length, hidden]` to the same."""
+        attended = self.self_attn(self.input_layernorm(states), rotary, keys_values, attention_mask)
+        states = states + self.post_attention_layernorm(attended)
+        fed_forward = self.mlp(self.pre_feedforward_layernorm(states))
+        return (states + self.post_feedforward_layernorm(fed_forward)) * self.layer_scalar
+
+
+class CentroidOutput(nn.Module):
+    """An output matrix that scores only the tokens of the best few groups; all others get less than any of these.
+
+    Args:
+        hidden_size, vocab_size: of the matrix.
+        num_centroids: the number of groups, all of the same size.
+        top: how many of them are scored.
+    """
+
+    token_ordering: torch.Tensor
+    """`[vocab]` token ids, group by group."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, num_centroids: int, top: int) -> None:
+        super().__init__()
+        self.top = top
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.centroids = nn.Linear(hidden_size, num_centroids, bias=False)
+        self.register_buffer("token_ordering", torch.arange(vocab_size))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden]` to `[..., vocab]`."""
+        groups = self.token_ordering.view(self.centroids.out_features, -1)
+        tokens = groups[self.centroids(states).topk(self.top, dim=-1).indices].flatten(-2)
+        scores = (self.weight[tokens] @ states[..., None])[..., 0]
+        rest = scores.amin(dim=-1, keepdim=True) - 1
+        logits = rest.expand(*rest.shape[:-1], self.weight.shape[0]).clone()
+        return logits.scatter_(-1, tokens, scores)
+
+
+class AssistantHead(DraftHead):
+    """A Gemma 4 assistant.
+
+    Args:
+        config: the head's configuration.
+    """
+
+    config: AssistantConfig
+
+    def __init__(self, config: AssistantConfig) -> None:
+        super().__init__(config)
+        width = config.layers[0].hidden_size
+        self.pre_projection = nn.Linear(2 * config.hidden_size, width, bias=False)
+        self.post_projection = nn.Linear(width, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(AssistantLayer(layer) for layer in config.layers)
+        self.norm = nn.RMSNorm(width, eps=config.layers[0].norm_eps)
+        by_type = dict(zip(config.layer_types, config.layers, strict=True))
+        self.rotary = nn.ModuleDict({kind: RotaryEmbedding(layer) for kind, layer in by_type.items()})
+        if config.num_centroids is None:
+            self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+        else:
+            self.lm_head = CentroidOutput(width, config.vocab_size, config.num_centroids, config.top_centroids)
+
+    def default_taps(self, num_layers: int) -> tuple[int, ...]:
+        """The state after the target's final norm."""
+        return (num_layers,)
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """The features themselves."""
+        return features
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        keys_values: KeysValues,
+        lengths: torch.Tensor | None = None,
+    ) -> HeadOutput:
+        """One draft step.
+
+        Args:
+            embeddings: `[batch, length, hidden]` the target's, of the last token of each path.
+            hidden: `[batch, length, hidden]` the target's last state, or `HeadOutput.hidden` of the step before.
+            position_ids: `[batch, length]` the position of the last known token, for all steps of a round.
+            keys_values: what the target's last layer of each type has in its cache.
+            lengths: `[batch]` how many keys of each row count; None: all.
+
+        Returns:
+            the state for the next step, of the target's width, and that for the output matrix.
+        """
+        states = self.pre_projection(torch.cat((embeddings, hidden), dim=-1))
+        rotary = {kind: embedding(states, position_ids) for kind, embedding in self.rotary.items()}
+        masks = {kind: self._mask(kind, keys_values[kind][0], lengths) for kind in rotary}
+        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+            states = layer(states, rotary[kind], keys_values[kind], masks[kind])
+        output = self.norm(states)
+        return HeadOutput(self.post_projection(output), output)
+
+    def _mask(self, kind: str, keys: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+        batch, _, width, _ = keys.shape
+        ends = torch.full((batch,), width, device=keys.device) if lengths is None else lengths.to(keys.device)
+        slots = torch.arange(width, device=keys.device)
+        visible = slots < ends[:, None]
+        if kind == "sliding_attention":
+            visible = visible & (slots >= ends[:, None] - 1 - self.config.sliding_window)
+        return visible[:, None, None]
+
+
+def source_layers(target_config: PretrainedConfig) -> dict[str, int]:
+    """For each layer type the target's layer whose cached keys and values an assistant reads.
+
+    It is the last one that computes keys and values of its own.
+    """
+    config: Any = target_config.get_text_config()
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    return {kind: index for index, kind in enumerate(config.layer_types[:own])}

@@ -1,0 +1,105 @@
+"""Multi-token prediction (MTP) layers, which some targets bring along in their own checkpoint.
+
+An MTP layer is one more decoder layer of the target's own kind. It reads the target's last hidden state together with
+the embedding of the next token, like an EAGLE-1 head, and its output goes through the target's output matrix. Layer k
+drafts the token k + 2 places ahead from the output of layer k - 1; a single layer is applied to its own output again.
+
+Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
+from hf_specgen.heads.layers import causal_default
+
+LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+"""What links a layer to the states before and after it, in the names of DeepSeek-V3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPConfig(HeadConfig):
+    """Configuration of `MTPHead`.
+
+    Args:
+        num_layers: how many MTP layers the checkpoint has.
+    """
+
+    num_layers: int
+
+
+class MTPLayer(nn.Module):
+    """Norms, the projection of embedding and state, a decoder layer of the target's class, and a final norm."""
+
+    def __init__(self, links: Mapping[str, nn.Module], block: nn.Module) -> None:
+        super().__init__()
+        self.embedding_norm, self.hidden_norm, self.projection, self.final_norm = (links[name] for name in LINKS)
+        self.block = block
+
+
+class MTPHead(DraftHead):
+    """The MTP layers of a checkpoint; made by `mtp_format.load_mtp`.
+
+    Args:
+        config: the head's configuration.
+        layers: the MTP layers; layers may share modules.
+        rotary: position ids to what the decoder layers take as `position_embeddings`.
+        float_masks: whether the layers' attention adds its mask, so that it cannot be boolean.
+    """
+
+    config: MTPConfig
+
+    def __init__(self, config: MTPConfig, layers: list[MTPLayer], rotary: nn.Module, float_masks: bool) -> None:
+        super().__init__(config)
+        self.layers, self.rotary, self.float_masks = nn.ModuleList(layers), rotary, float_masks
+
+    def default_taps(self, num_layers: int) -> tuple[int, ...]:
+        """The state after the target's final norm."""
+        return (num_layers,)
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """The features themselves: there is one tap, and it has the width of the head."""
+        return features
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        step: int = 0,
+    ) -> HeadOutput:
+        """One pass of one layer.
+
+        Args:
+            embeddings, hidden, position_ids, attention_mask, cache: as for `Eagle3Head.forward`; the layers have cache
+                entries of their own, with the same mask.
+            step: which draft step it is, starting with 0; the layers take turns.
+
+        Returns:
+            the layer's output after its final norm, for the next step and for the output matrix alike.
+        """
+        index = step % self.config.num_layers
+        layer = cast(Any, self.layers[index])
+        both = torch.cat((layer.embedding_norm(embeddings), layer.hidden_norm(hidden)), dim=-1)
+        states = layer.projection(both)
+        mask = causal_default(attention_mask, states, cache, index)
+        if mask is not None and self.float_masks:
+            mask = torch.zeros_like(mask, dtype=states.dtype).masked_fill(~mask, torch.finfo(states.dtype).min)
+        states = layer.block(
+            states,
+            position_embeddings=self.rotary(states, position_ids),
+            attention_mask=mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+        )
+        normed = layer.final_norm(states[0] if isinstance(states, tuple) else states)
+        return HeadOutput(normed, normed)

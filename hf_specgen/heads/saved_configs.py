@@ -1,0 +1,195 @@
+"""The config.json of a head, as its fields are called by speculators, EAGLE, SpecForge and z-lab."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_specgen.heads.base import DraftHead
+from hf_specgen.heads.block import BlockHead
+from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
+from hf_specgen.heads.layers import LayerConfig
+from hf_specgen.heads.taps import eagle_taps
+
+SPECULATORS_VERSION = "0.9.0"
+"""The version of speculators whose fields are written."""
+
+Config = dict[str, Any]
+
+
+def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
+    wrong = [name for name, present in unsupported.items() if present]
+    if wrong:
+        raise ValueError(f"{what} cannot express a head with {', '.join(wrong)}")
+
+
+def _layer(layer: LayerConfig, num_layers: int, vocab: int) -> Config:
+    """A Llama or Qwen3 config."""
+    if layer.qkv_bias != layer.output_bias:
+        raise ValueError(
+            "Llama and Qwen3 configs cannot express biases of queries, keys and values without the output's"
+        )
+    return {
+        "model_type": "qwen3" if layer.qk_norm else "llama",
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "num_hidden_layers": num_layers,
+        "rms_norm_eps": layer.norm_eps,
+        "hidden_act": layer.activation,
+        "attention_bias": layer.qkv_bias,
+        "mlp_bias": layer.mlp_bias,
+        "max_position_embeddings": layer.max_position_embeddings,
+        "rope_parameters": dict(layer.rope),
+        "tie_word_embeddings": False,
+        "vocab_size": vocab,
+    }
+
+
+def _speculators(head: DraftHead, kind: str, architecture: str, layer: Config, tokens: int | None) -> Config:
+    methods = [{"proposal_type": "greedy", "speculative_tokens": head.config.speculative_tokens or tokens}]
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": methods,
+            "verifier": {"name_or_path": head.config.base_model, "architectures": []},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": head.config.draft_vocab_size,
+        "tie_word_embeddings": False,
+    }
+
+
+def speculators_eagle(head: Eagle3Head) -> Config:
+    """Of speculators' `eagle3` or `peagle`."""
+    config = head.config
+    _refuse({"a bias of fc": config.projection_bias, "no fc": not config.projects_features}, "speculators' format")
+    parallel = config.mask_token_id is not None
+    kind, architecture = ("peagle", "PEagleDraftModel") if parallel else ("eagle3", "Eagle3DraftModel")
+    layer = _layer(config.layer, config.num_layers, config.vocab_size)
+    own = {
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "eagle_aux_hidden_state_layer_ids": None if config.taps is None else list(config.taps),
+        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
+        "embed_requires_grad": parallel,
+    }
+    return (
+        _speculators(head, kind, architecture, layer, tokens=5)
+        | own
+        | ({"mask_token_id": config.mask_token_id} if parallel else {})
+    )
+
+
+def fits_speculators(head: BlockHead) -> bool:
+    """Whether the attention is of the kinds that speculators has."""
+    causal = {kind.causal for kind in head.config.attention if kind.window is not None}
+    full = [kind for kind in head.config.attention if kind.window is None]
+    from_anchor = all(kind.window_from_anchor for kind in head.config.attention if kind.window is not None)
+    return len(causal) < 2 and from_anchor and not any(kind.causal for kind in full)
+
+
+def _sliding(head: BlockHead) -> Config:
+    windows = {kind.window for kind in head.config.attention if kind.window is not None}
+    if len(windows) > 1:
+        raise ValueError(f"a config has one sliding window for all layers, but the head has {sorted(windows)}")
+    types = ["full_attention" if kind.window is None else "sliding_attention" for kind in head.config.attention]
+    return {"layer_types": types, "use_sliding_window": bool(windows), "sliding_window": next(iter(windows), None)}
+
+
+def speculators_block(head: BlockHead) -> Config:
+    """Of speculators' `dflash`."""
+    config = head.config
+    _refuse({"no norms of queries and keys": not config.layer.qk_norm}, "speculators' format")
+    sliding = [kind for kind in config.attention if kind.window is not None]
+    layer = _layer(config.layer, config.num_layers, config.vocab_size) | _sliding(head)
+    own = {
+        "aux_hidden_state_layer_ids": None if config.taps is None else list(config.taps),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.first_proposing_position == 0,
+        "sliding_window_non_causal": bool(sliding) and not sliding[0].causal,
+        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
+    }
+    tokens = config.block_size - config.first_proposing_position
+    return _speculators(head, "dflash", "DFlashDraftModel", layer, tokens) | own
+
+
+def zlab_block(head: BlockHead) -> Config:
+    """Of DFlash by z-lab, and of JetSpec."""
+    config = head.config
+    causal = {kind.causal for kind in config.attention}
+    unsupported = {
+        "windows counted from the anchor": any(kind.window_from_anchor for kind in config.attention),
+        "layers of which only some are causal": len(causal) > 1,
+        "a draft vocabulary or an output matrix of its own": config.own_lm_head,
+        "no norms of queries and keys": not config.layer.qk_norm,
+        "a token proposed by the anchor": config.first_proposing_position == 0,
+        "a target of another hidden size": config.target_hidden_size != config.hidden_size,
+        "unknown taps": config.taps is None or 0 in config.taps,
+    }
+    _refuse(unsupported, "z-lab's layout")
+    is_causal = causal == {True}
+    dflash = {"mask_token_id": config.mask_token_id, "target_layer_ids": [tap - 1 for tap in config.taps or ()]}
+    layer = _flat(_layer(config.layer, config.num_layers, config.vocab_size)) | _sliding(head)
+    return layer | {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "is_causal": is_causal,
+        "dflash_config": dflash | ({"causal_head": True} if is_causal else {}),
+        "num_target_layers": config.num_target_layers,
+    }
+
+
+def _flat(layer: Config) -> Config:
+    """A layer's config with the rotary parameters of Transformers 4, which these programs read."""
+    flat = {name: value for name, value in layer.items() if name != "rope_parameters"}
+    rope = dict(layer["rope_parameters"])
+    flat["rope_theta"] = rope.pop("rope_theta")
+    return flat | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
+
+
+def original_eagle1(head: Eagle1Head) -> Config:
+    """Of the original EAGLE-1 and EAGLE-2."""
+    config = head.config
+    _refuse({"norms of queries and keys": config.layer.qk_norm, "MLP biases": config.layer.mlp_bias}, "EAGLE's layout")
+    layer = _flat(_layer(config.layer, config.num_layers, config.vocab_size))
+    return layer | {"architectures": ["LlamaForCausalLM"], "bias": config.projection_bias}
+
+
+def flat_eagle3(head: Eagle3Head, to: str) -> Config:
+    """Of the original EAGLE-3 ("eagle"), or of SpecForge ("sglang")."""
+    config = head.config
+    default = config.num_target_layers and config.taps == eagle_taps(config.num_target_layers)
+    unsupported = {
+        "several layers": config.num_layers > 1,
+        "norms of queries and keys": config.layer.qk_norm,
+        "biases": config.layer.qkv_bias or config.layer.mlp_bias or config.projection_bias,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "norm_output": config.norm_output,
+        "a mask token": config.mask_token_id is not None,
+        "no fc": not config.projects_features,
+        "no output matrix of its own": not config.own_lm_head,
+    }
+    if to == "eagle":
+        unsupported |= {"fc_norm": config.fc_norm, "taps of its own": config.taps is not None and not default}
+    _refuse(unsupported, "EAGLE's layout" if to == "eagle" else "SpecForge's layout")
+    result = _flat(_layer(config.layer, 1, config.vocab_size)) | {"draft_vocab_size": config.draft_vocab_size}
+    if config.target_hidden_size != config.hidden_size:
+        result["target_hidden_size"] = config.target_hidden_size
+    if to == "eagle":
+        return result | {"architectures": ["LlamaForCausalLM"]}
+    result |= {"architectures": ["LlamaForCausalLMEagle3"], "fc_norm": config.fc_norm}
+    if config.taps is not None:
+        ids = [tap - 1 for tap in config.taps]
+        result["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+    return result

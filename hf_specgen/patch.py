@@ -1,0 +1,109 @@
+"""Adds the keyword `candidate_generator=` to `GenerationMixin.generate` without importing PyTorch.
+
+Transformers' generation code takes seconds to import. If it is loaded already, `install` patches `generate` at once;
+otherwise an import hook patches it when a program loads it. The rest of this package is imported by the first call that
+passes the keyword.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+GENERATION = "transformers.generation.utils"
+"""The module that defines `GenerationMixin`."""
+
+
+def install() -> None:
+    """Add our keywords to `GenerationMixin.generate`: candidate_generator, verification, policy, monitor. Idempotent.
+
+    Without the keyword, `generate` does exactly what it did before. `import hf_specgen` calls this.
+    """
+    mixin = getattr(sys.modules.get(GENERATION), "GenerationMixin", None)
+    if mixin is not None:
+        _patch(mixin)
+    elif not any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PatchOnImport())
+
+
+def uninstall() -> None:
+    """Remove the keyword: `generate` is then what it was before `install`.
+
+    A wrapper that other code has put around ours since then stays; inside it, ours only passes calls on.
+    """
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _PatchOnImport)]
+    mixin = getattr(sys.modules.get(GENERATION), "GenerationMixin", None)
+    patched = getattr(getattr(mixin, "generate", None), "_hf_specgen_patched", None)
+    if patched is None:
+        return
+    patched._hf_specgen_enabled = False
+    if mixin.generate is patched:  # type: ignore[union-attr]
+        mixin.generate = patched._hf_specgen_original  # type: ignore[union-attr]
+
+
+def _patch(mixin: Any) -> None:
+    # `functools.wraps` copies attributes, so this finds our function inside other wrappers too.
+    patched = getattr(mixin.generate, "_hf_specgen_patched", None)
+    if patched is None:
+        patched = mixin.generate = _with_keyword(mixin.generate)
+    patched._hf_specgen_enabled = True
+
+
+def _with_keyword(original: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not patched._hf_specgen_enabled:
+            return original(self, *args, **kwargs)
+        _check_configs(getattr(self, "generation_config", None), kwargs.get("generation_config"))
+        if kwargs.get("candidate_generator") is None and not _is_speculation(kwargs.get("custom_generate")):
+            kwargs.pop("candidate_generator", None)
+            return original(self, *args, **kwargs)
+        from hf_specgen.generate import generate_speculatively
+
+        return generate_speculatively(original, self, args, kwargs)
+
+    patched: Any = generate
+    patched._hf_specgen_original, patched._hf_specgen_patched = original, patched
+    return patched
+
+
+def _check_configs(*configs: Any) -> None:
+    """Raise for a strategy in a generation config, where it would be ignored and could not be saved."""
+    for config in configs:
+        if getattr(config, "candidate_generator", None) is not None:
+            raise ValueError(
+                "candidate_generator belongs to generate(candidate_generator=…), not into a GenerationConfig: there it "
+                "would be ignored, and the config could not be saved"
+            )
+
+
+def _is_speculation(method: Any) -> bool:
+    """Whether this is what `speculate` returns; if its module was never imported, nothing is."""
+    module = sys.modules.get("hf_specgen.generate")
+    return module is not None and isinstance(method, module.Speculation)
+
+
+class _PatchOnImport(MetaPathFinder):
+    """Import hook that patches `generate` as soon as the module that defines it has been loaded."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != GENERATION:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_patch(module: ModuleType) -> None:
+                load(module)
+                if self in sys.meta_path:  # not uninstalled meanwhile
+                    sys.meta_path.remove(self)
+                    _patch(module.GenerationMixin)
+
+            spec.loader.exec_module = load_and_patch  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,183 @@
+"""Attention for verification steps of models with grouped-query attention.
+
+In grouped-query attention `groups` query heads share one key/value head. Given a mask, Transformers' SDPA function
+first copies keys and values once per query head, so a step over several tokens writes and reads the whole cache
+`groups` times. Here the heads of a group are folded into the query length, and keys and values are read as they are::
+
+    query   [batch, kv_heads * groups, queries, head_dim]  ->  [batch, kv_heads, groups * queries, head_dim]
+    mask    [batch, 1, queries, keys]                      ->  [batch, 1, groups * queries, keys]
+
+Attention treats the rows of a query independently, so both forms compute the same function; only rounding can differ.
+
+`grouped_attention` turns this on for the forward passes of the current thread. It changes neither a model nor its
+config: the function that the attention interface holds under "sdpa" is wrapped once, and the wrapper calls
+Transformers' own function unless the calling thread is inside of the context.
+
+Source: Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models" (2023), section 2.2.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+FOLDED_DEVICES = ("cpu", "cuda")
+"""On other devices Transformers passes `enable_gqa` or converts masks itself."""
+
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
+"""Changes of the scores (logit soft cap, attention sinks, biases) and the paged cache: left to Transformers."""
+
+FoldedMasks = dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+
+
+class _ThreadState(threading.local):
+    folded_masks: FoldedMasks | None = None
+    """Folded masks of the current step, by mask id, groups and dtype, with the mask itself so that its id stays taken.
+
+    None outside of a step.
+    """
+
+
+_thread = _ThreadState()
+
+
+@contextmanager
+def grouped_attention() -> Iterator[None]:
+    """Use grouped attention in the forward passes of this thread.
+
+    It applies to SDPA models with grouped heads, to layers that get a mask or, on a CPU, a single query token per row.
+    Every other call takes Transformers' own function, as do all calls of other threads and compiled models. Masks must
+    not be changed in place between two layers: each is folded once and used for all layers that get the same tensor.
+
+    If another library has registered its own function under "sdpa", that function is used and this context does
+    nothing.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 9}
+        >>> config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> ids, mask = torch.tensor([[1, 2, 3]]), torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+        >>> with torch.no_grad():
+        ...     expected = model(ids).logits
+        ...     with grouped_attention():
+        ...         logits = model(ids, attention_mask=mask).logits
+        >>> torch.allclose(logits, expected, atol=1e-5)
+        True
+    """
+    _register()
+    outer = _thread.folded_masks
+    _thread.folded_masks = {}
+    try:
+        yield
+    finally:
+        _thread.folded_masks = outer
+
+
+def grouped_sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None = None
+) -> torch.Tensor:
+    """Scaled dot-product attention with the query heads of each group folded into the query length.
+
+    Args:
+        query: `[batch, kv_heads * groups, queries, head_dim]`; head h uses key/value head `h // groups`.
+        key: `[batch, kv_heads, keys, head_dim]`.
+        value: `[batch, kv_heads, keys, value_dim]`.
+        mask: from `fold_mask`; None lets every query see all keys.
+        scaling: factor of the scores; `head_dim ** -0.5` if None.
+
+    Returns:
+        `[batch, queries, kv_heads * groups, value_dim]`, contiguous.
+    """
+    batch, heads, queries, head_dim = query.shape
+    kv_heads = key.shape[1]
+    folded = query.reshape(batch, kv_heads, heads // kv_heads * queries, head_dim)
+    output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(batch, heads, queries, value.shape[-1]).transpose(1, 2).contiguous()
+
+
+def fold_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """Repeat a mask for the query heads of a group.
+
+    Args:
+        mask: `[batch or 1, 1, queries, keys]`: bool, True where the key is seen, or numbers to add to the scores.
+        groups: query heads per key/value head.
+        dtype: of the queries.
+
+    Returns:
+        `[batch or 1, 1, groups * queries, keys]` numbers to add to the scores. SDPA would make the same numbers of a
+        bool mask, but again in every layer.
+    """
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
+    return torch.cat([mask] * groups, dim=2)
+
+
+@wraps(sdpa_attention_forward)
+def _sdpa_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`grouped_sdpa` inside of `grouped_attention` where it applies, else Transformers' own function.
+
+    A compiled model always takes the latter: a graph that reads the thread's state would be compiled a second time for
+    calls outside of the context.
+    """
+    folded_masks = None if torch.compiler.is_compiling() else _thread.folded_masks
+    if folded_masks is None or args or not _is_foldable(module, query, key, attention_mask, kwargs):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+    mask = None
+    if attention_mask is not None:
+        mask = _folded(attention_mask, query.shape[1] // key.shape[1], query.dtype, folded_masks)
+    return grouped_sdpa(query, key, value, mask, kwargs.get("scaling")), None
+
+
+def _is_foldable(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> bool:
+    """Whether `grouped_sdpa` computes what Transformers' function would, and is not slower."""
+    groups = getattr(module, "num_key_value_groups", 1)
+    batch, heads, queries, _ = query.shape
+    if groups == 1 or heads != groups * key.shape[1] or batch != key.shape[0]:
+        return False
+    if query.device.type not in FOLDED_DEVICES or kwargs.get("dropout") or kwargs.get("output_attentions"):
+        return False
+    if any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS):
+        return False
+    if mask is None:
+        # Several queries without a mask are causal. For one query CUDA has a kernel for grouped heads.
+        return queries == 1 and query.device.type == "cpu"
+    return mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1:] == (1, queries, key.shape[2])
+
+
+def _folded(mask: torch.Tensor, groups: int, dtype: torch.dtype, folded_masks: FoldedMasks) -> torch.Tensor:
+    """The folded mask, made once in a step for all layers that share the mask."""
+    key = id(mask), groups, dtype
+    if key not in folded_masks:
+        folded_masks[key] = mask, fold_mask(mask, groups, dtype)
+    return folded_masks[key][1]
+
+
+def _register() -> None:
+    """Wrap the function that the attention interface holds under "sdpa", if it is Transformers' own.
+
+    The wrapper stays: taking it out while another thread looks a function up could make `get_interface` return that
+    thread's default, the eager function.
+    """
+    if AttentionInterface().get("sdpa") is sdpa_attention_forward:
+        AttentionInterface.register("sdpa", _sdpa_attention)

@@ -1,0 +1,86 @@
+"""The attention mask of a verification step for one model, in the form that its attention implementation takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specgen import compat
+from hf_specgen.target import masks
+from hf_specgen.target.chain_masks import ChainMasks
+from hf_specgen.tree import DraftTree, chain_parents
+
+
+class StepMasks:
+    """Builds one mask per kind of layer; chains are cut from a template.
+
+    Args:
+        model: the model.
+        visible: `[batch, slots]` bool, False for padding among the slots of the prompt; None if there is none.
+    """
+
+    def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None):
+        self._config: Any = model.config.get_text_config()
+        self._dtype, self._visible = model.dtype, visible
+        self._eager = compat.attention_implementation(self._config) == "eager"
+        self._kinds = masks.layer_kinds(self._config)
+        windows = {"sliding_attention": getattr(self._config, "sliding_window", None)}
+        self._templates = {kind: ChainMasks(model.device, windows.get(kind)) for kind in self._kinds}
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only."""
+        self._visible = None if self._visible is None else self._visible[list(rows)]
+
+    def of_step(
+        self, tree: DraftTree, depths: torch.Tensor, lengths: tuple[int, ...], cached: int, first_visible: int
+    ) -> Any:
+        """The `attention_mask` argument of a forward pass over the pending token and the nodes of a tree.
+
+        Args:
+            tree: the draft.
+            depths: `[batch, 1 + nodes]` depth of each of these tokens.
+            lengths: cached slots of each row before the pending token.
+            cached: how many of these tokens are cached already; the mask is for the others.
+            first_visible: slots that sliding-window layers have dropped.
+
+        Returns:
+            a tensor, or one for each kind of layer; None where a mask would hide nothing.
+        """
+        # A row with fewer nodes is padded by a chain whose results are ignored.
+        chains = all(parents == chain_parents(len(parents)) for parents in tree.parents)
+        if chains and "chunked_attention" not in self._kinds:
+            made = {kind: self._of_chains(kind, lengths, 1 + tree.nodes) for kind in self._kinds}
+        else:
+            layout = masks.StepLayout(
+                lengths=torch.tensor(lengths, device=depths.device),
+                depths=depths,
+                ancestors=masks.ancestors(tree, depths.device),
+                visible=self._visible,
+                width=max(lengths) + 1 + tree.nodes,
+            )
+            made = {kind: self._of_tree(kind, layout) for kind in self._kinds}
+        first = {"sliding_attention": first_visible}
+        ready = {kind: self._ready(mask, cached, first.get(kind, 0)) for kind, mask in made.items()}
+        return ready if hasattr(self._config, "layer_types") else next(iter(ready.values()))
+
+    def _of_chains(self, kind: str, lengths: tuple[int, ...], queries: int) -> torch.Tensor | None:
+        template = self._templates[kind]
+        if self._visible is None and template.is_all_seen(lengths, queries):
+            return None
+        return template.cut(lengths, queries, self._visible)
+
+    def _of_tree(self, kind: str, layout: masks.StepLayout) -> torch.Tensor:
+        if kind == "sliding_attention":
+            return masks.sliding_mask(layout, self._config.sliding_window)
+        if kind == "chunked_attention":
+            return masks.chunked_mask(layout, self._config.attention_chunk_size)
+        return masks.full_mask(layout)
+
+    def _ready(self, mask: torch.Tensor | None, cached: int, first_visible: int) -> torch.Tensor | None:
+        if mask is None:
+            return None
+        mask = mask[:, :, cached:, first_visible:]
+        return masks.additive(mask, self._dtype) if self._eager else mask

@@ -1,0 +1,156 @@
+"""Ground truth for draft heads: folders with a checkpoint and the numbers that its original implementation computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+FAMILIES = {
+    "eagle1_original": "autoregressive",
+    "eagle3_original": "autoregressive",
+    "speculators_eagle3": "autoregressive",
+    "dflash_zlab": "block",
+    "jetspec": "block",
+    "speculators_dflash": "block",
+    "speculators_peagle": "parallel",
+    "mtp_transformers": "mtp",
+    "mtp_qwen": "mtp_recursive",
+    "gemma4_assistant": "assistant",
+    "medusa": "medusa",
+}
+"""How a format drafts, by the beginning of its name; the longest match counts."""
+
+
+INPUTS = {
+    "input_ids",
+    "next_token",
+    "accepted",
+    "position_ids",
+    "path",
+    "prompt",
+    "n_last_matches",
+    "inputs_embeds",
+    "generated",
+    "generated_plain",
+    "generated_forced",
+}
+"""Last part of the names of tensors that are given to the head, or tell how they came about."""
+
+NOT_DRAFTING = ("training_forward.step", "shared_kv.")
+"""What no drafter computes: later steps of a training forward without a cache, and states handed over by the target."""
+
+
+@dataclass
+class Fixture:
+    """One folder of ground truth; `check` compares tensors with it and remembers which were compared."""
+
+    folder: Path
+    targets: Path
+    expected: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expected = json.loads((self.folder / "expected.json").read_text(encoding="utf-8"))
+
+    @property
+    def family(self) -> str:
+        matches = [name for name in FAMILIES if self.expected["format"].startswith(name)]
+        if not matches:
+            known = ", ".join(FAMILIES)
+            raise AssertionError(
+                f"fixture {self.folder.name} has the unknown format {self.expected['format']!r}; known are {known}"
+            )
+        return FAMILIES[max(matches, key=len)]
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "expected.safetensors")
+
+    @property
+    def prompts(self) -> list[str]:
+        return sorted({name.split(".")[0] for name in self.tensors if "." in name})
+
+    @property
+    def head_folder(self) -> Path:
+        return self.folder / self.expected["head"]
+
+    @property
+    def target_folder(self) -> Path:
+        own, named = self.folder / "target", self.folder / self.expected["target"]
+        return next((path for path in (own, named) if path.is_dir()), self.targets / named.name)
+
+    @property
+    def target(self) -> PreTrainedModel:
+        return _target(self.target_folder)
+
+    def get(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def names(self, prefix: str) -> set[str]:
+        return {name for name in self.tensors if name.startswith(prefix)}
+
+
+@lru_cache(maxsize=2)
+def _target(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+class Comparison:
+    """Compares tensors with a fixture's within its tolerance, and knows in the end what was never compared."""
+
+    def __init__(self, fixture: Fixture) -> None:
+        self.fixture = fixture
+        self.compared: set[str] = set()
+
+    def check(self, name: str, actual: torch.Tensor) -> None:
+        expected = self.fixture.tensors[name]
+        self.compared.add(name)
+        if actual.dtype in (torch.int64, torch.bool) or not expected.is_floating_point():
+            assert torch.equal(actual.to(expected.dtype).reshape(expected.shape), expected), (
+                f"{name}: {actual} != {expected}"
+            )
+            return
+        tolerance = self.fixture.expected["tolerance"]
+        torch.testing.assert_close(
+            actual.float().reshape(expected.shape),
+            expected,
+            atol=tolerance["atol"],
+            rtol=tolerance["rtol"],
+            msg=lambda text: f"{self.fixture.folder.name}, {name}: {text}",
+        )
+
+    def check_if_there(self, name: str, actual: torch.Tensor) -> None:
+        if name in self.fixture.tensors:
+            self.check(name, actual)
+
+    def check_end(self, name: str, actual: torch.Tensor) -> None:
+        """Compare as many of the last positions `[1, length, ...]` as both have, if the fixture has any."""
+        if (expected := self.fixture.tensors.get(name)) is not None:
+            common = min(expected.shape[1], actual.shape[1])
+            self.fixture.tensors[name] = expected[:, -common:]
+            self.check(name, actual[:, -common:])
+            self.fixture.tensors[name] = expected
+
+    def assert_complete(self, prompts: list[str]) -> None:
+        """Fail on ground truth of these prompts that was not compared, apart from inputs."""
+        names = {name for name in self.fixture.tensors if name.split(".")[0] in prompts}
+        left = {name for name in names - self.compared if not self._is_input(name)}
+        assert not left, f"{self.fixture.folder.name}: never compared: {sorted(left)}"
+
+    def _is_input(self, name: str) -> bool:
+        if name.rpartition(".")[2] in INPUTS or any(part in name for part in NOT_DRAFTING):
+            return True
+        # Recorded inside Transformers, where an assistant sees keys of rejected tokens; `clean` has the same without.
+        number, _, rest = name.partition(".round")[2].partition(".")
+        return f"{name.split('.')[0]}.round{number}.clean.{rest}" in self.fixture.tensors
+
+
+def find_fixtures(folder: Path) -> list[Fixture]:
+    """Every fixture in a folder, by its expected.json; targets lie in `folder/targets`."""
+    return [Fixture(path.parent, folder / "targets") for path in sorted(folder.glob("**/expected.json"))]

@@ -1,0 +1,184 @@
+"""What the fixtures of each format let a head compute, compared with what its original implementation computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_specgen.heads.loading import load_head
+from tests.helpers.head_fixtures import Comparison, Fixture
+from tests.helpers.head_sessions import Autoregressive, Block, Parallel, dynamic_tree
+
+Rows = list[torch.Tensor]
+
+
+def captured_features(fixture: Fixture, capture: dict[str, Any], input_ids: torch.Tensor, rows: int) -> Any:
+    """The target's output for a text without its last token (which is known, but not read), its last rows only."""
+    with torch.no_grad():
+        output = fixture.target(input_ids, **capture)
+    states = tuple(None if state is None else state[:, -rows:] for state in output.hidden_states)
+    return states, output.logits[:, -rows:]
+
+
+class Rounds:
+    """The two rounds of a fixture for some of its prompts, with the features that our own capture gets."""
+
+    def __init__(self, fixture: Fixture, prompts: list[str], attached: Any, comparison: Comparison) -> None:
+        self.fixture, self.prompts, self.attached, self.comparison = fixture, prompts, attached, comparison
+
+    def inputs(self, number: int, part: str = "") -> tuple[Rows, Rows]:
+        """For each prompt the features of the positions that are new in a round, and the token after each of them."""
+        features, tokens = [], []
+        for prompt in self.prompts:
+            own = f"{prompt}.round{number}.{part}"
+            prefix = own if f"{own}input_ids" in self.fixture.tensors else f"{prompt}.round{number}."
+            text = self.fixture.get(f"{prefix}input_ids")
+            if number == 1:
+                text = torch.cat((text, self.fixture.get(f"{prefix}next_token")), dim=1)
+            rows = self.fixture.get(f"{own}features").shape[1]
+            states, logits = captured_features(self.fixture, self.attached.capture_arguments, text[:, :-1], rows)
+            features.append(self.attached.features(states)[0])
+            tokens.append(text[0, -rows:])
+            self.comparison.check(f"{own}features", features[-1])
+            self.comparison.check(f"{prefix}next_token", logits[0, -1].argmax())
+            self.comparison.check_end(f"{prefix}target_logits", logits)
+        return features, tokens
+
+    def check(self, number: int, row: int, name: str, actual: torch.Tensor) -> None:
+        """Compare with the ground truth of one prompt, where the fixture has it."""
+        self.comparison.check_if_there(f"{self.prompts[row]}.round{number}.{name}", actual)
+
+
+def scattered(attached: Any, draft_logits: torch.Tensor) -> torch.Tensor:
+    """Logits over the draft vocabulary at the target's ids, -inf elsewhere."""
+    head = attached.head
+    logits = draft_logits.new_full((*draft_logits.shape[:-1], head.config.vocab_size), -torch.inf)
+    ids = head.target_ids(torch.arange(head.config.draft_vocab_size))
+    logits[..., ids] = draft_logits
+    return logits
+
+
+def check_vocabulary(attached: Any, comparison: Comparison) -> None:
+    ids = attached.target_ids(torch.arange(attached.head.config.draft_vocab_size))
+    comparison.check_if_there("kept_target_ids", ids)
+
+
+def check_taps(fixture: Fixture, attached: Any) -> None:
+    if (expected := fixture.expected.get("taps_hf_tuple_index")) is not None:
+        assert list(attached.taps) == expected
+
+
+@torch.no_grad()
+def run_autoregressive(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
+    head = load_head(fixture.head_folder)
+    attached = head.attach(fixture.target)
+    check_taps(fixture, attached)
+    check_vocabulary(attached, comparison)
+    rounds, session = Rounds(fixture, prompts, attached, comparison), Autoregressive(attached, len(prompts))
+    raw: list[torch.Tensor] = []
+    if hasattr(head, "norm"):
+        head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
+    for number in (1, 2):
+        features, tokens = rounds.inputs(number)
+        raw.clear()
+        outputs = session.read(features, tokens)
+        steps = fixture.get(f"{prompts[0]}.round{number}.chain.tokens").shape[1]
+        chains = session.chain(steps)
+        for row, (output, chain) in enumerate(zip(outputs, chains, strict=True)):
+            before_norm = raw[0][row, : len(output.hidden)] if raw else output.hidden
+            rounds.check(number, row, "chain.first_pass_hidden", before_norm)
+            rounds.check(number, row, "chain.first_pass_logits", attached.logits(output.output))
+            rounds.check(number, row, "chain.hidden", chain.hidden)
+            rounds.check(number, row, "chain.draft_logits", chain.draft_logits)
+            rounds.check(number, row, "chain.logits", scattered(attached, chain.draft_logits))
+            rounds.check(number, row, "chain.tokens", chain.tokens)
+            if raw:
+                steps_before_norm = [before_norm[-1], *(step[row, -1] for step in raw[1:])]
+                rounds.check(number, row, "chain.prenorm_hidden", torch.stack(steps_before_norm))
+            keys, values = session.keys_values(0, row)
+            rounds.check(number, row, "draft_kv.key", keys)
+            rounds.check(number, row, "draft_kv.value", values)
+    for prompt in prompts:
+        run_tree(fixture, prompt, attached, comparison)
+
+
+def run_tree(fixture: Fixture, prompt: str, attached: Any, comparison: Comparison) -> None:
+    """The dynamic tree of both rounds; it is drafted for one row at a time, as the original does."""
+    if not fixture.names(f"{prompt}.round1.tree."):
+        return
+    rounds, session = Rounds(fixture, [prompt], attached, comparison), Autoregressive(attached, 1)
+    shape = fixture.expected["tree"]
+    for number in (1, 2):
+        features, tokens = rounds.inputs(number, "tree.")
+        session.read(features, tokens)
+        root = int(fixture.get(f"{prompt}.round{number}.tree.next_token"))
+        tree = dynamic_tree(session, root, shape["total_token"], shape["depth"], shape["top_k"])
+        paths = [tree.path(node) for node in range(len(tree.tokens))]
+        mask = torch.zeros(len(paths), len(paths))
+        for node, path in enumerate(paths):
+            mask[node, path] = 1
+        rounds.check(number, 0, "tree.tokens", torch.tensor(tree.tokens))
+        rounds.check(number, 0, "tree.depth", torch.tensor([len(path) - 1 for path in paths]))
+        rounds.check(number, 0, "tree.mask", mask)
+        name = f"{prompt}.round{number}.tree.retrieve_indices"
+        expected = {tuple(node for node in row if node >= 0) for row in fixture.get(name).tolist()}
+        assert {tuple(paths[leaf]) for leaf in tree.leaves} == expected
+        comparison.compared.add(name)
+
+
+@torch.no_grad()
+def run_parallel(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
+    attached = load_head(fixture.head_folder).attach(fixture.target)
+    check_taps(fixture, attached)
+    check_vocabulary(attached, comparison)
+    assert attached.head.config.mask_token_id == fixture.expected["mask_token_id"]
+    rounds, session = Rounds(fixture, prompts, attached, comparison), Parallel(attached, len(prompts))
+    raw: list[torch.Tensor] = []
+    attached.head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
+    for number in (1, 2):
+        features, tokens = rounds.inputs(number)
+        raw.clear()
+        outputs = session.read_and_draft(features, tokens, fixture.expected["block_size"])
+        for row, output in enumerate(outputs):
+            last = len(features[row]) - 1
+            rounds.check(number, row, "block.hidden", output.output)
+            rounds.check(number, row, "block.prenorm_hidden", raw[0][row, last : last + len(output.output)])
+            check_block_logits(rounds, number, row, output.output, fixture.expected["first_proposing_position"])
+
+
+def check_block_logits(rounds: Rounds, number: int, row: int, output: torch.Tensor, first: int) -> None:
+    logits = rounds.attached.logits(output)
+    rounds.check(number, row, "block.draft_logits", logits)
+    rounds.check(number, row, "block.logits", scattered(rounds.attached, logits))
+    rounds.check(number, row, "block.tokens", rounds.attached.target_ids(logits[first:].argmax(-1)))
+
+
+@torch.no_grad()
+def run_block(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
+    head = load_head(fixture.head_folder)
+    attached = head.attach(fixture.target)
+    check_taps(fixture, attached)
+    check_vocabulary(attached, comparison)
+    assert head.config.block_size == fixture.expected["block_size"]
+    assert head.config.mask_token_id == fixture.expected["mask_token_id"]
+    first = head.config.first_proposing_position
+    assert first == fixture.expected.get("first_proposing_position", 1)
+    rounds, session = Rounds(fixture, prompts, attached, comparison), Block(attached, len(prompts))
+    for number in (1, 2):
+        features, tokens = rounds.inputs(number)
+        session.read(features)
+        blocks = torch.full((len(prompts), head.config.block_size), head.config.mask_token_id)
+        blocks[:, 0] = torch.stack([row[-1] for row in tokens])
+        output = session.draft(blocks)
+        for row in range(len(prompts)):
+            rounds.check(number, row, "block.input_ids", blocks[row])
+            rounds.check(number, row, "block.hidden", output.output[row])
+            rounds.check(number, row, "block.prenorm_hidden", output.hidden[row])
+            check_block_logits(rounds, number, row, output.output[row], first)
+        if f"{prompts[0]}.round{number}.conditioned.path" in fixture.tensors:
+            paths = torch.cat([fixture.get(f"{prompt}.round{number}.conditioned.path") for prompt in prompts])
+            blocks[:, 1 : 1 + paths.shape[1]] = paths
+            logits = attached.logits(session.draft(blocks).output)
+            for row in range(len(prompts)):
+                rounds.check(number, row, "conditioned.logits", scattered(attached, logits[row, first:]))

@@ -1,0 +1,278 @@
+"""Drafting with heads in the slowest and most readable way: one batch row list per tensor, no shared state.
+
+A session holds a head's cache for a batch of rows of different lengths. It reads accepted positions with the target's
+features, drafts, and drops what it drafted, as a drafter inside the decoding loop has to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_specgen.heads.base import AttachedHead, HeadOutput
+from hf_specgen.heads.layers import causal_mask
+from hf_specgen.target.cache import RaggedCache
+
+
+def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows `[length_b, ...]` to one tensor `[batch, longest, ...]`, with zeros on the right."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+@dataclass
+class Chain:
+    """A drafted chain of one row: tokens in the target's ids, and what was computed for each step."""
+
+    tokens: torch.Tensor
+    draft_logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Autoregressive:
+    """EAGLE heads: read accepted positions, then draft a chain or a tree.
+
+    `step` is called with the number of the draft step, for heads whose layers take turns (MTP).
+    """
+
+    def __init__(self, attached: AttachedHead, batch: int) -> None:
+        self.attached, self.cache = attached, RaggedCache()
+        self.lengths = [0] * batch
+        self.last: list[HeadOutput] = []
+
+    def read(self, features: Sequence[torch.Tensor], next_tokens: Sequence[torch.Tensor]) -> list[HeadOutput]:
+        """Read new accepted positions of every row.
+
+        Args:
+            features: for each row `[new, width]`.
+            next_tokens: for each row `[new]`, the token after each of these positions.
+
+        Returns:
+            for each row the head's output at its new positions.
+        """
+        new = [len(row) for row in features]
+        hidden = self.attached.head.combine(padded(features))
+        output = self.run(hidden, padded(next_tokens), self.lengths, causal_mask(self.lengths, max(new)))
+        self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
+        self.cache.set_lengths(self.lengths)
+        rows = [HeadOutput(*(part[row, :count] for part in output)) for row, count in enumerate(new)]
+        self.last = [HeadOutput(*(part[-1] for part in row)) for row in rows]
+        return rows
+
+    def run(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, first: Sequence[int], mask: torch.Tensor, same: bool = False
+    ) -> HeadOutput:
+        """One pass; positions count up from `first`, or are all `first` if `same`."""
+        steps = torch.zeros(tokens.shape[1]) if same else torch.arange(tokens.shape[1])
+        positions = torch.tensor(first)[:, None] + steps.long()
+        return self.attached.head(self.attached.embed(tokens), hidden, positions, mask, self.cache)
+
+    def chain(self, steps: int) -> list[Chain]:
+        """Draft greedily, then forget it again."""
+        chains: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in self.lengths]
+        output = HeadOutput(*(torch.stack(parts)[:, None] for parts in zip(*self.last, strict=True)))
+        for step in range(steps):
+            logits = self.attached.logits(output.output)[:, 0]
+            tokens = self.attached.target_ids(logits.argmax(-1))
+            for row, chain in enumerate(chains):
+                chain.append((tokens[row], logits[row], output.hidden[row, 0]))
+            if step + 1 < steps:
+                lengths = [length + step for length in self.lengths]
+                output = self.run(output.hidden, tokens[:, None], lengths, causal_mask(lengths, 1))
+        if steps > 1:
+            self.cache.set_lengths(self.lengths)
+        return [Chain(*map(torch.stack, zip(*chain, strict=True))) for chain in chains]
+
+    def keys_values(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the cache holds of a row, each `[1, kv_heads, length, head_dim]`."""
+        held = self.cache.layers[layer]
+        return tuple(states[row : row + 1, :, : self.lengths[row]] for states in (held.keys, held.values))
+
+
+@dataclass
+class Tree:
+    """A drafted tree of one row, with its root (the last known token) as node 0."""
+
+    tokens: list[int]
+    parents: list[int]
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root down to `node`."""
+        path = [node]
+        while path[0] != 0:
+            path.insert(0, self.parents[path[0]])
+        return path
+
+    @property
+    def leaves(self) -> list[int]:
+        return [node for node in range(len(self.tokens)) if node not in self.parents]
+
+
+def dynamic_tree(session: Autoregressive, root: int, total_tokens: int, depth: int, top_k: int) -> Tree:
+    """The dynamic tree of EAGLE-2, of a session with one row.
+
+    Level by level the `top_k` best nodes, by the product of the draft probabilities along their paths, are continued
+    with `top_k` tokens each. Of all nodes that were scored, the best `total_tokens - 1` and the root are the tree.
+    """
+    attached, (length,) = session.attached, session.lengths
+    scored: list[tuple[float, int, int]] = []  # score, token, parent as an index into this list (-1: the root)
+    slots: dict[int, int] = {}  # node -> its place among the drafted cache slots
+    hidden_of: dict[int, torch.Tensor] = {}
+
+    def continue_node(node: int, score: float, output: torch.Tensor, hidden: torch.Tensor) -> list[int]:
+        hidden_of[node] = hidden
+        best = torch.log_softmax(attached.logits(output), dim=-1).topk(top_k)
+        tokens = attached.target_ids(best.indices).tolist()
+        first = len(scored)
+        scored.extend((score + gain, token, node) for gain, token in zip(best.values.tolist(), tokens, strict=True))
+        return list(range(first, first + top_k))
+
+    def ancestors(node: int) -> list[int]:
+        return [] if node < 0 else [*ancestors(scored[node][2]), node]
+
+    frontier = continue_node(-1, 0.0, session.last[0].output, session.last[0].hidden)
+    for level in range(depth):
+        first_slot = length + len(slots)
+        slots.update({node: len(slots) + place for place, node in enumerate(frontier)})
+        mask = torch.zeros(1, 1, top_k, first_slot + top_k, dtype=torch.bool)
+        mask[..., :length] = True
+        for place, node in enumerate(frontier):
+            mask[0, 0, place, [length + slots[ancestor] for ancestor in ancestors(node)]] = True
+        tokens = torch.tensor([[scored[node][1] for node in frontier]])
+        hidden = torch.stack([hidden_of[scored[node][2]] for node in frontier])[None]
+        output = session.run(hidden, tokens, [length + level], mask, same=True)
+        children = []
+        for place, node in enumerate(frontier):
+            children += continue_node(node, scored[node][0], output.output[0, place], output.hidden[0, place])
+        frontier = sorted(children, key=lambda node: -scored[node][0])[:top_k]
+    session.cache.set_lengths(session.lengths)
+    best = sorted(range(len(scored)), key=lambda node: -scored[node][0])[: total_tokens - 1]
+    place_of = {-1: 0} | {node: place for place, node in enumerate(sorted(best), start=1)}
+    kept = sorted(best)
+    return Tree([root, *(scored[node][1] for node in kept)], [-1, *(place_of[scored[node][2]] for node in kept)])
+
+
+class Parallel(Autoregressive):
+    """P-EAGLE heads: the accepted positions and some masked ones behind them, all in one pass."""
+
+    def read_and_draft(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[torch.Tensor], count: int
+    ) -> list[HeadOutput]:
+        """For each row the output at its last accepted position and the `count - 1` masked ones behind it."""
+        head = self.attached.head
+        masks = head.mask_hidden[0].expand(count - 1, -1)
+        mask_tokens = torch.full((count - 1,), head.config.mask_token_id)
+        new = [len(row) for row in features]
+        hidden = head.combine(padded([torch.cat((row, masks)) for row in features]))
+        tokens = padded([torch.cat((row, mask_tokens)) for row in next_tokens])
+        output = self.run(hidden, tokens, self.lengths, causal_mask(self.lengths, tokens.shape[1]))
+        self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
+        self.cache.set_lengths(self.lengths)
+        return [
+            HeadOutput(*(part[row, start - 1 : start - 1 + count] for part in output)) for row, start in enumerate(new)
+        ]
+
+
+class Block:
+    """DFlash and JetSpec heads: extend the context with accepted positions, then draft a block."""
+
+    def __init__(self, attached: AttachedHead, batch: int) -> None:
+        self.attached, self.cache, self.lengths = attached, RaggedCache(), [0] * batch
+
+    def read(self, features: Sequence[torch.Tensor]) -> None:
+        """Add new accepted positions of every row to the context."""
+        new = [len(row) for row in features]
+        positions = torch.tensor(self.lengths)[:, None] + torch.arange(max(new))
+        self.attached.head.extend(padded(features), positions, self.cache)
+        self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
+        self.cache.set_lengths(self.lengths)
+
+    def draft(self, blocks: torch.Tensor) -> HeadOutput:
+        """The output for `[batch, block]` tokens, which are forgotten again."""
+        positions = torch.tensor(self.lengths)[:, None] + torch.arange(blocks.shape[1])
+        output = self.attached.head(self.attached.embed(blocks), positions, self.cache, self.lengths)
+        self.cache.set_lengths(self.lengths)
+        return output
+
+
+class LayeredMTP:
+    """Several MTP layers with one draft token each; layer k reads the output of layer k - 1.
+
+    Layer k needs the token k + 1 places after its position, so the last k entries of its cache are computed from
+    drafted tokens. All layers therefore read the last `layers - 1` positions again in the next round.
+    """
+
+    def __init__(self, attached: AttachedHead, batch: int) -> None:
+        self.attached, self.cache, self.lengths = attached, RaggedCache(), [0] * batch
+        width = attached.head.config.hidden_size
+        self.features = [torch.zeros(0, width) for _ in range(batch)]  # of the positions that are read again
+        self.tokens = [torch.zeros(0, dtype=torch.long) for _ in range(batch)]
+
+    def round(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[torch.Tensor]
+    ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], list[torch.Tensor]]:
+        """Read new accepted positions, and draft.
+
+        Args:
+            features: for each row `[new, hidden]`.
+            next_tokens: for each row `[new]`, the token after each of these positions.
+
+        Returns:
+            for each layer and row the output at the positions that were read, and for each row logits and tokens.
+        """
+        head, attached = self.attached.head, self.attached
+        features = [torch.cat(parts) for parts in zip(self.features, features, strict=True)]
+        tokens = [torch.cat(parts) for parts in zip(self.tokens, next_tokens, strict=True)]
+        read = [len(row) for row in features]
+        hidden, outputs, logits = padded(features), [], []
+        ahead = list(tokens)
+        positions = torch.tensor(self.lengths)[:, None] + torch.arange(max(read))
+        mask = causal_mask(self.lengths, max(read))
+        for layer in range(head.config.num_layers):
+            output = head(attached.embed(padded(ahead)), hidden, positions, mask, self.cache, step=layer)
+            outputs.append([output.output[row, :count] for row, count in enumerate(read)])
+            logits.append(torch.stack([attached.logits(row[-1]) for row in outputs[-1]]))
+            drafted = logits[-1].argmax(-1)
+            ahead = [torch.cat((row[1:], drafted[index : index + 1])) for index, row in enumerate(ahead)]
+            hidden = output.hidden
+        again = head.config.num_layers - 1
+        self.lengths = [length + count - again for length, count in zip(self.lengths, read, strict=True)]
+        self.cache.set_lengths(self.lengths)
+        self.features = [row[len(row) - again :] for row in features]
+        self.tokens = [row[len(row) - again :] for row in tokens]
+        by_row = torch.stack(logits, dim=1)
+        return outputs, list(by_row), list(by_row.argmax(-1))
+
+
+class Assistant:
+    """A Gemma 4 assistant: no cache, one position for all draft tokens of a round."""
+
+    def __init__(self, attached: AttachedHead) -> None:
+        self.attached = attached
+
+    def chain(
+        self,
+        states: Sequence[torch.Tensor],
+        keys_values: Sequence[dict[str, tuple[torch.Tensor, torch.Tensor]]],
+        last: Sequence[int],
+        steps: int,
+    ) -> list[Chain]:
+        """Draft greedily from each row's last state `[hidden]`, its keys and values, and its last known token."""
+        lengths = [next(iter(row.values()))[0].shape[2] for row in keys_values]
+        shared = {
+            kind: tuple(
+                padded([row[kind][part][0].transpose(0, 1) for row in keys_values]).transpose(1, 2) for part in (0, 1)
+            )
+            for kind in keys_values[0]
+        }
+        hidden, tokens = torch.stack(list(states))[:, None], torch.tensor(last)[:, None]
+        positions, counts = torch.tensor(lengths)[:, None], torch.tensor(lengths)
+        chains: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in last]
+        for _ in range(steps):
+            output = self.attached.head(self.attached.embed(tokens), hidden, positions, shared, counts)
+            logits = self.attached.logits(output.output)[:, 0]
+            tokens, hidden = self.attached.target_ids(logits.argmax(-1))[:, None], output.hidden
+            for row, chain in enumerate(chains):
+                chain.append((tokens[row, 0], logits[row], hidden[row, 0]))
+        return [Chain(*map(torch.stack, zip(*chain, strict=True))) for chain in chains]

@@ -1,0 +1,62 @@
+"""Every code block of README and documentation runs, page by page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WITH_CODE = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(#[^)]*)?\)")
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    """What a page may assume from the pages before it: a model, its tokenizer, inputs, two strategies."""
+    from hf_specgen import DraftModelCandidates, NgramCandidates
+
+    folder = str(ROOT / "benchmarks" / "assets" / "reference-lm")
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    return {
+        "model": AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        "tokenizer": tokenizer,
+        "inputs": tokenizer("def add(x, y):", return_tensors="pt"),
+        "draft": DraftModelCandidates(str(ROOT / "benchmarks" / "assets" / "draft-lm")),
+        "NgramCandidates": NgramCandidates,
+    }
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_of_a_page_run(page: Path, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: an example that the API has left behind."""
+    monkeypatch.chdir(ROOT)
+    before = set(ROOT.iterdir())
+    namespace = dict(names)
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S):
+        exec(compile(block, str(page), "exec"), namespace)
+    assert set(ROOT.iterdir()) == before, "an example wrote into the working folder"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_to_files(page: Path) -> None:
+    """Would catch: a page that was moved or renamed."""
+    for target, _ in LINK.findall(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_readme_is_short() -> None:
+    """Would catch: a README that grows into the documentation again."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_navigation_names_every_page() -> None:
+    """Would catch: a page that nobody finds."""
+    navigation = (ROOT / "zensical.toml").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert f'"{page.relative_to(ROOT / "docs")}"' in navigation

@@ -1,0 +1,334 @@
+"""Grouped attention: the same attention, in our own forward passes only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_specgen.target import attention as module_under_test
+from hf_specgen.target.attention import fold_mask, grouped_attention, grouped_sdpa
+from tests.helpers import (
+    ARCHITECTURES,
+    Oracle,
+    plain_and_speculative,
+    prompts,
+    reference,
+    reference_attention,
+    tiny_model,
+)
+from tests.helpers.models import SPEC
+
+# A row of a step: cached slots, parents of the draft's nodes, padding in front.
+STEPS: dict[str, dict[str, Any]] = {
+    "one query": {"rows": [(6, (), 0)]},
+    "chain": {"rows": [(6, (-1, 0, 1), 0)]},
+    "ragged batch": {"rows": [(6, (-1, 0), 0), (3, (-1, 0), 0), (1, (-1, 0), 0)]},
+    "padding": {"rows": [(6, (-1, 0), 0), (6, (-1, 0), 4)]},
+    "tree": {"rows": [(5, (-1, -1, 0, 0, 1, 4), 0)]},
+    "trees": {"rows": [(5, (-1, -1, 0), 1), (2, (-1, 0, 0), 0)]},
+    "window": {"rows": [(9, (-1, 0, 0), 0), (4, (-1, 0, 1), 2)], "window": 3},
+}
+HEADS = [(2, 2), (1, 4), (3, 5)]
+
+
+def step_mask(rows: list[tuple[int, tuple[int, ...], int]], window: int | None = None) -> torch.Tensor:
+    """`[batch, 1, queries, keys]`, drawn by the slow reference."""
+    width = max(length for length, _, _ in rows) + 1 + len(rows[0][1])
+    drawn = [
+        reference.row_mask(length, parents, width, [slot >= padding for slot in range(length)], window)
+        for length, parents, padding in rows
+    ]
+    return torch.tensor(drawn, dtype=torch.bool)[:, None]
+
+
+def states(
+    kv_heads: int, groups: int, batch: int, queries: int, keys: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value in the memory layouts that a model's projections and the cache's buffers have."""
+    query = torch.randn(batch, queries, kv_heads * groups, 16).transpose(1, 2)
+    key, value = (torch.randn(batch, kv_heads, keys + 5, 16)[:, :, :keys] for _ in range(2))
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+@pytest.fixture
+def folded_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads in which `grouped_sdpa` was called."""
+    calls: list[int] = []
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(threading.get_ident())
+        return grouped_sdpa(*args)
+
+    monkeypatch.setattr(module_under_test, "grouped_sdpa", counted)
+    return calls
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """The interface as it was before the test, whatever the test registers."""
+    before = AttentionInterface()["sdpa"]
+    yield
+    AttentionInterface.register("sdpa", before)
+
+
+# The function
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("kv_heads", "groups"), HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_sdpa_equals_the_loops(step: str, kv_heads: int, groups: int, dtype: torch.dtype) -> None:
+    """Would catch: heads folded in another order than the mask, or a head that reads another group's keys."""
+    mask = step_mask(**STEPS[step])
+    batch, _, queries, keys = mask.shape
+    query, key, value = states(kv_heads, groups, batch, queries, keys, dtype)
+    output = grouped_sdpa(query, key, value, fold_mask(mask, groups, dtype), scaling=0.3)
+    expected = reference_attention.grouped_attention(query, key, value, mask, scaling=0.3)
+    # bfloat16 rounds to 2**-9: the weights before they are multiplied with the values, then the output.
+    tolerance = 2e-6 if dtype == torch.float32 else 2 * 2**-9 * float(value.abs().max())
+    assert output.dtype == dtype and output.is_contiguous()
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_grouped_sdpa_takes_one_mask_for_all_rows(batch: int) -> None:
+    mask = step_mask([(6, (-1, 0, 1), 0)])
+    query, key, value = states(2, 3, batch, 4, 10)
+    output = grouped_sdpa(query, key, value, fold_mask(mask, 3, torch.float32), scaling=0.25)
+    expected = reference_attention.grouped_attention(query, key, value, mask.expand(batch, -1, -1, -1), scaling=0.25)
+    torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=0)
+
+
+def test_fold_mask_repeats_queries_head_by_head() -> None:
+    mask = torch.tensor([[True, False], [True, True]])[None, None]
+    inf = float("inf")
+    assert fold_mask(mask, 2, torch.float32).tolist() == [[[[0, -inf], [0, 0], [0, -inf], [0, 0]]]]
+
+
+def test_fold_mask_keeps_the_numbers_of_an_additive_mask() -> None:
+    mask = torch.tensor([[0.5, -2.0]])[None, None]
+    assert fold_mask(mask, 2, torch.float32).tolist() == [[[[0.5, -2.0], [0.5, -2.0]]]]
+
+
+# The dispatch
+
+
+def both(module: Any, *tensors: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the interface's function computes inside of the context, and what Transformers' own does."""
+    with grouped_attention():
+        output, _ = AttentionInterface()["sdpa"](module, *tensors, **kwargs)
+    return output, sdpa_attention_forward(module, *tensors, **kwargs)[0]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dispatch_of_a_masked_call_agrees_with_transformers(
+    step: str, dtype: torch.dtype, folded_calls: list[int]
+) -> None:
+    mask = step_mask(**STEPS[step])
+    batch, _, queries, keys = mask.shape
+    tensors = states(2, 4, batch, queries, keys, dtype)
+    ours, own = both(SimpleNamespace(num_key_value_groups=4), *tensors, mask, dropout=0.0, scaling=0.3)
+    assert len(folded_calls) == 1
+    # Both round twice, in different orders: twice the tolerance against the exact result.
+    tolerance = 1e-6 if dtype == torch.float32 else 4 * 2**-9 * float(tensors[2].abs().max())
+    torch.testing.assert_close(ours, own, atol=tolerance, rtol=0)
+
+
+def test_dispatch_of_one_query_without_mask_agrees_with_transformers(folded_calls: list[int]) -> None:
+    ours, own = both(SimpleNamespace(num_key_value_groups=4), *states(2, 4, 3, 1, 9), None)
+    assert len(folded_calls) == 1
+    torch.testing.assert_close(ours, own, atol=1e-6, rtol=0)
+
+
+def test_dispatch_of_a_query_that_sees_nothing_agrees_with_transformers() -> None:
+    """Would catch: nan, or an average of everything, for the padding of a batch."""
+    mask = step_mask([(6, (-1, 0), 0)])
+    mask[..., 1, :] = False
+    ours, own = both(SimpleNamespace(num_key_value_groups=4), *states(2, 4, 1, 3, 9), mask)
+    torch.testing.assert_close(ours, own, atol=1e-6, rtol=0)
+
+
+MASK = step_mask([(6, (-1, 0), 0)])
+LEFT_TO_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "heads are not grouped": {"groups": 1},
+    "several queries without a mask": {"mask": None},
+    "a mask for each head": {"mask": MASK.repeat(1, 4, 1, 1)},
+    "a mask that broadcasts over queries": {"mask": MASK[:, :, :1]},
+    "dropout": {"dropout": 0.5},
+    "a position bias": {"position_bias": torch.randn(1, 4, 3, 9)},
+    "attention sinks": {"s_aux": torch.zeros(4)},
+    "attention weights are wanted": {"output_attentions": True},
+}
+
+
+@pytest.mark.parametrize("case", LEFT_TO_TRANSFORMERS)
+def test_dispatch_of_any_other_call_is_left_to_transformers(case: str, folded_calls: list[int]) -> None:
+    """Would catch: an argument that changes the result and that folding ignores."""
+    kwargs = {"mask": MASK, "groups": 2, **LEFT_TO_TRANSFORMERS[case]}
+    groups, mask = kwargs.pop("groups"), kwargs.pop("mask")
+    module = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
+    tensors = states(4 // groups, groups, 1, 3, 9)
+    torch.manual_seed(1)
+    with grouped_attention():
+        ours, _ = AttentionInterface()["sdpa"](module, *tensors, mask, **kwargs)
+    torch.manual_seed(1)
+    own, _ = sdpa_attention_forward(module, *tensors, mask, **kwargs)
+    assert folded_calls == []
+    assert torch.equal(ours, own)
+
+
+def test_dispatch_of_a_soft_cap_raises_as_transformers_does() -> None:
+    module, tensors = SimpleNamespace(num_key_value_groups=2), states(2, 2, 1, 3, 9)
+    with grouped_attention(), pytest.raises(ValueError, match="softcap"):
+        AttentionInterface()["sdpa"](module, *tensors, MASK, softcap=30.0)
+
+
+def test_dispatch_folds_a_mask_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    folds: list[torch.Size] = []
+
+    def counted(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        folds.append(mask.shape)
+        return fold_mask(mask, groups, dtype)
+
+    monkeypatch.setattr(module_under_test, "fold_mask", counted)
+    model = tiny_model("llama")
+    for _ in range(2):
+        with torch.no_grad(), grouped_attention():
+            model(torch.ones(1, 3, dtype=torch.long), attention_mask=MASK[..., :3, 6:])
+    assert folds == [(1, 1, 3, 3)] * 2  # once a step, in a model of four layers
+
+
+# Who sees it
+
+
+def test_grouped_attention_off_is_bitwise_transformers_own(folded_calls: list[int]) -> None:
+    """Would catch: a registration that changes results outside of the context."""
+    with grouped_attention():
+        pass
+    module, tensors = SimpleNamespace(num_key_value_groups=2, is_causal=True), states(2, 2, 1, 3, 9)
+    wrapped = AttentionInterface()["sdpa"]
+    assert wrapped is not sdpa_attention_forward
+    for mask in (MASK, None):
+        assert torch.equal(wrapped(module, *tensors, mask)[0], sdpa_attention_forward(module, *tensors, mask)[0])
+    assert folded_calls == []
+
+
+def test_grouped_attention_ends_with_the_context_after_an_exception(folded_calls: list[int]) -> None:
+    module, tensors = SimpleNamespace(num_key_value_groups=2), states(2, 2, 1, 3, 9)
+    with pytest.raises(KeyError), grouped_attention():
+        raise KeyError
+    AttentionInterface()["sdpa"](module, *tensors, MASK)
+    assert folded_calls == []
+
+
+def test_grouped_attention_inside_itself_lasts_until_the_outer_one_ends(folded_calls: list[int]) -> None:
+    module, tensors = SimpleNamespace(num_key_value_groups=2), states(2, 2, 1, 3, 9)
+    with grouped_attention():
+        with grouped_attention():
+            pass
+        AttentionInterface()["sdpa"](module, *tensors, MASK)
+    assert len(folded_calls) == 1
+
+
+def test_grouped_attention_leaves_model_and_config_untouched() -> None:
+    model = tiny_model("llama")
+    config, implementation = model.config.to_dict(), model.config._attn_implementation
+    with grouped_attention():
+        assert (model.config.to_dict(), model.config._attn_implementation) == (config, implementation)
+
+
+def test_grouped_attention_in_one_thread_is_not_seen_by_another(folded_calls: list[int]) -> None:
+    """Would catch: a flag on the model, the config or the process instead of the thread.
+
+    Both threads use one model. The other one generates while this one stands inside of the context, and runs forward
+    passes there, from the first to the last of its steps.
+    """
+    model, inputs = tiny_model("qwen3"), prompts(3)
+    arguments = {"max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
+    before = model.generate(**inputs, **arguments)
+    others: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: others.append((threading.get_ident(), model.generate(**inputs, **arguments)))
+    )
+    with torch.no_grad(), grouped_attention():
+        thread.start()
+        while thread.is_alive() or not folded_calls:
+            model(torch.ones(1, 3, dtype=torch.long), attention_mask=MASK[..., :3, 6:])
+        thread.join()
+    ((ident, during),) = others
+    assert ident not in folded_calls and set(folded_calls) == {threading.get_ident()}
+    assert torch.equal(torch.stack(before.logits), torch.stack(during.logits))
+
+
+@pytest.mark.usefixtures("registered")
+def test_grouped_attention_leaves_the_function_of_another_library_in_place(folded_calls: list[int]) -> None:
+    def other(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("sdpa", other)
+    with torch.no_grad(), grouped_attention():
+        assert AttentionInterface()["sdpa"] is other
+        tiny_model("llama")(torch.ones(1, 3, dtype=torch.long), attention_mask=MASK[..., :3, 6:])
+    assert folded_calls == []
+
+
+def test_grouped_attention_does_not_enter_compiled_models(folded_calls: list[int]) -> None:
+    """Would catch: a graph with grouped attention in it, or one that is compiled again outside of the context."""
+    module, tensors = SimpleNamespace(num_key_value_groups=2), states(2, 2, 1, 3, 9)
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with grouped_attention():
+        compiled = torch.compile(AttentionInterface()["sdpa"], fullgraph=True, backend=backend)
+        inside, _ = compiled(module, *tensors, MASK)
+    outside, _ = compiled(module, *tensors, MASK)
+    own, _ = sdpa_attention_forward(module, *tensors, MASK)
+    assert folded_calls == [] and len(graphs) == 1
+    assert torch.equal(inside, own) and torch.equal(outside, own)
+
+
+# The tokens
+
+UNGROUPED = {"deepseek_v3", "falcon", "gpt2", "gpt_neox", "opt", "phi"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("oracle", [{"accuracy": 0.6}, {"accuracy": 0.7, "branching": True}], ids=["chain", "tree"])
+def test_grouped_attention_keeps_the_tokens(
+    architecture: str, batch: int, oracle: dict[str, Any], folded_calls: list[int]
+) -> None:
+    """Would catch: windows, sinks, caps or padding that folding ignores, in any architecture."""
+    model = tiny_model(architecture)
+    plain, output = plain_and_speculative(model, prompts(batch), partial(Oracle, **oracle), max_new_tokens=14)
+    assert torch.equal(plain, output.sequences)
+    assert 0 < output.speculation.accepted < output.speculation.drafted
+    assert bool(folded_calls) == (architecture not in {*SPEC["eager_only"], *UNGROUPED})
+
+
+def test_grouped_attention_keeps_sampled_tokens(folded_calls: list[int]) -> None:
+    sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
+    plain, output = plain_and_speculative(tiny_model("llama"), prompts(3), partial(Oracle, accuracy=0.6), **sampling)
+    assert folded_calls and torch.equal(plain, output.sequences)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_grouped_attention_keeps_the_tokens_of_a_long_text(batch: int, folded_calls: list[int]) -> None:
+    """Would catch: an error that begins where the kernel divides the keys into blocks (of 512 on a CPU)."""
+    model = tiny_model("llama", max_position_embeddings=2048)
+    plain, output = plain_and_speculative(
+        model, prompts(batch, length=1100), partial(Oracle, accuracy=0.6), max_new_tokens=24
+    )
+    assert folded_calls and torch.equal(plain, output.sequences)

@@ -1,0 +1,148 @@
+"""A model that does not compute what plain generate computes is refused with the true reason, before anything runs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+
+from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+
+SMALL = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GPT = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256}
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "ctrl": {"n_embd": 64, "n_layer": 4, "n_head": 4, "dff": 128, "n_positions": 256},
+    "biogpt": {**WIDE, "max_position_embeddings": 256},
+    "gpt_bigcode": GPT,
+    "gpt2": GPT,
+    "openai-gpt": GPT,
+    "nanochat": {**WIDE, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    "xglm": {"d_model": 64, "ffn_dim": 128, "num_layers": 4, "attention_heads": 4, "max_position_embeddings": 256},
+    "gpt_neo": {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "attention_types": [[["global"], 4]]},
+    "opt": {
+        "hidden_size": 64,
+        "ffn_dim": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 64,
+    },
+    "git": WIDE,
+    "moshi": {**WIDE, "sliding_window": 16, "max_position_embeddings": 256},
+}
+EAGER = ("openai-gpt", "xglm", "gpt_neo", "git")
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**SMALL, **CONFIGS[kind])
+    implementation = "eager" if kind in EAGER else "sdpa"
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+
+
+def identical(model: Any, candidates: Any, batch: int = 2) -> bool:
+    ids = torch.randint(3, 99, (batch, 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    settings = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
+    return torch.equal(model.generate(**settings), model.generate(**settings, candidate_generator=candidates))
+
+
+@pytest.mark.parametrize(
+    "kind", ["ctrl", "biogpt", "gpt_bigcode", "gpt2", "openai-gpt", "nanochat", "xglm", "gpt_neo", "opt"]
+)
+def test_layer_skip_on_a_model_that_cannot_be_divided_is_refused(kind: str) -> None:
+    """Would catch: positions or scales that are added before the first layer a second time; wrong tokens, silently."""
+    with pytest.raises(ValueError, match=r"cannot (draft with its own first layers|verify)|takes no position_ids"):
+        identical(model_of(kind), LayerSkipCandidates(2, k=2))
+
+
+@pytest.mark.parametrize("kind", ["git", "moshi"])
+def test_model_whose_verification_differs_is_refused(kind: str) -> None:
+    """Would catch: other tokens than plain generate in padded batches (git) or behind the window (moshi)."""
+    with pytest.raises(ValueError, match=r"cannot verify draft tokens|applies its sliding window in the cache"):
+        identical(model_of(kind), NgramCandidates(k=3))
+
+
+@pytest.mark.parametrize("kind", ["ctrl", "biogpt", "gpt_bigcode", "gpt2", "nanochat", "xglm", "gpt_neo", "opt"])
+def test_model_that_verifies_exactly_gives_the_tokens_of_plain_generate(kind: str) -> None:
+    """Would catch: a check that refuses what works."""
+    try:
+        assert identical(model_of(kind), NgramCandidates(k=3, branches=2))
+    except ValueError as refusal:
+        assert "takes no position_ids" in str(refusal)
+
+
+def test_self_check_leaves_the_random_state_and_the_model_unchanged() -> None:
+    """Would catch: noise drawn by the check, so that sampled text differs from that of plain generate."""
+    model = model_of("gpt2")
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    settings = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 12, "do_sample": True}
+    torch.manual_seed(3)
+    ours = model.generate(**settings, candidate_generator=NgramCandidates(k=3))
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(**settings), ours)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def llama(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, **WIDE, **settings))
+
+
+def test_training_mode_with_dropout_is_refused() -> None:
+    """Would catch: tokens and random state that differ from plain generate because dropout is drawn twice."""
+    model = llama(attention_dropout=0.1).train()
+    with pytest.raises(ValueError, match="training mode with dropout"):
+        identical(model, NgramCandidates(k=3))
+    assert identical(llama().train(), NgramCandidates(k=3))
+
+
+def test_gradient_checkpointing_is_refused_with_its_own_reason() -> None:
+    """Would catch: a sentence about prefix tuning, which has nothing to do with it."""
+    model = llama().train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        identical(model, NgramCandidates(k=3))
+
+
+def test_draft_model_of_the_caller_keeps_its_mode() -> None:
+    """Would catch: a draft model that is left in eval mode."""
+    draft = llama().train()
+    assert identical(llama().eval(), DraftModelCandidates(draft, k=3))
+    assert draft.training
+
+
+def test_layer_skip_beside_another_thread_raises_or_gives_the_right_tokens() -> None:
+    """Would catch: another thread's pass running through replaced layers, with wrong tokens and no error."""
+    model = llama(initializer_range=0.2).eval()
+    settings = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 60, "do_sample": False}
+    expected = model.generate(**settings)
+    outcomes: list[str] = []
+
+    def work(candidates: Any) -> None:
+        for _ in range(6):
+            try:
+                output = model.generate(**settings, candidate_generator=candidates)
+                outcomes.append("right" if torch.equal(output, expected) else "wrong")
+            except (RuntimeError, ValueError) as error:
+                outcomes.append("raised" if "another thread" in str(error) else f"other: {error}")
+
+    strategies = [LayerSkipCandidates(2, k=3), LayerSkipCandidates(2, k=3), NgramCandidates(k=3), None]
+    threads = [threading.Thread(target=work, args=(candidates,)) for candidates in strategies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(outcomes) <= {"right", "raised"}
+    assert torch.equal(model.generate(**settings), expected)
+
+
+def test_layer_skip_adapter_of_another_layer_is_refused(tmp_path: Any) -> None:
+    """Would catch: an adapter that runs behind another layer than it was trained for."""
+    (tmp_path / "exit_config.json").write_text('{"exit_layer": 3}')
+    with pytest.raises(ValueError, match="trained for exit_layer=3, not 2"):
+        identical(llama().eval(), LayerSkipCandidates(2, k=2, adapter=str(tmp_path)))

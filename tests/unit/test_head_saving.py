@@ -1,0 +1,194 @@
+"""Draft heads survive being written and read again, in every layout that can hold them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_specgen.heads.base import DraftHead
+from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
+from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
+from hf_specgen.heads.layers import LayerConfig
+from hf_specgen.heads.loading import load_head
+from hf_specgen.heads.saving import export_head, save_head
+from tests.helpers.head_sessions import RaggedCache
+
+LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8, norm_eps=1e-5)
+QWEN3 = dataclasses.replace(LAYER, qk_norm=True)
+BIASED = dataclasses.replace(LAYER, qkv_bias=True, output_bias=True, mlp_bias=True)
+SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "target_hidden_size": 16}
+EAGLE3: dict[str, Any] = SIZES | {"draft_vocab_size": 12, "num_taps": 3, "own_lm_head": True}
+BLOCK: dict[str, Any] = SIZES | {
+    "draft_vocab_size": 40,
+    "num_taps": 2,
+    "taps": (2, 5),
+    "block_size": 4,
+    "mask_token_id": 39,
+}
+FULL, SLIDING = BlockAttention(), BlockAttention(causal=True, window=3, window_from_anchor=True)
+
+EAGLE_HEADS = {
+    "plain": EagleConfig(layer=LAYER, **EAGLE3),
+    "qwen3": EagleConfig(layer=QWEN3, **EAGLE3, norm_before_residual=True, taps=(1, 3, 4)),
+    "biases and two layers": EagleConfig(layer=BIASED, **EAGLE3, num_layers=2, norm_before_fc=True),
+    "norms of 3.1": EagleConfig(layer=LAYER, **EAGLE3, fc_norm=True, norm_output=True),
+    "own embeddings": EagleConfig(layer=LAYER, **EAGLE3, own_embeddings=True),
+    "other target width": EagleConfig(layer=LAYER, **(EAGLE3 | {"target_hidden_size": 10}), own_embeddings=True),
+    "whole vocabulary": EagleConfig(layer=LAYER, **(EAGLE3 | {"draft_vocab_size": 40})),
+    "borrowed output matrix": EagleConfig(layer=LAYER, **(EAGLE3 | {"draft_vocab_size": 40, "own_lm_head": False})),
+    "P-EAGLE": EagleConfig(layer=LAYER, **EAGLE3, mask_token_id=7, own_embeddings=True),
+    "scaled positions": EagleConfig(
+        layer=dataclasses.replace(LAYER, rope={"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}), **EAGLE3
+    ),
+}
+BLOCK_HEADS = {
+    "DFlash": BlockConfig(layer=QWEN3, attention=(FULL, FULL), **BLOCK),
+    "sliding": BlockConfig(layer=QWEN3, attention=(SLIDING, FULL), **BLOCK),
+    "sliding both ways": BlockConfig(
+        layer=QWEN3, attention=(dataclasses.replace(SLIDING, causal=False), FULL), **BLOCK, first_proposing_position=0
+    ),
+    "draft vocabulary": BlockConfig(
+        layer=QWEN3, attention=(FULL,), **(BLOCK | {"draft_vocab_size": 12}), own_lm_head=True
+    ),
+    "JetSpec": BlockConfig(layer=QWEN3, attention=(BlockAttention(causal=True),) * 2, **BLOCK),
+    "sliding by position": BlockConfig(layer=QWEN3, attention=(BlockAttention(causal=True, window=3),) * 2, **BLOCK),
+}
+
+
+def randomised(head: DraftHead) -> DraftHead:
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    if head.draft_to_target is not None:
+        head.draft_to_target.copy_(torch.randperm(head.config.vocab_size)[: head.config.draft_vocab_size].sort().values)
+    return head.eval()
+
+
+@torch.no_grad()
+def outputs(head: Any) -> list[torch.Tensor]:
+    """What the head computes for fixed inputs, and its vocabulary."""
+    config, generator = head.config, torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    embeddings, features = random(1, 6, 16), random(1, 6, config.num_taps * config.target_hidden_size)
+    positions, cache = torch.arange(6)[None], RaggedCache()
+    vocabulary = head.target_ids(torch.arange(config.draft_vocab_size))
+    if isinstance(head, BlockHead):
+        head.extend(features, positions, cache)
+        return [*head(embeddings[:, :4], 6 + positions[:, :4], cache), vocabulary]
+    if config.mask_token_id is not None:
+        features = torch.cat((features[:, :5], head.mask_hidden), dim=1)
+    return [*head(embeddings, head.combine(features), positions, None, cache), vocabulary]
+
+
+def assert_same(loaded: DraftHead, head: DraftHead) -> None:
+    assert type(loaded) is type(head)
+    for found, expected in zip(outputs(loaded), outputs(head), strict=True):
+        assert torch.equal(found, expected)
+    state = loaded.state_dict()
+    assert state.keys() == head.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in head.state_dict().items())
+
+
+@pytest.mark.parametrize("name", EAGLE_HEADS)
+def test_eagle_head_saved_and_loaded_computes_the_same(tmp_path: Path, name: str) -> None:
+    head = randomised(Eagle3Head(EAGLE_HEADS[name]))
+    save_head(head, tmp_path)
+    loaded = load_head(tmp_path)
+    assert_same(loaded, head)
+    kept = {"speculative_tokens": loaded.config.speculative_tokens}
+    assert loaded.config == dataclasses.replace(head.config, **kept)
+
+
+@pytest.mark.parametrize("name", BLOCK_HEADS)
+def test_block_head_saved_and_loaded_computes_the_same(tmp_path: Path, name: str) -> None:
+    head = randomised(BlockHead(BLOCK_HEADS[name]))
+    save_head(head, tmp_path)
+    loaded = load_head(tmp_path)
+    assert_same(loaded, head)
+    assert loaded.config.attention == head.config.attention
+
+
+def test_eagle1_head_saved_and_loaded_computes_the_same(tmp_path: Path) -> None:
+    sizes = SIZES | {"draft_vocab_size": 40, "num_taps": 1}
+    head = randomised(Eagle1Head(EagleConfig(layer=LAYER, **sizes, projection_bias=True, own_embeddings=True)))
+    save_head(head, tmp_path)
+    assert_same(load_head(tmp_path), head)
+
+
+def test_eagle_head_in_bfloat16_saved_and_loaded_keeps_dtype_and_exact_frequencies(tmp_path: Path) -> None:
+    head: Any = randomised(Eagle3Head(EAGLE_HEADS["plain"])).to(torch.bfloat16)
+    assert head.rotary.frequencies.inv_freq.dtype == torch.float32
+    save_head(head, tmp_path)
+    assert load_head(tmp_path).fc.weight.dtype == torch.bfloat16
+    assert load_head(tmp_path, dtype=torch.float32).fc.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("to", ["eagle", "sglang", "vllm"])
+@pytest.mark.parametrize("name", ["plain", "own embeddings", "other target width", "scaled positions"])
+def test_eagle_head_exported_and_loaded_computes_the_same(tmp_path: Path, name: str, to: str) -> None:
+    head = randomised(Eagle3Head(EAGLE_HEADS[name]))
+    export_head(head, tmp_path, to)
+    assert_same(load_head(tmp_path), head)
+    assert (to == "vllm") == ("layers.0.hidden_norm.weight" in load_file(tmp_path / "model.safetensors"))
+
+
+def test_eagle_head_exported_for_sglang_names_layers_by_their_output(tmp_path: Path) -> None:
+    config = dataclasses.replace(EAGLE_HEADS["plain"], taps=(2, 5, 9))
+    export_head(randomised(Eagle3Head(config)), tmp_path, "sglang")
+    assert (
+        '"eagle_aux_hidden_state_layer_ids": [\n      1,\n      4,\n      8\n    ]'
+        in (tmp_path / "config.json").read_text()
+    )
+    assert load_head(tmp_path).config.taps == (2, 5, 9)
+
+
+def test_whole_vocabulary_exported_for_sglang_has_identity_mapping(tmp_path: Path) -> None:
+    export_head(randomised(Eagle3Head(EAGLE_HEADS["whole vocabulary"])), tmp_path, "sglang")
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert not tensors["d2t"].any() and tensors["t2d"].all() and len(tensors["t2d"]) == 40
+    assert load_head(tmp_path).draft_to_target is None
+
+
+@pytest.mark.parametrize("name", ["DFlash", "JetSpec", "sliding by position"])
+def test_block_head_exported_for_sglang_and_loaded_computes_the_same(tmp_path: Path, name: str) -> None:
+    head = randomised(BlockHead(BLOCK_HEADS[name]))
+    export_head(head, tmp_path, "sglang")
+    loaded = load_head(tmp_path)
+    assert_same(loaded, head)
+    assert loaded.config.taps == head.config.taps
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "reason"),
+    [
+        ("qwen3", "eagle", "norms of queries and keys, norm_before_residual, taps of its own"),
+        ("biases and two layers", "sglang", "several layers, biases, norm_before_fc"),
+        ("norms of 3.1", "sglang", "norm_output"),
+        ("P-EAGLE", "eagle", "a mask token"),
+        ("plain", "tgi", "there are eagle, sglang, vllm"),
+    ],
+)
+def test_export_of_head_that_layout_cannot_express_raises(tmp_path: Path, name: str, to: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        export_head(Eagle3Head(EAGLE_HEADS[name]), tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_into_folder_with_config_raises(tmp_path: Path) -> None:
+    head = Eagle3Head(EAGLE_HEADS["plain"])
+    export_head(head, tmp_path, "vllm")
+    with pytest.raises(ValueError, match=r"holds a config\.json already"):
+        export_head(head, tmp_path, "eagle")
+
+
+@pytest.mark.parametrize("name", ["sliding", "sliding both ways", "draft vocabulary"])
+def test_block_head_that_zlab_cannot_express_is_not_exported(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="z-lab's layout cannot express a head with"):
+        export_head(BlockHead(BLOCK_HEADS[name]), tmp_path / "out", "sglang")

@@ -1,0 +1,59 @@
+"""Projected speedups: by hand, and against a simulation of the steps of a real call."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.depth.latency import DraftLatency, Slice
+from hf_specgen.evaluation.projection import Projection, latency_for, project
+from hf_specgen.statistics import RowStep, Statistics, StepPasses
+from tests.helpers import prompts, tiny_model
+
+CURVE = CostCurve((1, 11), (1.0, 1.2), context=512, batch=1)
+LATENCY = LatencyModel.from_curves(CURVE, draft_token=0.05, draft_step=0.01)
+
+
+def test_projection_by_hand() -> None:
+    """A plain step of 1.0, a step of 6 tokens with five drafter passes of 1.1 + 0.25 + 0.01, an empty draft of 1.01."""
+    steps = [RowStep(0, 0, 0, 1), RowStep(5, 5, 4, 5), RowStep(0, 0, 0, 1)]
+    passes = [StepPasses(1, 9, 1, None), StepPasses(1, 14, 6, (1,) * 5), StepPasses(1, 15, 1, ())]
+    found = project(Statistics([steps], [8], {}, passes), LATENCY)
+    assert found.seconds == pytest.approx(1.0 + 1.36 + 1.01) and found.plain_seconds == pytest.approx(7.0)
+    assert found.speedup == pytest.approx(7.0 / 3.37)
+
+
+def test_batch_takes_as_many_plain_steps_as_its_longest_row() -> None:
+    """Plain decoding of 2 rows: 3 steps of two tokens each, though the other row has ended after 1."""
+    rows = [[RowStep(2, 2, 2, 3)], [RowStep(2, 2, 0, 1)]]
+    found = project(Statistics(rows, [4, 2], {}, [StepPasses(2, 9, 6, (2, 2))]), LATENCY)
+    assert found.plain_seconds == pytest.approx(3 * 1.02)
+    assert found.seconds == pytest.approx(1.1 + 2 * 0.05 + 0.01)
+
+
+def test_calls_of_one_row_add_up() -> None:
+    one = Statistics([[RowStep(1, 1, 1, 2)]], [3], {}, [StepPasses(1, 9, 2, (1,))])
+    assert project(one + one, LATENCY) == project(one, LATENCY) + project(one, LATENCY)
+
+
+def test_call_without_steps_has_no_speedup() -> None:
+    assert project(Statistics([[]], [1]), LATENCY) == Projection() and Projection().speedup == 1.0
+
+
+def test_real_call_projects_to_its_tokens_per_step_on_a_flat_curve() -> None:
+    flat = LatencyModel.from_curves(CostCurve((1, 64), (1.0, 1.0), context=512, batch=1))
+    model, candidates = tiny_model("llama"), DraftModelCandidates(tiny_model("llama"), k=4)
+    model.generate(**prompts(1), max_new_tokens=20, candidate_generator=candidates)
+    statistics = candidates.speculation
+    assert statistics is not None and statistics.accepted > 0
+    assert project(statistics, flat).speedup == pytest.approx(statistics.tokens_per_step)
+
+
+def test_latency_of_a_strategy_is_that_of_its_drafter() -> None:
+    kinds = {"LayerSkipCandidates": DraftLatency(seconds=(0.5,))}
+    profile = LatencyModel((Slice(CURVE, kinds),))
+    assert latency_for(LayerSkipCandidates(2, k=1), profile).at(1, 9).drafter.draft([1, 1]) == 1.0
+    assert latency_for(NgramCandidates(k=1), profile).at(1, 9).drafter.draft([]) == 0.0
+    with pytest.raises(ValueError, match="no drafter 'DraftModelCandidates'; it has"):
+        latency_for(DraftModelCandidates("folder", k=1), profile)

@@ -1,0 +1,119 @@
+"""The forward passes of each step, against the tokens that forward hooks see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specgen import (
+    Candidates,
+    CombinedCandidates,
+    DraftModelCandidates,
+    DraftSession,
+    DraftTree,
+    LayerSkipCandidates,
+    NgramCandidates,
+)
+from hf_specgen.statistics import Statistics, StepPasses
+from tests.helpers import prompts, tiny_model
+
+
+def counted(module: Any, call: Callable[[], Any]) -> list[int]:
+    """The tokens, over all rows, of each call of an embedding module."""
+    sizes: list[int] = []
+    handle = module.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].numel()))
+    try:
+        call()
+    finally:
+        handle.remove()
+    return sizes
+
+
+def speculate(model: Any, candidates: Candidates, rows: int = 1, **arguments: Any) -> Statistics:
+    model.generate(**prompts(rows), max_new_tokens=24, candidate_generator=candidates, **arguments)
+    assert candidates.speculation is not None
+    return candidates.speculation
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_target_passes_match_the_tokens_read_by_the_target(rows: int) -> None:
+    """Without an EOS token all rows take part in every step until the slowest ends."""
+    model = tiny_model("llama")
+    candidates = NgramCandidates(k=4)
+    speculate(model, candidates)  # the self-check of the model runs in its first call
+    sizes = counted(model.get_input_embeddings(), lambda: speculate(model, candidates, rows, eos_token_id=None))
+    assert candidates.speculation is not None
+    passes = candidates.speculation.passes
+    decoding = passes[-len(sizes) + 1 :]  # the first pass reads the prompt
+    if rows == 1:
+        assert [step.target for step in decoding] == sizes[1:]
+    assert all(step.target <= size for step, size in zip(decoding, sizes[1:], strict=True))
+    assert all(step.drafter == () for step in passes)
+    assert len(passes) == max(map(len, candidates.speculation.rows))
+
+
+def test_draft_model_passes_match_the_tokens_read_by_the_draft() -> None:
+    model, draft = tiny_model("llama"), tiny_model("mistral")
+    candidates = DraftModelCandidates(draft, k=3)
+    speculate(model, candidates)
+    sizes = counted(draft.get_input_embeddings(), lambda: speculate(model, candidates))
+    assert candidates.speculation is not None
+    reported = [tokens for step in candidates.speculation.passes for tokens in step.drafter or ()]
+    assert reported == sizes[1:], "all passes but the one that reads the prompt"
+
+
+def test_layer_skip_passes_count_the_early_passes() -> None:
+    statistics = speculate(tiny_model("llama"), LayerSkipCandidates(exit_layer=2, k=2))
+    steps = statistics.rows[0]
+    assert [len(step.drafter or ()) for step in statistics.passes[1:]] == [step.depth for step in steps[1:]]
+
+
+def test_plain_step_has_no_drafter_passes() -> None:
+    statistics = speculate(tiny_model("llama"), DraftModelCandidates(tiny_model("mistral"), k=3))
+    last = statistics.passes[-1]
+    if statistics.rows[0][-1].drafted == 0:
+        assert last.drafter is None
+
+
+class _Unknown(Candidates):
+    """Drafts two tokens, and does not report its passes."""
+
+    def __init__(self) -> None:
+        super().__init__(k=2)
+
+    def start(self, call: Any) -> DraftSession:
+        return _UnknownSession(call)
+
+
+class _UnknownSession(DraftSession):
+    def draft(self, budget: Any) -> DraftTree:
+        return DraftTree.chains([[3] * min(2, depth) for depth in budget])
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_unknown_passes_are_assumed_to_be_one_per_level(combined: bool) -> None:
+    candidates: Candidates = CombinedCandidates([NgramCandidates(k=2), _Unknown()]) if combined else _Unknown()
+    if combined:
+        statistics = speculate(tiny_model("llama"), candidates, policy=None)
+        drafted = [step.drafter for step in statistics.passes if step.drafter]
+        assert drafted and all(set(passes) == {1} and len(passes) <= 2 for passes in drafted)
+    else:
+        statistics = speculate(tiny_model("llama"), candidates)
+        assert statistics.passes[0].drafter == (1, 1)
+
+
+def test_statistics_of_two_calls_hold_the_passes_of_both() -> None:
+    one, two = StepPasses(1, 10, 4, (1, 1)), StepPasses(2, 12, 2, None)
+    assert (Statistics([[]], [0], {}, [one]) + Statistics([[]], [0], {}, [two])).passes == [one, two]
+    assert Statistics([[], []], [0, 0], {}, [one]).row(1).passes == [one]
+
+
+def test_context_is_the_longest_row() -> None:
+    statistics = speculate(tiny_model("llama"), NgramCandidates(k=2), 2)
+    longest = int(prompts(2)["attention_mask"].sum(dim=1).max())
+    contexts = [step.context for step in statistics.passes]
+    assert longest < contexts[0] and contexts == sorted(contexts) and contexts[-1] <= longest + 24 + 3
+    assert torch.tensor(contexts).diff().max() <= 3

@@ -1,0 +1,167 @@
+"""Best-first trees: connected, and no tree of the same size has a higher expected length."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specgen.candidates.tree_builder import Proposals, TreeBuilder
+from hf_specgen.candidates.tree_shape import Chain, FastestSize, FixedSize
+from hf_specgen.depth import CostCurve, LatencyModel
+
+probabilities = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3)
+
+
+def descending(values: list[float]) -> list[float]:
+    """Acceptance of children, most preferred first; they exclude each other, so their sum is at most 1."""
+    ordered = sorted(values, reverse=True)
+    return [value / max(1.0, sum(ordered)) for value in ordered]
+
+
+def marginal_trees(marginals: list[list[float]], size: int) -> float:
+    """Slow reference: the highest expected length of all trees of `size` nodes, by trying every set of paths."""
+    paths: list[tuple[int, ...]] = [()]
+    nodes: list[tuple[int, ...]] = []
+    for ranks in marginals:
+        paths = [(*path, rank) for path in paths for rank in range(len(ranks))]
+        nodes += paths
+    best = 0.0
+    for chosen in combinations(nodes, min(size, len(nodes))):
+        kept = set(chosen)
+        if all(len(path) == 1 or path[:-1] in kept for path in chosen):
+            length = sum(np.prod([marginals[depth][rank] for depth, rank in enumerate(path)]) for path in chosen)
+            best = max(best, float(length))
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(probabilities, min_size=1, max_size=3), st.integers(1, 5))
+def test_from_marginals_any_size_has_the_highest_expected_length(marginals: list[list[float]], size: int) -> None:
+    """Would catch: a heap that forgets siblings or children, so that likelier nodes are left out."""
+    ranks = min(map(len, marginals))
+    marginals = [descending(values[:ranks]) for values in marginals]
+    tokens = np.arange(len(marginals) * ranks).reshape(1, len(marginals), ranks)
+    builder = TreeBuilder.from_marginals([len(marginals)], tokens, np.array([marginals]), count=size)
+    assert builder.joint[0].sum() == pytest.approx(marginal_trees(marginals, size), rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 4), st.integers(1, 12))
+def test_best_expanded_trees_are_connected_and_most_likely(seed: int, rows: int, beam: int, size: int) -> None:
+    """Would catch: a node chosen without its parent, a depth limit that is ignored, fillers with a probability."""
+    random = np.random.default_rng(seed)
+    limits = random.integers(0, 4, rows)
+    limits[0] = 3
+    builder = TreeBuilder(limits.tolist())
+    builder.add_root(_proposals(random, rows, 1))
+    for _ in range(3):
+        nodes = builder.frontier(beam)
+        if not nodes.shape[1]:
+            break
+        builder.add(nodes, _proposals(random, rows, nodes.shape[1]))
+    trees, indices = builder.best(size)
+    for row, ((tokens, parents), chosen) in enumerate(zip(trees, indices, strict=True)):
+        assert len(tokens) == len(parents) == len(chosen) == len(set(chosen)) <= size
+        assert all(parent < node for node, parent in enumerate(parents))
+        assert all(builder.depth[row, node] <= limits[row] for node in chosen)
+        assert [builder.parents[row, node] for node in chosen] == [chosen[p] if p >= 0 else -1 for p in parents]
+        left_out = np.delete(builder.joint[row], chosen)
+        if len(chosen) == size and len(left_out):
+            assert builder.joint[row, chosen].min() >= left_out.max() - 1e-12
+
+
+def _proposals(random: np.random.Generator, rows: int, nodes: int) -> Proposals:
+    acceptance = -np.sort(-random.dirichlet(np.ones(4), size=(rows, nodes))[..., :3], axis=-1)
+    return Proposals(random.integers(0, 50, (rows, nodes, 3)), acceptance)
+
+
+def test_frontier_row_without_expandable_nodes_adds_nothing() -> None:
+    """Would catch: nodes that fill up a row getting children, which would be verified for nothing."""
+    builder = TreeBuilder([2, 1])
+    builder.add_root(Proposals(np.array([[[1, 2]], [[3, 4]]]), np.full((2, 1, 2), 0.4)))
+    nodes = builder.frontier(2)
+    builder.add(nodes, Proposals(np.full((2, 2, 1), 9), np.full((2, 2, 1), 0.5)))
+    assert (builder.joint[1] > 0).sum() == 2
+    assert (builder.joint[0] > 0).sum() == 4
+
+
+def test_best_with_first_nodes_keeps_their_order() -> None:
+    """Would catch: an early-exit target taking the states of other nodes than those that were run."""
+    builder = TreeBuilder([3])
+    builder.add_root(Proposals(np.array([[[1, 2]]]), np.array([[[0.3, 0.2]]])))
+    expanded = builder.frontier(2)
+    builder.add(expanded, Proposals(np.array([[[3], [4]]]), np.array([[[0.5], [0.9]]])))
+    ((tokens, parents),) = builder.best(3, expanded)[0]
+    assert tokens == [1, 2, 4] and parents == (-1, -1, 1)
+
+
+def curve(draft_token: float, slope: float) -> LatencyModel:
+    return LatencyModel.from_curves(CostCurve((1, 65), (1.0, 1.0 + 64 * slope), 256, 1), draft_token=draft_token)
+
+
+@pytest.mark.parametrize(("slope", "draft_token"), [(0.002, 0.05), (0.05, 0.05), (0.2, 0.3)])
+def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_token: float) -> None:
+    """Would catch: a tree sized without regard to what a node costs."""
+    latency = curve(draft_token, slope).at(1, 100)
+    builder = TreeBuilder([6])
+    builder.add_root(Proposals(np.arange(4).reshape(1, 1, 4), np.array([[[0.5, 0.2, 0.1, 0.05]]])))
+    shape = FastestSize(latency, rows=1)
+    spent = latency.drafter.draft([1])
+    while beam := shape.beam(builder):
+        nodes = builder.frontier(beam)
+        chances = np.broadcast_to(np.array([0.5, 0.2, 0.1, 0.05]), (1, nodes.shape[1], 4))
+        builder.add(nodes, Proposals(np.zeros((1, nodes.shape[1], 4), dtype=int), chances))
+        spent += float(latency.drafter.by_tokens(float(nodes.shape[1])))
+    joint = builder.sorted_joint(64)[0]
+    rates = [(1 + joint[:n].sum()) / (float(latency.target.by_tokens(1.0 + n)) + spent) for n in range(len(joint) + 1)]
+    assert shape.nodes(builder) == int(np.argmax(rates))
+
+
+def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
+    """Would catch: one shape for all texts. Long certain chains stay thin, uncertain text gets short and wide."""
+    depths, widths = [], []
+    for first in (0.97, 0.3):
+        chances = np.array([first, *[(1 - first) / 4] * 3])
+        builder = TreeBuilder([16])
+        builder.add_root(Proposals(np.arange(4).reshape(1, 1, 4), chances[None, None]))
+        shape = FastestSize(curve(0.05, 0.002).at(1, 100), rows=1)
+        while beam := shape.beam(builder):
+            nodes = builder.frontier(beam)
+            if not nodes.shape[1]:
+                break
+            chance = np.broadcast_to(chances, (1, nodes.shape[1], 4))
+            builder.add(nodes, Proposals(np.zeros((1, nodes.shape[1], 4), dtype=int), chance))
+        _, ((*kept,),) = builder.best(shape.nodes(builder))
+        depths.append(int(builder.depth[0, kept].max()))
+        widths.append(len(kept) / depths[-1])
+    assert depths[0] > depths[1] + 3
+    assert widths[1] > widths[0]
+
+
+def test_fixed_size_stops_when_no_better_node_can_come() -> None:
+    """Would catch: passes of the drafter that cannot change the tree."""
+    builder = TreeBuilder([9])
+    builder.add_root(Proposals(np.arange(3).reshape(1, 1, 3), np.array([[[0.5, 0.3, 0.1]]])))
+    assert FixedSize(16).beam(builder) == 4
+    assert FixedSize(3).beam(builder) == 1
+    builder.add(builder.frontier(1), Proposals(np.zeros((1, 1, 3), dtype=int), np.array([[[0.1, 0.05, 0.01]]])))
+    assert FixedSize(2).beam(builder) == 0
+    assert Chain().nodes(builder) == 9
+
+
+def test_fastest_size_with_a_drafter_that_costs_nothing_stops() -> None:
+    """Would catch: passes without end, since each promises a little more."""
+    builder, passes = TreeBuilder([10_000]), 0
+    builder.add_root(Proposals(np.arange(8).reshape(1, 1, 8), np.full((1, 1, 8), 0.12)))
+    shape = FastestSize(curve(0.0, 0.0).at(1, 100), rows=1)
+    while beam := shape.beam(builder):
+        nodes = builder.frontier(beam)
+        builder.add(
+            nodes, Proposals(np.zeros((1, nodes.shape[1], 8), dtype=int), np.full((1, nodes.shape[1], 8), 0.12))
+        )
+        passes += 1
+    assert passes <= 64
