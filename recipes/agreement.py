@@ -1,4 +1,4 @@
-"""How good a draft is: how often it says what the target says, on the target's own text."""
+"""Agreement of a draft with its target, on the target's own answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub import EvalResult
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from answers import answer_batch, batches_by_domain
@@ -14,8 +15,10 @@ from corpus import Batch, collate, encode_row, read_rows
 from distillation import target_states
 from hf_specgen.target.model_parts import output_logits
 
-Predictor = Callable[[Batch], torch.Tensor]  # logits [positions, vocab] at the predicting positions of a batch
+Predictor = Callable[[Batch], torch.Tensor]
+"""Returns the logits `[positions, vocab]` at the predicting positions of a batch."""
 K = 4
+"""Draft length at which accepted tokens are counted."""
 
 
 @dataclass
@@ -24,26 +27,27 @@ class Agreement:
 
     positions: int = 0
     same_top: int = 0  # positions at which the draft's most likely token is the target's
-    steps: int = 0  # of speculative decoding with K guesses a step, replayed on the answers
+    steps: int = 0  # of speculative decoding with drafts of K tokens, replayed on the answers
 
     @property
     def top1(self) -> float:
-        """Share of positions with the same most likely token."""
+        """Share of positions at which both have the same most likely token."""
         return self.same_top / self.positions
 
     @property
     def accepted(self) -> float:
-        """Accepted tokens a step, of K guesses."""
+        """Accepted tokens per step, with drafts of K tokens."""
         return (self.positions - self.steps) / self.steps
 
 
 def replay_steps(hits: Sequence[bool], k: int = K) -> int:
-    """Steps that speculative decoding needs for a text, if guesses are right exactly at `hits`.
+    """Steps of speculative decoding for a text, if draft tokens are accepted exactly at `hits`.
 
-    A step takes the right guesses up to the first wrong one, at most k, and then one token of the target's own.
+    A step accepts draft tokens up to the first rejected one, at most k, and adds one token of the target.
 
-    >>> replay_steps([True, True, False, True, False, False])
-    3
+    Example:
+        >>> replay_steps([True, True, False, True, False, False])
+        3
     """
     steps = position = 0
     while position < len(hits):
@@ -65,17 +69,22 @@ def measure_agreement(
     generation: dict[str, Any],
     max_new_tokens: int = 128,
 ) -> dict[str, dict[str, Agreement]]:
-    """Let the target answer held-out prompts with each domain's settings, and compare at every position.
+    """Generate the target's answers to held-out prompts, and compare target and drafts at every position.
 
-    In sampled domains a guess is right when target and draft pick the same token with the same noise, as in
-    `verification="coupled"`: argmax p/e = argmax q/e.
+    In sampled domains a draft token counts as accepted where target and draft sample the same token with the same
+    noise, as with `verification="exact"`: argmax p/e = argmax q/e.
 
     Args:
-        predictors: the drafts by name.
-        prompts: rows {domain, prompt}, of which the first `per_domain` of each domain are used.
+        target: the target.
+        tokenizer: of the target.
+        predictors: drafts by name.
+        prompts: file or dataset with rows {domain, prompt}.
+        per_domain: number of prompts of each domain.
+        generation: decoding settings by domain.
+        max_new_tokens: per answer.
 
     Returns:
-        by name of the draft and domain.
+        By name of the draft, then by domain.
     """
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in read_rows(prompts):
@@ -100,7 +109,7 @@ def measure_agreement(
 def _compare(
     agreement: Agreement, p: torch.Tensor, q: torch.Tensor, owner: torch.Tensor, decoding: dict[str, Any], seed: int
 ) -> None:
-    """Add a batch: logits `[positions, vocab]`, and which conversation each position is of."""
+    """Add a batch: logits `[positions, vocab]`, and the conversation `[positions]` of each position."""
     width = min(p.shape[-1], q.shape[-1])
     p, q = p[:, :width], q[:, :width]
     same = p.argmax(-1) == q.argmax(-1)
@@ -116,21 +125,42 @@ def _compare(
 
 
 def agreement_section(prompts: str | None, results: Mapping[str, Agreement] | None) -> str:
-    """For a model card: how it was measured, and a row per domain."""
+    """The section of a model card: how it was measured, and a row per domain."""
     if not results:
-        return "Nothing was measured: the recipe was given no `evaluation` prompts."
+        return "Nothing was measured, as the recipe was given no `evaluation` prompts."
     rows = [
         f"| {domain} | {result.top1:.1%} | {result.accepted:.2f} | {result.positions} |"
         for domain, result in results.items()
     ]
     return "\n".join(
         [
-            f"On answers that the target itself gave to held-out prompts (`{prompts}`), with each domain's own "
-            f"decoding settings. *Accepted* is what speculative decoding with k={K} keeps of each step's guesses, "
-            "replayed on these answers; where the domain is sampled, target and draft pick with the same noise, as "
-            "hf_specgen does by default.\n",
-            f"| domain | same top-1 token | accepted of {K} a step | tokens |",
+            f"On the target's own answers to held-out prompts (`{prompts}`), with the decoding settings of each "
+            f"domain. *Accepted* are the tokens per step that speculative decoding with k={K} accepts, replayed on "
+            "these answers; in sampled domains target and draft sample with the same noise, as hf_specgen does by "
+            "default.\n",
+            f"| domain | same top-1 token | accepted of {K} per step | tokens |",
             "|---|---|---|---|",
             *rows,
         ]
+    )
+
+
+def eval_results(prompts: str | None, results: Mapping[str, Agreement] | None) -> list[EvalResult]:
+    """The same numbers for the metadata of a model card."""
+    return [
+        eval_result(prompts, domain, kind, value)
+        for domain, result in (results or {}).items()
+        for kind, value in (("same top-1 token", result.top1), (f"accepted tokens per step, k={K}", result.accepted))
+    ]
+
+
+def eval_result(prompts: str | None, domain: str, metric: str, value: float) -> EvalResult:
+    """One measured value on the prompts of a domain."""
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=str(prompts),
+        dataset_name=str(prompts),
+        dataset_config=domain,
+        metric_type=metric,
+        metric_value=round(value, 4),
     )

@@ -1,4 +1,4 @@
-"""The target's own answers: batched generation, each batch with a seed of its own."""
+"""Generation of the target's own answers, in batches with a seed each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from corpus import chat_prompt
 
 Rows = list[dict[str, Any]]
-# Open answers of a small model fall into repetition when decoded greedily; see the card of the embedded model.
+# Open-ended answers of a small model become repetitive with greedy decoding; see the card of the embedded model.
 DEFAULT_GENERATION: dict[str, Any] = {
     "edit": {"do_sample": False},
     "json": {"do_sample": False},
@@ -20,7 +20,7 @@ DEFAULT_GENERATION: dict[str, Any] = {
 
 
 def batches_by_domain(rows: Sequence[dict[str, Any]], batch_size: int) -> list[Rows]:
-    """Batches within one domain (so that one decoding setting fits all), of similar prompt length."""
+    """Batches of similar prompt length, each within one domain, as decoding settings belong to the domain."""
     domains: dict[str, Rows] = {}
     for row in rows:
         domains.setdefault(str(row.get("domain", "")), []).append(row)
@@ -40,11 +40,18 @@ def answer_batch(
     max_new_tokens: int,
     seed: int,
 ) -> Iterator[dict[str, Any]]:
-    """The rows {domain, prompt, response, finished} for one batch of one domain.
+    """Generate the answers of one batch of one domain.
 
     Args:
-        generation: decoding settings per domain, with "default" for all others.
-        seed: of this batch; the answers depend on nothing else, such as the process that makes them.
+        model: the target.
+        tokenizer: of the target.
+        rows: {domain, prompt}.
+        generation: decoding settings by domain, "default" for all others.
+        max_new_tokens: per answer.
+        seed: of this batch; the answers do not depend on the process that generates them.
+
+    Yields:
+        rows {domain, prompt, response, finished}.
     """
     domain = str(rows[0].get("domain", ""))
     prompts = [chat_prompt(tokenizer, row["prompt"]) for row in rows]

@@ -1,12 +1,12 @@
-"""Writes down a target's own answers, to train a draft, exit adapters or heads on.
+"""Generates a target's own answers, the training data of draft models, exit adapters and heads.
 
-A draft that learns from other people's text learns to predict other people; what counts is the target's own choice.
+A draft has to predict the tokens that the target generates; other text has another distribution.
 
     accelerate launch recipes/build_distillation_set.py --config recipes/configs/distillation_reference.yaml
     accelerate launch recipes/build_distillation_set.py --target ID --prompts FILE_OR_ID --output answers.jsonl.gz
 
-Prompts are rows {domain, prompt}. Batches are shared out over the processes; each has a seed of its own, so the result
-does not depend on their number. A run that was interrupted goes on where it stopped: finished batches lie in
+Prompts are rows {domain, prompt}. Batches are divided among the processes and have a seed each, so the result does not
+depend on the number of processes. An interrupted run continues where it stopped: finished batches are kept in
 OUTPUT.parts until all are there.
 """
 
@@ -16,33 +16,44 @@ import gzip
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.hf_argparser import HfArg
 
 from answers import DEFAULT_GENERATION, Rows, answer_batch, batches_by_domain
-from common import parse_config
+from common import Options, parse_config
 from corpus import read_rows
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Settings:
-    """What to answer, and how."""
+    """Prompts and decoding settings.
 
-    target: str
-    prompts: str
-    output: str
-    exclude: str | None = None  # rows whose prompts must not be used, such as those of a test set
-    per_domain: dict[str, int] = field(default_factory=dict)  # how many prompts of each domain, "default" for others
-    generation: dict[str, Any] = field(default_factory=lambda: dict(DEFAULT_GENERATION))
-    max_new_tokens: int = 128
-    batch_size: int = 32
-    dtype: str = "auto"
-    seed: int = 0
+    Raises:
+        ValueError: if a number is below 1.
+    """
+
+    target: str = HfArg(help="Hub id or folder of the model that answers")
+    prompts: str = HfArg(help="rows {domain, prompt}: a JSONL file or the id of a dataset")
+    output: str = HfArg(help="file to write, .jsonl or .jsonl.gz")
+    exclude: str | None = HfArg(default=None, help="rows whose prompts are not used, such as those of a test set")
+    per_domain: Options = HfArg(default_factory=Options, help="number of prompts by domain; default: for others")
+    generation: Options = HfArg(
+        default_factory=lambda: Options(DEFAULT_GENERATION), help="arguments of generate by domain; default: for others"
+    )
+    max_new_tokens: int = HfArg(default=128, help="tokens per answer")
+    batch_size: int = HfArg(default=32, help="prompts per generate call")
+    dtype: str = HfArg(default="auto", help="of the target")
+    seed: int = HfArg(default=0, help="of the choice of prompts and of sampling")
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,11 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
     parts = Path(settings.output + ".parts")
     parts.mkdir(parents=True, exist_ok=True)
     done = finished_batches(parts)
-    accelerator.wait_for_everyone()  # nobody writes while another still reads
+    accelerator.wait_for_everyone()  # no process writes while another one still reads
     mine = [i for i in range(len(batches)) if i not in done][accelerator.process_index :: accelerator.num_processes]
     part = parts / f"{accelerator.process_index}.jsonl"
     with part.open("a", encoding="utf-8") as file:
-        file.write("\n")  # ends a line that an interruption cut off
+        file.write("\n")  # terminates a line that an interruption cut off
         for i in tqdm(mine, disable=not accelerator.is_main_process, unit="batch"):
             seed = settings.seed * 1_000_003 + i
             rows = answer_batch(model, tokenizer, batches[i], settings.generation, settings.max_new_tokens, seed)
@@ -77,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def chosen_prompts(settings: Settings) -> Rows:
-    """Each prompt once, none of the excluded, a random choice of the wanted number in each domain."""
+    """Different prompts, without the excluded ones: a random choice of the wanted number in each domain."""
     excluded = {row["prompt"] for row in read_rows(settings.exclude)} if settings.exclude else set()
     prompts = {
         row["prompt"]: {"domain": row.get("domain") or "", "prompt": row["prompt"]}
@@ -96,7 +107,7 @@ def chosen_prompts(settings: Settings) -> Rows:
 
 
 def finished_batches(parts: Path) -> dict[int, Rows]:
-    """The batches of earlier runs; a line that was cut off does not count."""
+    """The batches of earlier runs, by number; a line that was cut off is ignored."""
     done = {}
     for part in sorted(parts.glob("*.jsonl")):
         for line in part.read_text(encoding="utf-8").splitlines():
@@ -109,10 +120,10 @@ def finished_batches(parts: Path) -> dict[int, Rows]:
 
 
 def merge(done: dict[int, Rows], output: Path) -> Counter[str]:
-    """Write all rows in the order of their batches; returns how many each domain has."""
+    """Write all rows in the order of their batches; returns the number of rows by domain."""
     rows = [row for batch in sorted(done) for row in done[batch]]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    # No time stamp in the file: the same answers are the same bytes.
+    # Without a time stamp, equal answers are equal files.
     output.write_bytes(gzip.compress(text.encode(), mtime=0) if output.suffix == ".gz" else text.encode())
     return Counter(row["domain"] for row in rows)
 

@@ -1,17 +1,19 @@
-"""Model cards, and the way to the Hub."""
+"""Model cards, and the upload to the Hub."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_specgen.evaluation.provenance import provenance
 
-# Where the run lives is nobody's business, and no part of the result.
-PRIVATE = ("output", "evaluate_every", "resume", "report_to", "push_to_hub", "log_every", "save_every")
+UNRELATED = ("output", "evaluate_every", "resume", "report_to", "push_to_hub", "log_every", "save_every")
+"""Settings that do not influence the result."""
 
 
 def write_card(
@@ -26,39 +28,49 @@ def write_card(
     losses: list[tuple[int, float]],
     recipe: str,
     library: str = "transformers",
+    results: Sequence[EvalResult] = (),
+    leave_out: Sequence[str] = (),
 ) -> None:
-    """Write `README.md` into an output folder.
+    """Write the model card, `README.md`, into an output folder.
 
     Args:
-        base_model: the target that it belongs to; None for a model that stands alone.
-        summary: one or two sentences on what this is.
-        usage: Python.
-        settings: the recipe's dataclass.
-        measured: what was measured, and how.
-        losses: (step, nats a token).
+        folder: the output folder.
+        title: heading, and name of the model in its metadata.
+        base_model: the target that it was trained for; None for a model of its own.
+        summary: one or two sentences.
+        usage: Python code.
+        settings: the dataclass of the recipe.
+        measured: text of the section on measured results.
+        losses: (step, nats per token).
         recipe: name of the script.
+        library: that loads the model.
+        results: measured results for the metadata.
+        leave_out: settings that this run did not use.
     """
-    header: dict[str, Any] = {"library_name": library, "tags": ["speculative-decoding", "hf_specgen"]}
-    if base_model and not Path(base_model).exists():  # the Hub takes nothing but its own ids here
-        header["base_model"] = base_model
-    told = {name: value for name, value in asdict(settings).items() if name not in PRIVATE and value is not None}
-    versions = provenance()["versions"]
+    data = ModelCardData(
+        library_name=library,
+        tags=["speculative-decoding", "hf_specgen"],
+        base_model=base_model if base_model and not Path(base_model).exists() else None,  # ids of the Hub only
+        model_name=title if results else None,
+        eval_results=list(results) or None,
+    )
+    hidden = {*UNRELATED, *leave_out}
+    given = {name: value for name, value in asdict(settings).items() if name not in hidden and value is not None}
+    shown = {name: dict(value) if isinstance(value, dict) else value for name, value in given.items()}
     last = losses[-max(1, len(losses) // 10) :]  # the last tenth
-    final = f"Final loss: {sum(loss for _, loss in last) / len(last):.4f} nats a token." if last else ""
+    final = f"Final loss: {sum(loss for _, loss in last) / len(last):.4f} nats per token." if last else ""
     sections = [
-        "---\n" + yaml.safe_dump(header, sort_keys=False) + "---",
+        f"---\n{data.to_yaml()}\n---",
         f"# {title}",
         summary,
-        f"Made for `{base_model}`, and of no use with another model." if base_model else "",
+        f"Trained for `{base_model}`; it does not fit other models." if base_model else "",
         f"```python\n{usage.strip()}\n```",
         f"## Measured\n\n{measured}",
         f"## Training\n\nSettings of hf_specgen's `recipes/{recipe}.py`:\n\n```yaml\n"
-        f"{yaml.safe_dump(told, sort_keys=False)}```\n\n{final}",
-        "Versions: " + ", ".join(f"{name} {number}" for name, number in versions.items()) + ".",
+        f"{yaml.safe_dump(shown, sort_keys=False)}```\n\n{final}",
+        "Versions: " + ", ".join(f"{name} {number}" for name, number in provenance()["versions"].items()) + ".",
     ]
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    text = "\n\n".join(section for section in sections if section) + "\n"
-    (Path(folder) / "README.md").write_text(text, encoding="utf-8")
+    ModelCard("\n\n".join(section for section in sections if section) + "\n").save(Path(folder) / "README.md")
 
 
 def push(folder: str | Path, repository: str | None) -> None:

@@ -1,89 +1,90 @@
-"""What every recipe starts with: a YAML file and command-line flags, read into one typed dataclass."""
+"""Settings of a recipe: a dataclass, read from a YAML file and command-line flags with `HfArgumentParser`."""
 
 from __future__ import annotations
 
-import argparse
-import difflib
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import MISSING, fields
+import json
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import yaml
+from transformers import HfArgumentParser
 
 Config = TypeVar("Config")
+
+
+class Options(dict[str, Any]):
+    """A mapping; on the command line it is written in YAML.
+
+    Example:
+        >>> Options("{r: 16, lora_alpha: 32}")
+        {'r': 16, 'lora_alpha': 32}
+    """
+
+    def __init__(self, values: str | Mapping[str, Any] | Iterable[tuple[str, Any]] = ()):
+        super().__init__(yaml.safe_load(values) if isinstance(values, str) else values)
 
 
 def parse_config(
     config_class: type[Config], documentation: str | None, arguments: Sequence[str] | None = None
 ) -> Config:
-    """The settings of a recipe: `--config FILE` first, then a flag per field, which wins over the file.
-
-    Flags are written `--field-name VALUE`, the value in YAML (`--exit-layers '[2, 4]'`).
+    """The settings of a recipe: `--config FILE` first, then a flag per field, which overrides the file.
 
     Args:
-        config_class: a dataclass; its fields are the known keys.
-        documentation: the recipe's docstring, shown by `--help`.
-        arguments: the command line; None: this process's own.
+        config_class: a dataclass; its fields are the keys of the file and the flags.
+        documentation: shown by `--help`.
+        arguments: the command line; that of this process if None.
 
     Raises:
-        SystemExit: with one sentence, for an unknown key, a value of the wrong type or a key that is missing.
+        SystemExit: with a message, for an unknown key or flag, an invalid value or a missing one.
     """
-    parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a file of recipes/configs")
-    for field in fields(config_class):  # type: ignore[arg-type]
-        parser.add_argument(f"--{field.name.replace('_', '-')}", metavar="VALUE", default=MISSING)
-    given = vars(parser.parse_args(arguments))
-    path = given.pop("config")
+    parser = HfArgumentParser(
+        config_class,  # type: ignore[arg-type]
+        description=documentation,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file, such as those of recipes/configs")
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        values = _read_yaml(path) if path else {}
-        values |= {name: yaml.safe_load(text) for name, text in given.items() if text is not MISSING}
-        return build_config(config_class, values, str(path or "the command line"))
-    except (ValueError, OSError, yaml.YAMLError) as error:
+        flags = [*_flags_of_file(given, config_class), *_expand_lists(given)]
+        found = parser.parse_args_into_dataclasses(flags, return_remaining_strings=True, look_for_args_file=False)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(str(error))
+    if found[-1]:
+        parser.error(f"unknown option {found[-1][0]}; --help lists all options")
+    return found[0]
 
 
-def build_config(config_class: type[Config], values: dict[str, Any], source: str) -> Config:
-    """The dataclass from a dictionary.
-
-    Raises:
-        ValueError: naming the key and `source`.
-    """
-    known = {field.name: field for field in fields(config_class)}  # type: ignore[arg-type]
-    for key in values:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}."
-            raise ValueError(f"{source}: unknown key {key!r}; {hint}")
-    types = get_type_hints(config_class)
-    for name, field in known.items():
-        if name in values:
-            values[name] = _checked(name, values[name], types[name], source)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise ValueError(f"{source}: the key {name!r} is missing.")
-    return config_class(**values)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _flags_of_file(arguments: Sequence[str], config_class: type[Any]) -> list[str]:
+    """The keys of the config file as command-line flags, so that both are read alike."""
+    finder = ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    path = finder.parse_known_args(arguments)[0].config
+    if path is None:
+        return []
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected `key: value` lines.")
-    return values
+        raise ValueError(f"{path} must consist of `key: value` lines")
+    known = [field.name for field in fields(config_class)]
+    if unknown := [key for key in values if key not in known]:
+        raise ValueError(f"{path}: unknown key {unknown[0]!r}; known keys are {', '.join(known)}")
+    flags: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
 
 
-def _checked(name: str, value: Any, expected: Any, source: str) -> Any:
-    options = [option for option in get_args(expected) if option is not type(None)]
-    optional = len(options) < len(get_args(expected))
-    if value is None and optional:
-        return None
-    kind = options[0] if optional else expected
-    kind = get_origin(kind) or kind
-    if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-        with suppress(ValueError):
-            value = float(value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is not Any and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-        raise ValueError(f"{source}: {name!r} must be of type {kind.__name__}, not {value!r}.")
-    return value
+def _expand_lists(arguments: Sequence[str]) -> list[str]:
+    """`--exit-layers '[2, 4]'` as `--exit-layers 2 4`."""
+    expanded: list[str] = []
+    for argument in arguments:
+        is_list = argument.startswith("[") and argument.endswith("]")
+        expanded += map(str, yaml.safe_load(argument)) if is_list else [argument]
+    return expanded

@@ -1,4 +1,4 @@
-"""Conversations: read through `datasets`, put into the model's chat format, batched with the answers marked."""
+"""Training data: conversations read with `datasets`, in the model's chat format, in batches with the answers marked."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Batch = dict[str, torch.Tensor]
 def read_rows(source: str, streaming: bool = False) -> Any:
     """The rows {domain, prompt, response} of a local JSONL file (or .jsonl.gz), or of a dataset of the Hub.
 
-    A file of `build_distillation_set.py` also says with `finished` whether an answer ended by itself.
+    In files of `build_distillation_set.py` the column `finished` is false where an answer was cut off.
 
     Raises:
-        FileNotFoundError: if `source` looks like a file and is none.
+        FileNotFoundError: if `source` is the name of a file that does not exist.
     """
     if source.endswith((".jsonl", ".jsonl.gz", ".json")):
         if not Path(source).exists():
-            raise FileNotFoundError(f"{source}: no such file; give a JSONL file or the id of a dataset of the Hub.")
+            raise FileNotFoundError(f"{source} does not exist; give a JSONL file or the id of a dataset of the Hub")
         return load_dataset("json", data_files=source, split="train", streaming=streaming)
     return load_dataset(source, split="train", streaming=streaming)
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """The text that the model is given: the chat format up to where its answer begins, or the prompt as it is."""
+    """The input of the model: the chat format up to the beginning of the answer, or the prompt without a template."""
     if not tokenizer.chat_template:
         return prompt
     chat = [{"role": "user", "content": prompt}]
@@ -39,7 +39,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
 
 
 def chat_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str, finished: bool = True) -> str:
-    """The text that the model is to write; with what the chat format puts behind an answer, if it is `finished`."""
+    """The output of the model; if it is `finished`, with the end of an answer in the chat format."""
     if not finished:
         return response
     if not tokenizer.chat_template:
@@ -48,13 +48,13 @@ def chat_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str, 
     text = str(tokenizer.apply_chat_template(chat, tokenize=False))
     asked = chat_prompt(tokenizer, prompt)
     if not text.startswith(asked):
-        raise ValueError("the chat template writes a prompt differently once it is answered; answers cannot be marked.")
+        raise ValueError("the chat template changes a prompt once it has an answer, so answers cannot be marked")
     return text[len(asked) :]
 
 
 def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], max_length: int) -> dict[str, Any]:
-    """Prompt and answer are tokenised apart, as they are when the model generates; the answer ends at its end token."""
-    # A row that knows nothing of `finished` holds a whole answer.
+    """Tokenize prompt and answer separately, as when the model generates; the answer ends at its EOS token."""
+    # A row without `finished` has a complete answer.
     finished = row.get("finished") is not False
     special = not tokenizer.chat_template
     prompt = tokenizer(chat_prompt(tokenizer, row["prompt"]), add_special_tokens=special)["input_ids"]
@@ -68,10 +68,10 @@ def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], max_leng
 
 
 def collate(rows: Sequence[dict[str, Any]], pad_token_id: int = 0) -> Batch:
-    """Right-padded ids, and which positions predict a token of an answer.
+    """A right-padded batch, with the positions that predict a token of an answer.
 
-    `predicts` is true at position t if token t + 1 belongs to the answer: for 3 tokens of prompt (p) and 2 of answer
-    (a) it reads
+    `predicts` is true at position t if token t + 1 belongs to the answer. For 3 prompt tokens (p) and 2 answer tokens
+    (a):
 
         p p p a a
         0 0 1 1 0
@@ -91,18 +91,18 @@ def collate(rows: Sequence[dict[str, Any]], pad_token_id: int = 0) -> Batch:
 class LengthGroupedBatches(Sampler[list[int]]):
     """Batches of rows of similar length, in an order that depends only on seed and epoch.
 
-    Little padding is computed, and every process sees the same order whatever their number: it takes its share of
-    each `group` of batches, so the number of batches is a multiple of `group`.
+    This saves padding. Every process sees the same order, whatever their number, and takes its share of each `group` of
+    batches; so the number of batches is a multiple of `group`.
     """
 
-    window = 32  # batches that are sorted by length together
+    window = 32  # number of batches that are sorted by length together
 
     def __init__(self, lengths: Sequence[int], batch_size: int, group: int, seed: int):
         self.lengths, self.batch_size, self.seed = torch.tensor(lengths), batch_size, seed
         self.drop_last, self.epoch = True, 0
         self.count = len(lengths) // (batch_size * group) * group
         if self.count == 0:
-            raise ValueError(f"{len(lengths)} rows are too few for one step of {batch_size * group}.")
+            raise ValueError(f"the data have {len(lengths)} rows, fewer than one step of {batch_size * group}")
 
     def __len__(self) -> int:
         return self.count
@@ -117,10 +117,13 @@ class LengthGroupedBatches(Sampler[list[int]]):
 
 
 def conversations(tokenizer: PreTrainedTokenizerBase, source: str, max_length: int, streaming: bool = False) -> Any:
-    """A dataset of encoded conversations, from the rows of `source`; those whose answer is cut off whole are left out.
+    """The conversations of `source`, encoded; without those of which `max_length` leaves no answer.
 
     Args:
-        streaming: read the source as it is needed, in its own order, shuffled within a buffer.
+        tokenizer: of the model.
+        source: as for `read_rows`.
+        max_length: tokens of a conversation; what is beyond is cut off.
+        streaming: read rows as they are needed, in the order of the source, shuffled within a buffer.
     """
     rows = read_rows(source, streaming)
     columns = list(next(iter(rows)))
@@ -129,7 +132,7 @@ def conversations(tokenizer: PreTrainedTokenizerBase, source: str, max_length: i
 
 
 def packed_blocks(tokenizer: PreTrainedTokenizerBase, source: str, length: int, seed: int = 0) -> Any:
-    """A dataset of blocks of equal length, cut from all conversations in a row; every token in them is predicted."""
+    """All conversations one after the other, cut into blocks of equal length, in which every token is predicted."""
 
     def cut(rows: dict[str, list[list[int]]]) -> dict[str, list[Any]]:
         ids = list(chain.from_iterable(rows["input_ids"]))
@@ -141,11 +144,14 @@ def packed_blocks(tokenizer: PreTrainedTokenizerBase, source: str, length: int, 
 
 
 def batches(rows: Any, batch_size: int, *, group: int = 1, seed: int = 0, pad_token_id: int = 0) -> DataLoader:
-    """Batches of encoded rows; see `collate` for what is in one.
+    """Batches of encoded rows, as from `collate`.
 
     Args:
+        rows: encoded conversations or blocks.
         batch_size: rows in a batch.
-        group: batches to a step, over all processes.
+        group: batches in a step, over all processes.
+        seed: of the order.
+        pad_token_id: of the tokenizer.
     """
 
     def batched(batch: Sequence[dict[str, Any]]) -> Batch:

@@ -1,13 +1,13 @@
-"""The loss of a student that imitates a target: KL(p || q), over chunks of positions.
+"""Distillation from a frozen target: settings, data, hidden states, and the loss KL(p || q) in chunks of positions.
 
-With p the target and q the student, the mean over a target's own text of KL(p || q) bounds the rate at which drafts
-are rejected: 1 - sum_v min(p_v, q_v) <= sqrt(KL(p || q) / 2) (Pinsker; Leviathan et al., arXiv 2211.17192, section 3).
+p is the target, q the draft. The mean of KL(p || q) over the target's own text bounds the rejection rate of draft
+tokens: 1 - sum_v min(p_v, q_v) <= sqrt(KL(p || q) / 2) (Pinsker; Leviathan et al., arXiv 2211.17192, section 3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,35 +16,40 @@ from torch.nn.functional import kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
 from answers import DEFAULT_GENERATION
+from common import Options
 from corpus import Batch, conversations
 from hf_specgen.target.model_parts import decoder, layer_outputs, output_logits
 from training import TrainingSettings, shared_batches
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
-CHUNK = 1024  # positions whose vocabulary-sized logits are alive at once
+CHUNK = 1024
+"""Positions whose logits `[positions, vocab]` are in memory at once."""
 
 
 @dataclass(kw_only=True)
 class DistillationSettings(TrainingSettings):
-    """What every recipe with a frozen target can be told."""
+    """Settings of every recipe with a frozen target."""
 
-    target: str
-    evaluation: str | None = None  # held-out prompts, {domain, prompt}
-    evaluation_per_domain: int = 20
-    generation: dict[str, Any] = field(default_factory=lambda: dict(DEFAULT_GENERATION))  # decoding, per domain
+    target: str = HfArg(help="Hub id or folder of the target")
+    evaluation: str | None = HfArg(default=None, help="held-out prompts, rows {domain, prompt}; none: no evaluation")
+    evaluation_per_domain: int = HfArg(default=20, help="evaluated prompts of each domain")
+    generation: Options = HfArg(
+        default_factory=lambda: Options(DEFAULT_GENERATION), help="arguments of generate by domain; default: for others"
+    )
 
 
 def load_target(name: str, accelerator: Accelerator) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen target, in its own dtype where this run computes in bf16, and in float32 elsewhere."""
+    """The frozen target, in the dtype of its checkpoint if this run computes in bf16, otherwise in float32."""
     dtype = "auto" if accelerator.mixed_precision == "bf16" else torch.float32
     target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(accelerator.device)
     return target.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
 
 
 def answers(settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator) -> DataLoader:
-    """The training data as batches of conversations, with the answers marked."""
+    """The training data: batches of conversations with the answers marked."""
     rows = conversations(tokenizer, settings.data, settings.max_length, settings.streaming)
     return shared_batches(rows, settings, accelerator, tokenizer.pad_token_id or 0)
 
@@ -55,9 +60,14 @@ def target_states(
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """One forward pass of the frozen target.
 
+    Args:
+        target: the target.
+        batch: as from `collate`.
+        exits: layers E after which the state is returned as well.
+
     Returns:
-        `[positions, hidden]`, what its output matrix reads at the predicting positions, and the same behind the first
-        E layers for each E of `exits`.
+        `[positions, hidden]` the input of the output matrix at the predicting positions, and the hidden state after the
+        first E layers for each E of `exits`.
     """
     with layer_outputs(target, exits) as states:
         last = _read(target, batch)
@@ -65,7 +75,7 @@ def target_states(
 
 
 def draft_states(draft: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """The same of a draft, with gradients."""
+    """The first of the two for a draft, with gradients."""
     return _read(draft, batch)
 
 
@@ -80,10 +90,11 @@ def kl_sum(
 ) -> torch.Tensor:
     """Sum over positions of KL(p || q).
 
-    Where there is more than one chunk, its logits are computed again for the gradient rather than kept.
+    With more than one chunk, logits are recomputed for the backward pass instead of kept.
 
     Args:
-        target_hidden: `[positions, hidden]` of the target.
+        target: for p.
+        target_hidden: `[positions, hidden]` as from `target_states`.
         student_hidden: `[positions, width]`.
         student_logits: from `[n, width]` to `[n, vocab]`.
     """
@@ -92,7 +103,7 @@ def kl_sum(
         with torch.no_grad():
             p_logits = output_logits(target, p_hidden)
         q_logits = student_logits(q_hidden)
-        width = min(p_logits.shape[-1], q_logits.shape[-1])  # one of the two may pad its vocabulary
+        width = min(p_logits.shape[-1], q_logits.shape[-1])  # the vocabulary of one of them may be padded
         p, q = (log_softmax(logits[:, :width].float(), dim=-1) for logits in (p_logits, q_logits))
         return kl_div(q, p, reduction="sum", log_target=True)
 

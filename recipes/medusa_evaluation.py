@@ -1,4 +1,4 @@
-"""How good Medusa heads are: each head's accuracy on the target's own answers, and what speculation makes of them."""
+"""Evaluation of Medusa heads: accuracy on the target's own answers, and tokens per step of real generations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from huggingface_hub import EvalResult
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from agreement import eval_result
 from answers import answer_batch, batches_by_domain
 from corpus import Batch, chat_prompt, collate, encode_row, read_rows
 from distillation import DistillationSettings, target_states
@@ -27,37 +29,37 @@ NEW_TOKENS = 128
 
 @dataclass
 class HeadScores:
-    """Of one domain."""
+    """Counts and times of one domain."""
 
-    hits: torch.Tensor  # [heads, SHOWN] how often the guess of each rank was the answer's token
-    seen: torch.Tensor  # [heads] of how many
+    hits: torch.Tensor  # [heads, SHOWN] how often the draft token of each rank was the answer's token
+    seen: torch.Tensor  # [heads] number of predicted tokens
     tokens: int = 0
     steps: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"plain": 0.0, "Medusa": 0.0})
 
     def accuracy(self, ranks: int) -> list[float]:
-        """Share of tokens among the first `ranks` guesses of each head."""
+        """Share of tokens that are among the first `ranks` draft tokens of each head."""
         return (self.hits[:, :ranks].sum(dim=1) / self.seen.clamp(min=1)).tolist()
 
     @property
     def tokens_per_step(self) -> float:
-        """Of real generations."""
+        """Mean of real generations."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def speedup(self) -> float:
-        """Of the same generations over plain `generate`, which write the same tokens."""
+        """Speedup of the same generations over plain `generate`, which generates the same tokens."""
         return self.seconds["plain"] / self.seconds["Medusa"] if self.steps else 0.0
 
 
 class Evaluation:
-    """Measures heads on held-out prompts while they are being trained.
+    """Measures heads on held-out prompts, also during training.
 
     Args:
-        settings: `evaluation`, `evaluation_per_domain` and `generation` are read.
-        heads, lora: may go on changing; a copy is measured.
-        target: the model that they belong to, which answers the prompts once in each measurement.
-        tokenizer: its tokenizer.
+        settings: `evaluation`, `evaluation_per_domain` and `generation` are used.
+        heads, lora: a copy of their current weights is measured.
+        target: the model that they were trained for; it answers the prompts in each measurement.
+        tokenizer: of the target.
     """
 
     def __init__(
@@ -86,12 +88,12 @@ class Evaluation:
 
     @torch.no_grad()
     def measure(self) -> dict[str, HeadScores]:
-        """By domain."""
+        """Measure all domains; returns the scores by domain."""
         was_training = self._target.training
         self._target.eval()
         heads = cast(MedusaHeads, cast(Any, copy.deepcopy(self._heads)).to(self._target.dtype).eval())
         reader = MedusaRunner(heads, self._target, self._lora)
-        candidates = MedusaCandidates(heads, lora=self._lora, policy=FixedDepth())  # guesses in every step
+        candidates = MedusaCandidates(heads, lora=self._lora, policy=FixedDepth())  # drafts in every step
         count = heads.config.num_heads
         result = {}
         for seed, (domain, rows) in enumerate(self._rows.items()):
@@ -112,11 +114,11 @@ class Evaluation:
         hidden = target_states(self._target, batch)[0]  # [positions, hidden]
         following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
         rows = batch["predicts"].nonzero()[:, 0]
-        guesses = reader.logits(hidden, following).topk(SHOWN, dim=-1).indices  # [positions, heads, SHOWN]
-        for head in range(guesses.shape[1]):
+        drafted = reader.logits(hidden, following).topk(SHOWN, dim=-1).indices  # [positions, heads, SHOWN]
+        for head in range(drafted.shape[1]):
             later = later_positions(rows, head)
-            right = guesses[later - head - 1, head] == following[later, None]
-            scores.hits[head] += right.float().sum(dim=0).cpu()
+            correct = drafted[later - head - 1, head] == following[later, None]
+            scores.hits[head] += correct.float().sum(dim=0).cpu()
             scores.seen[head] += len(later)
 
     def _generate(self, scores: HeadScores, candidates: MedusaCandidates, row: dict[str, Any], seed: int) -> None:
@@ -153,15 +155,16 @@ class Evaluation:
 
 
 def evaluation_section(prompts: str | None, results: dict[str, HeadScores]) -> str:
-    """For a model card: how it was measured, and a row per domain."""
+    """The section of a model card: how it was measured, and a row per domain."""
     if not results:
-        return "Nothing was measured: the recipe was given no `evaluation` prompts."
+        return "Nothing was measured, as the recipe was given no `evaluation` prompts."
     heads = range(len(next(iter(results.values())).seen))
     lines = [
-        f"On answers that the target itself gave to held-out prompts (`{prompts}`), with each domain's own decoding "
-        f"settings: how often each head's first guess, and one of its first {SHOWN}, was the answer's token. *Tokens "
-        f"per step* and *speedup* are those of real generations with `MedusaCandidates` beside plain `generate`, "
-        f"{GENERATED_PER_DOMAIN} a domain, on the machine that trained; the target's own token counts.\n",
+        f"On the target's own answers to held-out prompts (`{prompts}`), with the decoding settings of each domain: "
+        f"how often the answer's token was the first draft token of each head, and among its first {SHOWN}. *Tokens "
+        "per step* (including the target's own token) and *speedup* over plain `generate` are those of "
+        f"{GENERATED_PER_DOMAIN} real generations per domain with `MedusaCandidates`, on the machine of the "
+        "training.\n",
         "| domain | " + " | ".join(f"head {head}" for head in heads) + " | tokens per step | speedup |",
         "|---" * (len(heads) + 3) + "|",
     ]
@@ -170,3 +173,15 @@ def evaluation_section(prompts: str | None, results: dict[str, HeadScores]) -> s
         cells = " | ".join(f"{first:.0%} / {several:.0%}" for first, several in pairs)
         lines.append(f"| {domain} | {cells} | {scores.tokens_per_step:.2f} | {scores.speedup:.2f}x |")
     return "\n".join(lines)
+
+
+def eval_results(prompts: str | None, results: dict[str, HeadScores]) -> list[EvalResult]:
+    """The same numbers for the metadata of a model card."""
+    return [
+        eval_result(prompts, domain, metric, value)
+        for domain, scores in results.items()
+        for metric, value in (
+            *((f"top-1 accuracy of head {head}", value) for head, value in enumerate(scores.accuracy(1))),
+            ("tokens per step", scores.tokens_per_step),
+        )
+    ]

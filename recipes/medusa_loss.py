@@ -1,13 +1,13 @@
-"""The loss of Medusa heads: KL(p || q) of each head to what the target itself said later, head by head, in chunks.
+"""The loss of Medusa heads: KL(p || q) between each head and the target's distribution at the later position.
 
-    flat answer positions j, row-major:      0   1   2   3   4        (one answer)
-    target's distribution p:                p0  p1  p2  p3  p4        p_j is of the token after position j
-    head 0 at position i learns p_(i+1):        q0  q1  q2  q3
-    head 1 at position i learns p_(i+2):            q0  q1  q2
+    positions j of one answer:                       0   1   2   3   4
+    target's distribution p_j of the next token:    p0  p1  p2  p3  p4
+    head 0 at position i is trained on p_(i+1):         q0  q1  q2  q3
+    head 1 at position i is trained on p_(i+2):             q0  q1  q2
 
-So head h at the state that predicts token t+1 learns token t+h+2, and p is computed once for all heads.
-`[positions, vocab]` tensors exist for one head and `CHUNK` positions at a time: their gradient is taken at once, and
-only its sums over states and trained matrices are kept (as in a fused linear cross-entropy).
+So head h, at the hidden state that predicts token t+1, predicts token t+h+2; p is computed once for all heads.
+`[positions, vocab]` tensors exist for one head and `CHUNK` positions at a time: their gradients are computed at once
+and accumulated over states and trained matrices, as in a fused linear cross-entropy.
 
 Source: Cai et al., "Medusa" (2024), sections 2.2.1 (loss, 0.8^h) and 2.3.2 (self-distillation with KL).
 """
@@ -40,12 +40,12 @@ def medusa_loss(
     """Sum over heads and positions of 0.8^h KL(p || q).
 
     Args:
-        target: for p; no gradient reaches it through p.
-        heads: to be trained.
+        target: for p, which has no gradient.
+        heads: are trained.
         outputs: the output matrix of each head.
-        hidden: `[positions, hidden]` what the target's output matrix read at the answers' positions, row by row.
+        hidden: `[positions, hidden]` inputs of the target's output matrix at the answers' positions, row by row.
         tokens: `[positions, hidden]` embeddings of the tokens that those positions predict, for `reads_token`.
-        rows: `[positions]` which answer each position is of.
+        rows: `[positions]` index of the answer of each position.
     """
     states = [heads.head_state(head, hidden, tokens) for head in range(heads.config.num_heads)]
 
@@ -64,10 +64,10 @@ def medusa_loss(
 
 
 def later_positions(rows: torch.Tensor, head: int) -> torch.Tensor:
-    """The positions that a head's state h + 1 places before them, in the same answer, has to guess the token of.
+    """The positions whose next token is predicted by head h, from the state h + 1 positions earlier in the same answer.
 
     Args:
-        rows: `[positions]` which answer each position is of.
+        rows: `[positions]` index of the answer of each position.
         head: h.
 
     Example:
@@ -82,8 +82,9 @@ def answer_loss(target: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Ten
     """The target's own cross-entropy, summed over positions, in chunks.
 
     Args:
+        target: for the output matrix.
         hidden: `[positions, hidden]`, with a gradient.
-        tokens: `[positions]` the tokens that they are to predict.
+        tokens: `[positions]` the tokens to predict.
     """
 
     def parts(leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -99,12 +100,12 @@ def gradient_at_once(
     states: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """The sum of scalars whose graphs are used up one by one, so that nothing of one is kept when the next is made.
+    """A sum of scalars whose gradients are computed one by one, so that only one of their graphs exists at a time.
 
     Args:
         parts: yields the scalars, from detached copies of the states.
-        states: what the gradient goes on to.
-        parameters: what else the scalars depend on; those that are not trained are left out.
+        states: receive the accumulated gradient.
+        parameters: further inputs of the scalars; those that require no gradient are left out.
     """
     trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
     return cast(torch.Tensor, _GradientAtOnce.apply(parts, len(states), *states, *trained))

@@ -1,4 +1,4 @@
-"""The output folder of Medusa heads: weights, card, and the code that `custom_generate=` runs."""
+"""Writes the output folder of Medusa heads: weights, card, and the code that `custom_generate=` runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from cards import push, write_card
 from hf_specgen.heads.hub import write_custom_generate
 from hf_specgen.heads.lora import FOLDER
 from hf_specgen.heads.medusa import MedusaHeads
-from medusa_evaluation import HeadScores, evaluation_section
+from medusa_evaluation import HeadScores, eval_results, evaluation_section
 
 ADAPTER = "adapter"
+STAGE_TWO = ("lora", "base_learning_rate", "heads_weight")
+"""Settings without effect in stage 1."""
 USAGE = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specgen import MedusaCandidates
@@ -25,12 +27,19 @@ inputs = tokenizer("Hello", return_tensors="pt")
 target.generate(**inputs, candidate_generator=MedusaCandidates.from_pretrained("{heads}"))
 """
 ADAPT = """
-target.load_adapter("{heads}", adapter_kwargs={{"subfolder": "adapter"}})  # these heads belong to the adapted target"""
+target.load_adapter("{heads}", adapter_kwargs={{"subfolder": "adapter"}})  # the heads belong to the adapted target"""
 
 
 @dataclass
 class Trained:
-    """What a run has made: heads, the `PeftModel` of their LoRA matrices, the adapted target and its whole weights."""
+    """The result of a run.
+
+    Args:
+        heads: the heads.
+        lora: the `PeftModel` of their LoRA matrices, or None.
+        adapted: the adapted target of stage 2, or None.
+        weights: the complete weights of its adapter.
+    """
 
     heads: MedusaHeads
     lora: Any
@@ -39,10 +48,8 @@ class Trained:
 
 
 def save(settings: Any, trained: Trained, results: dict[str, HeadScores], losses: list[tuple[int, float]]) -> None:
-    """Write the folder, and upload it if asked to."""
+    """Write the folder, and upload it if requested."""
     folder, heads = Path(settings.output), trained.heads
-    if trained.adapted is None:
-        settings.lora = settings.base_learning_rate = settings.heads_weight = None  # not used, so not on the card
     heads.save_pretrained(folder)
     if trained.lora is not None:
         trained.lora.save_pretrained(folder / FOLDER)
@@ -70,6 +77,8 @@ def save(settings: Any, trained: Trained, results: dict[str, HeadScores], losses
         + f'\n# or:\ntarget.generate(**inputs, custom_generate="{name}", trust_remote_code=True)\n',
         settings=settings,
         measured=evaluation_section(settings.evaluation, results),
+        results=eval_results(settings.evaluation, results),
+        leave_out=() if trained.adapted is not None else STAGE_TWO,
         losses=losses,
     )
     push(folder, settings.push_to_hub)

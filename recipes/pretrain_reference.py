@@ -1,27 +1,28 @@
-"""Makes a small chat model from scratch, as the embedded one was made.
+"""Pretrains a small chat model like the embedded one.
 
     accelerate launch recipes/pretrain_reference.py --config recipes/configs/pretrain_reference_1.yaml --data FILE_OR_ID
     accelerate launch recipes/pretrain_reference.py --config recipes/configs/pretrain_reference_2.yaml --data FILE_OR_ID
 
-Two stages, the second from the first's result: AdamW, then Muon for the matrices within the layers and AdamW for the
-rest. The data are rows {domain, prompt, response}, packed into blocks; every token is predicted, prompts too. The
-sources of the embedded model's data are on its card.
+Two stages, of which the second continues the first: AdamW, then Muon for the matrices of the layers and AdamW for the
+other parameters. The data are rows {domain, prompt, response}, packed into blocks in which every token is predicted,
+prompts included. The card of the embedded model names the sources of its data.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
 from cards import push, write_card
-from common import parse_config
+from common import Options, parse_config
 from corpus import Batch, packed_blocks
 from training import TrainingSettings, shared_batches, start, train
 
@@ -35,13 +36,13 @@ tokenizer = AutoTokenizer.from_pretrained("{model}")
 
 @dataclass(kw_only=True)
 class Settings(TrainingSettings):
-    """The shape of the model, or where to go on from, and the optimizer of this stage."""
+    """The shape of the model or the model to continue with, and the optimizer of this stage."""
 
-    tokenizer: str
-    shape: dict[str, Any] = field(default_factory=dict)  # fields of LlamaConfig
-    start_from: str | None = None  # a model to go on with, instead of `shape`
-    optimizer: str = "adamw"  # or "muon"
-    adamw_learning_rate: float = 1e-3  # beside Muon, for embeddings and norms
+    tokenizer: str = HfArg(help="Hub id or folder of the tokenizer")
+    shape: Options = HfArg(default_factory=Options, help="fields of LlamaConfig")
+    start_from: str | None = HfArg(default=None, help="model to continue with, instead of `shape`")
+    optimizer: Literal["adamw", "muon"] = HfArg(default="adamw", help="muon: for the matrices of the layers")
+    adamw_learning_rate: float = HfArg(default=1e-3, help="with Muon, for embeddings and norms")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_model(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """In float32, from scratch or from an earlier stage."""
+    """The model in float32, from scratch or from an earlier stage."""
     if settings.start_from:
         return AutoModelForCausalLM.from_pretrained(settings.start_from, dtype=torch.float32)
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -68,26 +69,20 @@ def make_model(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> PreTra
 
 
 def make_optimizers(settings: Settings, model: PreTrainedModel) -> list[Optimizer]:
-    """AdamW over everything; or Muon over the layers' matrices and AdamW over the rest.
-
-    Raises:
-        ValueError: for an optimizer that is neither.
-    """
+    """AdamW for all parameters; or Muon for the matrices of the layers and AdamW for the others."""
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and ".layers." in name]
     chosen = {id(matrix) for matrix in matrices}
     rest = [weight for weight in model.parameters() if id(weight) not in chosen]
     adamw: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": settings.weight_decay}
     if settings.optimizer == "adamw":
         return [torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, **adamw)]
-    if settings.optimizer == "muon":
-        muon = torch.optim.Muon(
-            matrices,
-            lr=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            adjust_lr_fn="match_rms_adamw",  # updates as large as AdamW's, so that its learning rates carry over
-        )
-        return [muon, torch.optim.AdamW(rest, lr=settings.adamw_learning_rate, **adamw)]
-    raise ValueError(f"optimizer must be 'adamw' or 'muon', not {settings.optimizer!r}.")
+    muon = torch.optim.Muon(
+        matrices,
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn="match_rms_adamw",  # updates as large as AdamW's, so that its learning rates can be used
+    )
+    return [muon, torch.optim.AdamW(rest, lr=settings.adamw_learning_rate, **adamw)]
 
 
 def loss_sum(module: nn.Module, batch: Batch) -> torch.Tensor:
@@ -101,7 +96,7 @@ def loss_sum(module: nn.Module, batch: Batch) -> torch.Tensor:
 def save(
     settings: Settings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, losses: list[tuple[int, float]]
 ) -> None:
-    """The model in bfloat16 with its tokenizer, its card, and the way to the Hub."""
+    """Write the model in bfloat16, its tokenizer and its card, and upload them if requested."""
     model.to(torch.bfloat16).save_pretrained(settings.output)  # type: ignore[arg-type]
     tokenizer.save_pretrained(settings.output)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
@@ -110,10 +105,10 @@ def save(
         title=Path(settings.output).name,
         recipe="pretrain_reference",
         base_model=None,
-        summary=f"A small chat model of {millions:.1f}M parameters, to measure speculative decoding on.",
+        summary=f"A small chat model of {millions:.1f}M parameters, for measurements of speculative decoding.",
         usage=USAGE.format(model=settings.push_to_hub or settings.output),
         settings=settings,
-        measured="The training loss, below; nothing else.",
+        measured="Nothing but the training loss, see below.",
         losses=losses,
     )
     push(settings.output, settings.push_to_hub)

@@ -1,29 +1,30 @@
-"""Distils a small draft model from a target, on the target's own answers.
+"""Distills a small draft model from a target, on the target's own answers.
 
     accelerate launch recipes/train_draft.py --config recipes/configs/draft_reference.yaml
     accelerate launch recipes/train_draft.py --config recipes/configs/draft_lora.yaml --target ID --draft SMALLER_ID
     accelerate launch recipes/train_draft.py --config recipes/configs/draft_reference.yaml --resume true
 
-Either `layers` makes the draft from some of the target's layers, its embeddings and its output matrix (or from
-scratch, where `shape` changes a width), or `draft` names an existing small model with the same tokenizer, on which
-PEFT trains LoRA matrices; they are merged, so that the result is a plain model either way. The answers come from
-build_distillation_set.py; the target's distribution is computed while training, for answers only.
+Either `layers` initializes the draft with some of the target's layers, its embeddings and its output matrix (weights
+whose shape is changed by `shape` are new), or `draft` names an existing small model with the same tokenizer, in which
+PEFT trains LoRA matrices that are merged in the end. The result is a plain model either way. The answers are those of
+build_distillation_set.py; the target's distribution is computed during training, for answers only.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
-from agreement import Agreement, agreement_section, measure_agreement
+from agreement import Agreement, agreement_section, eval_results, measure_agreement
 from cards import push, write_card
-from common import parse_config
+from common import Options, parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, draft_states, kl_sum, load_target, target_states
 from hf_specgen.target.model_parts import output_logits
@@ -43,23 +44,32 @@ target.generate(**inputs, candidate_generator=DraftModelCandidates("{draft}", k=
 
 @dataclass(kw_only=True)
 class Settings(DistillationSettings):
-    """What to distil, from what, into what."""
+    """The draft model.
 
-    layers: list[int] | None = None  # of the target, that the draft starts from
-    shape: dict[str, Any] = field(default_factory=dict)  # what differs from the target's config
-    draft: str | None = None  # an existing small model, instead of `layers`
-    lora: dict[str, Any] | None = None  # fields of PEFT's LoraConfig, for such a draft
+    Raises:
+        ValueError: if neither or both of `layers` and `draft` are given.
+    """
+
+    layers: list[int] | None = HfArg(default=None, help="layers of the target that initialize those of the draft")
+    shape: Options = HfArg(default_factory=Options, help="fields of the config that differ from the target's")
+    draft: str | None = HfArg(default=None, help="existing small model, instead of `layers`")
+    lora: Options | None = HfArg(default=None, help="fields of PEFT's LoraConfig, for an existing model")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.layers is None) == (self.draft is None):
+            raise ValueError("give either `layers` of the target, or `draft`, an existing small model")
 
 
 class Distiller(nn.Module):
-    """The draft, called once per batch so that gradients are averaged over processes."""
+    """The draft as one module, whose forward pass is called once per batch, as data-parallel training requires."""
 
     def __init__(self, draft: PreTrainedModel):
         super().__init__()
         self.draft = draft
 
     def forward(self, batch: Batch, target: list[PreTrainedModel], target_hidden: torch.Tensor) -> torch.Tensor:
-        """Sum over the answers' positions of KL(target || draft); `[]` around the target hides it from DDP."""
+        """Sum over the answers' positions of KL(target || draft); the list hides the target from DDP."""
         states = draft_states(self.draft, batch)
         return kl_sum(target[0], target_hidden, states, lambda hidden: output_logits(self.draft, hidden))
 
@@ -85,28 +95,27 @@ def main(arguments: list[str] | None = None) -> None:
 def make_draft(
     settings: Settings, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedModel, Any]:
-    """The draft in float32, and the `PeftModel` around it if it is adapted by LoRA.
+    """The draft in float32, and the `PeftModel` around it if it is trained with LoRA.
 
     Raises:
-        ValueError: if neither or both of `layers` and `draft` are given, or tokenizers differ.
+        ValueError: if the tokenizers of draft and target differ.
     """
-    if (settings.layers is None) == (settings.draft is None):
-        raise ValueError("give either `layers` (of the target, to start from) or `draft` (an existing small model).")
     if settings.draft is None:
         return from_layers(target, cast(list[int], settings.layers), settings.shape), None
     from peft import LoraConfig, get_peft_model
 
     if AutoTokenizer.from_pretrained(settings.draft).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"{settings.draft} and {settings.target} have different tokenizers; choose another draft.")
+        raise ValueError(f"{settings.draft} and {settings.target} have different tokenizers; choose another draft")
     draft = AutoModelForCausalLM.from_pretrained(settings.draft, dtype=torch.float32)
     return draft, get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", **(settings.lora or DEFAULT_LORA)))
 
 
 def from_layers(target: PreTrainedModel, layers: list[int], changes: dict[str, Any]) -> PreTrainedModel:
-    """A model with as many layers as `layers` names, and the target's weights wherever shapes agree.
+    """A model with one layer for each of `layers`, with the target's weights wherever shapes are equal.
 
     Args:
-        layers: the target's layers, from 0; the i-th is where the draft's layer i starts from.
+        target: the target.
+        layers: indices of the target's layers; the i-th initializes layer i of the draft.
         changes: fields of the config that differ from the target's.
 
     Raises:
@@ -114,7 +123,7 @@ def from_layers(target: PreTrainedModel, layers: list[int], changes: dict[str, A
     """
     count = target.config.get_text_config().num_hidden_layers
     if not layers or not all(0 <= layer < count for layer in layers):
-        raise ValueError(f"layers must name layers of the target, 0 to {count - 1}, not {layers}.")
+        raise ValueError(f"layers must be indices of the target's layers, 0 to {count - 1}, got {layers}")
     config = copy.deepcopy(target.config)
     text = config.get_text_config()
     if getattr(text, "layer_types", None):
@@ -132,9 +141,9 @@ def from_layers(target: PreTrainedModel, layers: list[int], changes: dict[str, A
 
 
 def _source_name(name: str, layers: list[int]) -> str:
-    """`model.layers.1.mlp.weight` of a draft from layers [0, 7] is `model.layers.7.mlp.weight` of the target."""
+    """The target's name of a weight: with layers [0, 7], `model.layers.1.mlp.weight` is `model.layers.7.mlp.weight`."""
     parts = name.split(".")
-    index = next((i for i, part in enumerate(parts) if part.isdigit()), None)  # later numbers are experts and the like
+    index = next((i for i, part in enumerate(parts) if part.isdigit()), None)  # later numbers belong to experts
     if index is not None:
         parts[index] = str(layers[int(parts[index])])
     return ".".join(parts)
@@ -147,7 +156,7 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     losses: list[tuple[int, float]],
 ) -> None:
-    """The model with its tokenizer, its card with what was measured, and the way to the Hub."""
+    """Evaluate the draft, write it with its tokenizer and its card, and upload them if requested."""
     draft.save_pretrained(settings.output)
     tokenizer.save_pretrained(settings.output)
     results: dict[str, Agreement] | None = None
@@ -167,8 +176,9 @@ def save(
         title=f"{Path(settings.output).name}: a draft model",
         recipe="train_draft",
         base_model=settings.target,
-        summary=f"A draft for speculative decoding: {layers} layers, {parameters / 1e6:.1f}M parameters, "
+        summary=f"A draft model for speculative decoding: {layers} layers, {parameters / 1e6:.1f}M parameters, "
         f"{str(draft.dtype).removeprefix('torch.')}, distilled from its target on the target's own answers.",
+        results=eval_results(settings.evaluation, results),
         usage=USAGE.format(target=settings.target, draft=settings.push_to_hub or settings.output),
         settings=settings,
         measured=agreement_section(settings.evaluation, results),

@@ -1,11 +1,11 @@
-"""Trains exit adapters: what the target will say, read from the hidden state behind one of its early layers.
+"""Trains exit adapters, which predict the target's next token from the hidden state after an early layer.
 
     accelerate launch recipes/train_layer_skip.py --config recipes/configs/exit_reference.yaml
-    accelerate launch recipes/train_layer_skip.py --config recipes/configs/exit_reference.yaml --exit-layers '[2, 3, 4]'
+    accelerate launch recipes/train_layer_skip.py --config recipes/configs/exit_reference.yaml --exit-layers 2 3 4
 
-An adapter is a copy of the target's final norm and a LoRA matrix on its output matrix (PEFT). The target is frozen, so
-its own output does not change; one forward pass of it serves all exit layers. With several exit layers the folder
-OUTPUT/layer-E holds the adapter of each, and `--push-to-hub user/name` makes a repository user/name-layer-E of each.
+An adapter is a copy of the target's final norm and a LoRA matrix on its output matrix (PEFT). The target is frozen; one
+forward pass of it serves all exit layers. With several exit layers, OUTPUT/layer-E has the adapter of layer E, and
+`--push-to-hub user/name` uploads each to user/name-layer-E.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
-from agreement import Agreement, Predictor, agreement_section, measure_agreement
+from agreement import Agreement, Predictor, agreement_section, eval_results, measure_agreement
 from cards import push, write_card
 from common import parse_config
 from corpus import Batch
@@ -40,14 +41,23 @@ target.generate(**inputs, candidate_generator=LayerSkipCandidates(exit_layer={ex
 
 @dataclass(kw_only=True)
 class Settings(DistillationSettings):
-    """Which exits, and how large an adapter."""
+    """Exit layers and the size of an adapter.
 
-    exit_layers: list[int]  # how many of the target's layers are run before the exit
-    rank: int = 64
+    Raises:
+        ValueError: for a layer or rank below 1.
+    """
+
+    exit_layers: list[int] = HfArg(help="numbers of the target's layers that run before the exits")
+    rank: int = HfArg(default=64, help="of the LoRA matrix")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.exit_layers) < 1 or self.rank < 1:
+            raise ValueError(f"exit layers and rank must be at least 1, got {self.exit_layers} and {self.rank}")
 
 
 class Exits(nn.Module):
-    """The exit heads, called once per batch so that gradients are averaged over processes."""
+    """All exit heads as one module, whose forward pass is called once per batch, as data-parallel training requires."""
 
     def __init__(self, target: PreTrainedModel, exit_layers: list[int], rank: int):
         super().__init__()
@@ -56,12 +66,12 @@ class Exits(nn.Module):
         self.adapters = nn.ModuleDict({name: get_peft_model(cast(Any, head), lora) for name, head in heads.items()})
         for parameter in self.parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.float()  # small steps would be lost in bfloat16
+                parameter.data = parameter.data.float()  # bfloat16 is too coarse for small updates
 
     def forward(
         self, states: dict[int, torch.Tensor], target: list[PreTrainedModel], target_hidden: torch.Tensor
     ) -> torch.Tensor:
-        """Sum over the answers' positions and the exits of KL(target || exit); `[]` hides the target from DDP."""
+        """Sum over the answers' positions and the exits of KL(target || exit); the list hides the target from DDP."""
         sums = [
             kl_sum(target[0], target_hidden, state, self.adapters[str(exit_layer)])
             for exit_layer, state in states.items()
@@ -94,7 +104,7 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     losses: list[tuple[int, float]],
 ) -> None:
-    """A folder for each exit: adapter, card with what was measured, and the way to the Hub."""
+    """Evaluate the exits, write a folder with adapter and card for each, and upload them if requested."""
     exits = exits.to(target.dtype).eval()
     results = evaluate(settings, exits, target, tokenizer) if settings.evaluation else {}
     output = Path(settings.output)
@@ -109,12 +119,13 @@ def save(
             title=f"{folder.name}: an exit adapter",
             recipe="train_layer_skip",
             base_model=settings.target,
-            summary=f"Reads the target's next token from the hidden state behind its first {name} layers: a norm and a "
-            f"LoRA matrix of rank {settings.rank} on the target's output matrix. The target itself is unchanged.",
+            summary=f"Predicts the target's next token from the hidden state after its first {name} layers: a norm and "
+            f"a LoRA matrix of rank {settings.rank} on the target's output matrix. The target itself is unchanged.",
+            results=eval_results(settings.evaluation, results.get(name)),
             usage=USAGE.format(target=settings.target, exit_layer=name, adapter=repository or folder),
             settings=settings,
             measured=measured + untrained_note(results.get(f"{name} untrained")),
-            losses=[] if several else losses,  # several exits share one sum
+            losses=[] if several else losses,  # the loss is a sum over all exits
             library="peft",
         )
         push(folder, repository)
@@ -123,7 +134,7 @@ def save(
 def evaluate(
     settings: Settings, exits: Exits, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, dict[str, Agreement]]:
-    """Of each exit, with its adapter and ("untrained") without."""
+    """Agreement of each exit with the target, with its adapter and ("untrained") without."""
 
     def reads(exit_layer: int, head: nn.Module) -> Predictor:
         return lambda batch: head(target_states(target, batch, (exit_layer,))[1][exit_layer])
@@ -139,7 +150,7 @@ def evaluate(
 
 
 def untrained_note(results: dict[str, Agreement] | None) -> str:
-    """What the same exit is worth without the adapter."""
+    """Agreement of the same exit without the adapter, as a sentence for the card."""
     if not results:
         return ""
     shares = ", ".join(f"{domain} {result.top1:.1%}" for domain, result in results.items())

@@ -3,21 +3,23 @@
     accelerate launch recipes/train_medusa.py --config recipes/configs/medusa_reference.yaml
     accelerate launch recipes/train_medusa.py --config recipes/configs/medusa_reference.yaml --stage 2 --heads HEADS
 
-Stage 1: the target is frozen; all heads learn at once from the hidden states of one forward pass without gradients.
-Stage 2: LoRA matrices in the target (PEFT) learn together with the heads, with the target's own loss and a learning
-rate of their own. The result is an adapter and heads that belong together: the target is then the adapted model.
+Stage 1: the target is frozen; all heads are trained on the hidden states of one forward pass without gradients.
+Stage 2: LoRA matrices in the target (PEFT) are trained together with the heads, with the target's own loss and a
+learning rate of their own. The result is an adapter and heads that belong together: the target is then the adapted
+model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
 
-from common import parse_config
+from common import Options, parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, draft_states, load_target, target_states
 from hf_specgen.heads.formats import load_medusa
@@ -35,31 +37,41 @@ DEFAULT_LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "al
 
 @dataclass(kw_only=True)
 class Settings(DistillationSettings):
-    """Which heads, and how they are trained."""
+    """The heads and their training.
 
-    stage: int = 1
-    heads: str | None = None  # heads to go on from, a folder or Hub id, instead of fresh ones
-    num_heads: int = 4
-    num_layers: int = 1
-    own_outputs: bool = False  # an output matrix for each head, instead of the target's
-    reads_token: bool = False  # the heads also see the token that the target has just chosen
-    lora_rank: int = 0  # of a LoRA matrix for each head on the output matrix that they share
-    lora: dict[str, Any] = field(
-        default_factory=lambda: dict(DEFAULT_LORA)
-    )  # stage 2: PEFT's LoraConfig, in the target
-    base_learning_rate: float = 1e-4  # stage 2: of those matrices
-    heads_weight: float = 0.2  # stage 2: of the heads' loss beside the target's own
+    Raises:
+        ValueError: for fewer than one head or layer, or a negative rank.
+    """
+
+    stage: Literal[1, 2] = HfArg(default=1, help="1: heads only; 2: heads and LoRA matrices in the target")
+    heads: str | None = HfArg(default=None, help="folder or Hub id of heads to continue with, instead of new ones")
+    num_heads: int = HfArg(default=4, help="of new heads")
+    num_layers: int = HfArg(default=1, help="residual blocks in each head")
+    own_outputs: bool = HfArg(default=False, help="an output matrix for each head, instead of the target's")
+    reads_token: bool = HfArg(default=False, help="the heads also read the token that the target has just generated")
+    lora_rank: int = HfArg(default=0, help="of a LoRA matrix for each head on the shared output matrix; 0: none")
+    lora: Options = HfArg(default_factory=lambda: Options(DEFAULT_LORA), help="stage 2: fields of PEFT's LoraConfig")
+    base_learning_rate: float = HfArg(default=1e-4, help="stage 2: of the LoRA matrices in the target")
+    heads_weight: float = HfArg(default=0.2, help="stage 2: weight of the heads' loss beside the target's own")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.num_heads, self.num_layers) < 1 or self.lora_rank < 0:
+            raise ValueError(
+                f"num_heads and num_layers must be at least 1 and lora_rank at least 0, got {self.num_heads}, "
+                f"{self.num_layers} and {self.lora_rank}"
+            )
 
 
 class HeadsTraining(nn.Module):
-    """Stage 1. Called once per batch, so that gradients are averaged over processes."""
+    """Stage 1, as one module whose forward pass is called once per batch, as data-parallel training requires."""
 
     def __init__(self, heads: MedusaHeads, lora: Any):
         super().__init__()
         self.heads, self.lora = heads, lora
 
     def forward(self, batch: Batch, target: list[PreTrainedModel], hidden: torch.Tensor) -> torch.Tensor:
-        """The heads' loss over a batch; `hidden` as from `target_states`, `[]` hides the target from DDP."""
+        """The heads' loss over a batch; `hidden` as from `target_states`. The list hides the target from DDP."""
         tokens = None
         if self.heads.config.reads_token:
             with torch.no_grad():
@@ -77,14 +89,14 @@ class HeadsTraining(nn.Module):
 
 
 class JointTraining(HeadsTraining):
-    """Stage 2: the adapted target (a `PeftModel`) learns too."""
+    """Stage 2: the adapted target (a `PeftModel`) is trained as well."""
 
     def __init__(self, heads: MedusaHeads, lora: Any, adapted: Any, heads_weight: float):
         super().__init__(heads, lora)
         self.adapted, self.heads_weight = adapted, heads_weight
 
     def forward(self, batch: Batch, *_: Any) -> torch.Tensor:
-        """The target's cross-entropy on the answers, and the heads' loss, which reaches the target's layers too."""
+        """The target's cross-entropy on the answers and the heads' loss, whose gradient reaches the target as well."""
         target = self.adapted.get_base_model()
         hidden = draft_states(target, batch)
         following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
@@ -95,11 +107,10 @@ class JointTraining(HeadsTraining):
 def main(arguments: list[str] | None = None) -> None:
     """Parse, load, train, save."""
     settings = parse_config(Settings, __doc__, arguments)
-    if settings.stage not in (1, 2):
-        raise ValueError(f"stage must be 1 or 2, not {settings.stage}.")
     accelerator = start(settings, "train_medusa")
     target, tokenizer = load_target(settings.target, accelerator)
     heads, lora = make_heads(settings, target, tokenizer)
+    settings = replace(settings, **{name: getattr(heads.config, name) for name in SHAPE})  # of loaded heads
     loader = answers(settings, tokenizer, accelerator)
     module, optimizers = prepare(settings, target, heads, lora)
 
@@ -111,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
     summary = evaluation.summary if evaluation else None
     progress, weights = train(accelerator, module, loader, loss_sum, settings, optimizers, evaluate=summary)
     if accelerator.is_main_process:
-        heads, lora = make_heads(settings, target, tokenizer)  # plain ones, whatever the launcher made of the others
+        heads, lora = make_heads(settings, target, tokenizer)  # the trained ones may be wrapped or sharded
         HeadsTraining(heads, lora).load_state_dict(weights, strict=False)
         results = {}
         if settings.evaluation:
@@ -126,14 +137,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_heads(settings: Settings, target: PreTrainedModel, tokenizer: Any) -> tuple[MedusaHeads, Any]:
-    """Heads in float32 (small steps would be lost in bfloat16), and the `PeftModel` of their LoRA matrices or None."""
+    """Heads and the `PeftModel` of their LoRA matrices (or None), in float32, which small updates need."""
     matrix = output_matrix(target)
     if settings.heads is not None:
         heads = load_medusa(settings.heads, target).float().to(matrix.weight.device)
         count, rank = heads.config.num_heads, heads.config.lora_rank
         lora = load_lora(matrix, count, settings.heads) if rank else None
-        for name in SHAPE:
-            setattr(settings, name, getattr(heads.config, name))  # that is what the card says
     else:
         shape = {name: getattr(settings, name) for name in SHAPE}
         heads = MedusaHeads.from_target(target, tokenizer, **shape)
@@ -147,7 +156,7 @@ def make_heads(settings: Settings, target: PreTrainedModel, tokenizer: Any) -> t
 
 
 def prepare(settings: Settings, target: PreTrainedModel, heads: MedusaHeads, lora: Any) -> tuple[Any, Any]:
-    """The module of the stage, and its optimizers (None: one AdamW over everything)."""
+    """The module of the stage, and its optimizers; None for one AdamW for all parameters."""
     if settings.stage == 1:
         return HeadsTraining(heads, lora), None
     from peft import LoraConfig, get_peft_model

@@ -1,7 +1,7 @@
-"""The training loop that the recipes share, on top of `accelerate`.
+"""Training settings and the training loop shared by all recipes, on top of `accelerate`.
 
-A step sees the same conversations and weighs every answer token the same, whatever the number of processes and
-however the batch is cut: losses are sums, divided once by the number of answer tokens in the whole batch.
+The result does not depend on the number of processes or the size of micro-batches: a step reads the same conversations,
+and its loss is a sum divided once by the number of answer tokens in the whole batch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from math import cos, pi
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -23,6 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
+from transformers import get_cosine_schedule_with_warmup
+from transformers.hf_argparser import HfArg
 
 from corpus import Batch, batches
 
@@ -31,36 +32,46 @@ SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 @dataclass(kw_only=True)
 class TrainingSettings:
-    """What every recipe that trains can be told."""
+    """Settings of every recipe that trains.
 
-    data: str  # rows {domain, prompt, response}: a JSONL file or the id of a dataset of the Hub
-    output: str
-    steps: int
-    batch_size: int = 32  # conversations in a step, over all processes
-    micro_batch_size: int = 8  # conversations in one forward pass of one process
-    max_length: int = 512
-    learning_rate: float = 1e-3
-    warmup_steps: int = 20
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    precision: str = "auto"  # "bf16", "no", or "auto": bf16 where the machine computes in it
-    streaming: bool = False
-    seed: int = 0
-    log_every: int = 10
-    evaluate_every: int = 0  # steps between evaluations on the way, where a recipe has them; 0: none
-    save_every: int = 0  # steps between checkpoints, which lie in OUTPUT/checkpoint; 0: none
-    resume: bool = False  # go on from OUTPUT/checkpoint, if there is one
-    report_to: str = "none"  # "tensorboard", "wandb" or "none"
-    push_to_hub: str | None = None  # the id of a repository
+    Raises:
+        ValueError: if a number is out of range, or `batch_size` is no multiple of `micro_batch_size`.
+    """
+
+    data: str = HfArg(help="rows {domain, prompt, response}: a JSONL file or the id of a dataset of the Hub")
+    output: str = HfArg(help="folder for the result")
+    steps: int = HfArg(help="optimizer steps")
+    batch_size: int = HfArg(default=32, help="conversations in a step, over all processes")
+    micro_batch_size: int = HfArg(default=8, help="conversations in one forward pass of one process")
+    max_length: int = HfArg(default=512, help="tokens of a conversation")
+    learning_rate: float = HfArg(default=1e-3, help="maximum, after the warm-up; decays to 0 along a cosine")
+    warmup_steps: int = HfArg(default=20, help="steps of linear warm-up")
+    weight_decay: float = HfArg(default=0.0, help="of AdamW")
+    max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
+    precision: Literal["auto", "bf16", "no"] = HfArg(default="auto", help="auto: bf16 where the hardware has it")
+    streaming: bool = HfArg(default=False, help="read the data as they are needed")
+    seed: int = HfArg(default=0, help="of the order of the data and of new weights")
+    log_every: int = HfArg(default=10, help="steps between logged losses")
+    evaluate_every: int = HfArg(default=0, help="steps between evaluations, where a recipe has them; 0: none")
+    save_every: int = HfArg(default=0, help="steps between checkpoints in OUTPUT/checkpoint; 0: none")
+    resume: bool = HfArg(default=False, help="continue from OUTPUT/checkpoint, if there is one")
+    report_to: Literal["none", "tensorboard", "wandb"] = HfArg(default="none", help="tracker of accelerate")
+    push_to_hub: str | None = HfArg(default=None, help="id of a repository for the result")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "micro_batch_size", "max_length", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        accumulation(self, 1)
 
 
 @dataclass
 class Progress:
-    """How far a run has come; a part of every checkpoint."""
+    """Progress of a run; part of every checkpoint."""
 
     step: int = 0
     epoch: int = 0
-    batches: int = 0  # of this epoch, in this process
+    batches: int = 0  # micro-batches of this epoch, in this process
     losses: list[tuple[int, float]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,11 +84,20 @@ class Progress:
 
 
 def start(settings: TrainingSettings, recipe: str) -> Accelerator:
-    """An accelerator with the settings' precision and tracker; seeds every random generator."""
+    """Create the accelerator and seed every random generator. Call it before any data are read.
+
+    Args:
+        settings: precision, tracker, seed.
+        recipe: name of the run in the tracker.
+
+    Raises:
+        ValueError: if the batch cannot be divided evenly among the processes.
+    """
     machine_has_bf16 = torch.cuda.is_bf16_supported() if torch.cuda.is_available() else _cpu_has_bf16()
     precision = ("bf16" if machine_has_bf16 else "no") if settings.precision == "auto" else settings.precision
     tracker = None if settings.report_to == "none" else settings.report_to
     accelerator = Accelerator(mixed_precision=precision, log_with=tracker, project_dir=settings.output)
+    accumulation(settings, accelerator.num_processes)
     if tracker:
         plain = {name: value for name, value in asdict(settings).items() if isinstance(value, (int, float, str))}
         accelerator.init_trackers(recipe, config=plain)
@@ -90,23 +110,22 @@ def _cpu_has_bf16() -> bool:
 
 
 def shared_batches(rows: Any, settings: TrainingSettings, accelerator: Accelerator, pad_token_id: int) -> DataLoader:
-    """Micro-batches of encoded rows (see `corpus`), in whole steps."""
+    """Micro-batches of encoded rows (see `corpus`), as many as whole steps need."""
     group = settings.batch_size // settings.micro_batch_size
-    accumulation(settings, accelerator.num_processes)  # complains before the data are read
     return batches(rows, settings.micro_batch_size, group=group, seed=settings.seed, pad_token_id=pad_token_id)
 
 
 def accumulation(settings: TrainingSettings, processes: int) -> int:
-    """How many micro-batches a process computes for a step.
+    """Number of micro-batches that a process computes per step.
 
     Raises:
-        ValueError: if the batch cannot be shared out evenly.
+        ValueError: if the batch cannot be divided evenly.
     """
     count, rest = divmod(settings.batch_size, settings.micro_batch_size * processes)
     if rest or not count:
         raise ValueError(
             f"batch_size {settings.batch_size} must be a multiple of micro_batch_size {settings.micro_batch_size} "
-            f"times the number of processes, {processes}."
+            f"times the number of processes, {processes}"
         )
     return count
 
@@ -118,35 +137,36 @@ def train(
     loss_sum: Callable[[nn.Module, Batch], torch.Tensor],
     settings: TrainingSettings,
     optimizers: Sequence[Optimizer] | None = None,
-    name: str = "checkpoint",
     evaluate: Callable[[], dict[str, float]] | None = None,
 ) -> tuple[Progress, dict[str, torch.Tensor]]:
     """Train `module` in place for `settings.steps` steps.
 
     Args:
+        accelerator: as from `start`.
         module: its parameters that require a gradient are trained.
         loader: as from `shared_batches`.
-        loss_sum: the loss of one batch, summed over the positions that it predicts; it calls the module that it is
-            given, which is `module` as prepared for several processes.
-        optimizers: AdamW over everything if None.
-        name: of the checkpoint.
-        evaluate: called every `evaluate_every` steps in the main process; what it returns goes to the trackers. Not
-            where the launcher has sharded the weights.
+        loss_sum: returns the loss of one batch, summed over its predicting positions; it calls the module that it
+            receives, which is `module` prepared for several processes.
+        settings: steps, learning rate, checkpoints.
+        optimizers: one AdamW for all trained parameters if None.
+        evaluate: called every `evaluate_every` steps in the main process, unless the weights are sharded; the returned
+            values are logged.
 
     Returns:
-        the progress, with the loss per answer token every `log_every` steps; and the weights of `module`, whole (in the
-        main process) wherever they were sharded.
+        The progress, with the loss per answer token every `log_every` steps; and the complete weights of `module` (in
+        the main process), also where they were sharded.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if optimizers is None:
         rate, decay = settings.learning_rate, settings.weight_decay
         optimizers = [torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=decay)]
-    schedules = [LambdaLR(optimizer, lambda step: _cosine(step, settings)) for optimizer in optimizers]
+    warmup, steps = settings.warmup_steps, settings.steps
+    schedules = [get_cosine_schedule_with_warmup(optimizer, warmup, steps) for optimizer in optimizers]
     order = loader.batch_sampler
     module, loader, *optimizers = accelerator.prepare(module, loader, *optimizers)
     progress = Progress()
     accelerator.register_for_checkpointing(progress, *schedules)
-    checkpoint = Path(settings.output) / name
+    checkpoint = Path(settings.output) / "checkpoint"
     if settings.resume and checkpoint.exists():
         accelerator.load_state(str(checkpoint))
     stream = _endless(accelerator, loader, order, progress)
@@ -176,7 +196,6 @@ def train(
             _save(accelerator, checkpoint)
     bar.close()
     module.eval()
-    accelerator._custom_objects.clear()  # a recipe with several stages registers each stage's own
     return progress, accelerator.get_state_dict(module)
 
 
@@ -186,7 +205,7 @@ def _step(
     micro_batches: list[Batch],
     loss_sum: Callable[[nn.Module, Batch], torch.Tensor],
 ) -> torch.Tensor:
-    """The gradients of one step; returns this process's share of its loss."""
+    """Compute the gradients of one step; returns this process's share of the loss."""
     mine = torch.stack([batch["predicts"].sum() for batch in micro_batches]).sum()
     tokens = cast(torch.Tensor, accelerator.reduce(mine, reduction="sum"))
     total = torch.zeros((), device=accelerator.device)
@@ -198,16 +217,8 @@ def _step(
     return total
 
 
-def _cosine(step: int, settings: TrainingSettings) -> float:
-    """Share of the learning rate: up linearly, then down by half a cosine to zero."""
-    if step < settings.warmup_steps:
-        return (step + 1) / settings.warmup_steps
-    done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
-    return 0.5 * (1 + cos(pi * min(1.0, done)))
-
-
 def _endless(accelerator: Accelerator, loader: Any, order: Any, progress: Progress) -> Iterator[Batch]:
-    """Epoch after epoch, each in its own order, from where `progress` stands."""
+    """Micro-batches of epoch after epoch, each in another order, starting from `progress`."""
     while True:
         if hasattr(order, "epoch"):
             order.epoch = progress.epoch
@@ -223,7 +234,7 @@ def _endless(accelerator: Accelerator, loader: Any, order: Any, progress: Progre
 def _log(
     accelerator: Accelerator, progress: Progress, since_log: list[torch.Tensor], schedule: LambdaLR, bar: Any
 ) -> None:
-    """The mean over the steps since the last time: batches of long and of short answers differ much."""
+    """Log the mean loss of the steps since the last call: it varies with the length of answers in a batch."""
     mean = torch.stack(since_log).mean()
     since_log.clear()
     value = float(cast(torch.Tensor, accelerator.reduce(mean, reduction="sum")))
@@ -240,7 +251,7 @@ def _evaluate(accelerator: Accelerator, evaluate: Callable[[], dict[str, float]]
 
 
 def _save(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Write next to the old checkpoint, then take its place: an interruption leaves one of them whole."""
+    """Write a new checkpoint and then replace the old one, so that one of them is always complete."""
     fresh = checkpoint.with_name(checkpoint.name + ".new")
     accelerator.save_state(str(fresh))
     accelerator.wait_for_everyone()

@@ -1,4 +1,4 @@
-"""The metrics, as modules of `evaluate`: by path, or from Python.
+"""Metrics of speculative decoding as modules of `evaluate`, loaded by path or by name.
 
 Example:
     >>> from benchmarks.metrics import load
@@ -16,10 +16,10 @@ NAMES = ("acceptance_rate", "position_acceptance", "mean_accepted_length", "spee
 
 
 def load(name: str) -> Any:
-    """One of `NAMES`, as `evaluate.load` gives it.
+    """Load one of `NAMES` with `evaluate.load`.
 
     Raises:
-        ValueError: for a name that is not there.
+        ValueError: for another name.
         ImportError: without `evaluate`.
     """
     if name not in NAMES:

@@ -1,4 +1,4 @@
-"""Precision of n-gram matches: how often the token behind a match is the next one.
+"""Precision of n-gram matches: how often the token after a match is the next one.
 
 Counted by match length and by agreement between occurrences, on answers of the embedded model, token by token, with the
 index that `NgramCandidates` uses.

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_specgen.evaluation.workloads import encode
 
 ANSWER = "ANSWER-PLACEHOLDER"
-"""Stands for an answer in a chat template, so that the text behind it can be found."""
+"""Stands for an answer in a chat template, so that the text after it can be found."""
 
 
 def first_turns(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> dict[str, torch.Tensor]:

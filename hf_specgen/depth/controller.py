@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_specgen.depth.acceptance import AcceptanceEstimator, recall, remember
 from hf_specgen.depth.latency import LatencyModel, slice_of
-from hf_specgen.depth.learning import Profile, ProfileCheck, profile_of
+from hf_specgen.depth.learning import Profile, profile_of
 from hf_specgen.depth.planner import Plan, plan_depths
 from hf_specgen.depth.policy import Policy, PolicySession, StepRecord
 from hf_specgen.depth.ranks import from_first_rank, is_first_rank, lockstep_group
@@ -100,7 +100,7 @@ class AdaptiveSession(PolicySession):
             if snapshot is not None:
                 self._acceptance.restore(snapshot, REMEMBERED_TRIALS)
                 self._exploration = snapshot.exploration
-        self._check, self._place = ProfileCheck(), (0, 0)
+        self._place = (0, 0)
         self._plan, self._active, self._renew = Plan([], 0.0, 1.0), [False], True
         self._plan_age = self._drafts = 0
         self._new: list[StepRecord] = []
@@ -120,7 +120,8 @@ class AdaptiveSession(PolicySession):
             self._make_plan(room, active)
         self._plan_age += 1
         depths, prefill = self._plan.depths, self._prefill_cost * self._unread
-        if self._plan.speedup <= 1 + self._margin + prefill / max(room):
+        # Time of the remaining tokens, relative to plain steps: drafting pays if it is less by the margin.
+        if 1 / self._plan.speedup + prefill / max(room) >= 1 / (1 + self._margin):
             depths = [self._explore(prefill)] * len(room)
         return [min(depth, free) for depth, free in zip(depths, room, strict=True)]
 
@@ -128,12 +129,15 @@ class AdaptiveSession(PolicySession):
         """Depth of a step for which plain decoding seems best: 0, but for a trial when its cost has been saved."""
         cost = max(MIN_TRIAL_COST, float(self._cost[1]) - 1 + self._empty_draft_cost) + prefill
         self._exploration = min(self._exploration + EXPLORATION_SHARE, max(cost, MAX_EXPLORATION))
+        if self._unread % REPLAN_EVERY == 0:
+            self._remember()
         self._exploring = self._exploration >= cost
         return (self._k if self._candidates.adaptive_tree else 1) if self._exploring else 0
 
     def observe(self, step: StepRecord) -> None:
         """Count acceptance; times only enter the latency model, as long as that is being learnt."""
-        self._learn_latency(step)
+        if self._profile is not None and is_first_rank(self._group):
+            self._profile.add(step, self._place, self._unread)
         if not any(step.requested):
             self._unread += max((row.emitted for row in step.rows if row is not None), default=0)
             return
@@ -161,26 +165,21 @@ class AdaptiveSession(PolicySession):
             self.latency, self._fixed, self._wants_plain_step = view
         self._place, self._latency, self._renew = place, self.latency.at(*place), True
 
-    def _learn_latency(self, step: StepRecord) -> None:
-        if self._profile is None or not is_first_rank(self._group):
-            return
-        if self._fixed:
-            self._profile.report(self._check.departure(step, self._latency, self._unread))
-        else:
-            self._profile.add(step, self._place, self._unread)
-
     def _make_plan(self, room: Sequence[int], active: list[bool]) -> None:
         if self._new:
             self._acceptance.observe(self._new)
             self._new.clear()
-            if self._profile is not None:
-                remember(self._call.model, self._key, self._acceptance.snapshot(self._exploration))
+            self._remember()
         self._price(sum(active))
         accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
         plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
         if self._candidates.adaptive_tree:
             plan = plan._replace(depths=[self._k if depth else 0 for depth in plan.depths])
         self._plan, self._plan_age, self._active, self._renew = plan, 0, active, False
+
+    def _remember(self) -> None:
+        if self._profile is not None:
+            remember(self._call.model, self._key, self._acceptance.snapshot(self._exploration))
 
     def _price(self, rows: int) -> None:
         """Costs in plain steps: `[k + 1]` of a step by depth, of asking for a draft, of reading an unread token."""

@@ -150,7 +150,7 @@ class Profile:
         self._default, self._description, self._lock = default, description, RLock()
         self._recorders: dict[tuple[int, int], LatencyRecorder] = {}
         self._fixed: dict[tuple[int, int], Slice] = {}
-        self._reported = False
+        self._check, self._reported = ProfileCheck(), False
         self._read_file()
 
     def view(self, place: tuple[int, int]) -> View:
@@ -162,9 +162,15 @@ class Profile:
             return View(self._model(self._slice(recorder)), False, recorder.wants_plain_step)
 
     def add(self, step: StepRecord, place: tuple[int, int], unread: int) -> None:
-        """Learn from the times of a step; fixes a slice, and writes the file, once enough is known."""
+        """Learn from the times of a step; fixes a slice, and writes the file, once enough is known of it.
+
+        Steps of a slice that is fixed are compared with it.
+        """
         with self._lock:
-            if place in self._fixed or len(self._fixed) == MAX_SLICES - 1:
+            if place in self._fixed:
+                target, drafters = self._fixed[place]
+                return self._compare(step, StepLatency(target, drafters[self._default.drafter]), unread)
+            if len(self._fixed) == MAX_SLICES - 1:
                 return
             recorder = self._recorder(place)
             recorder.add(step, unread)
@@ -175,16 +181,16 @@ class Profile:
             if self._description is not None:
                 profiles.save(self._description, self._model())
 
-    def report(self, factor: float) -> None:
-        """Warn, once, that times depart from the profile by this factor."""
-        with self._lock:
-            if factor <= CONTRADICTION or self._reported or self._description is None:
-                return
-            self._reported = True
+    def _compare(self, step: StepRecord, expected: StepLatency, unread: int) -> None:
+        """Warn, once, if steps depart from the profile."""
+        factor = self._check.departure(step, expected, unread)
+        if factor <= CONTRADICTION or self._reported or self._description is None:
+            return
+        self._reported = True
         key = profiles.key_of(self._description)
         warnings.warn(
             f"the times of steps depart by a factor of {factor:.1f} from the latency profile {key!r}: draft depths may "
-            f"not be the best ones. `hf-specgen profile --delete {key}` deletes it, and it is learnt again; "
+            f"not be the best ones. `hf-specgen profile delete {key}` deletes it, and it is learnt again; "
             "`hf-specgen tune MODEL` renews it at once.",
             stacklevel=2,
         )
@@ -231,7 +237,7 @@ def profile_of(call: Call) -> Profile:
 
 
 class ProfileCheck:
-    """Compares the times of a call's steps with a profile.
+    """Compares the times of steps with a profile.
 
     Only the ratio between steps with and without drafts counts: on a machine that is uniformly slower, or busy,
     decisions stay right.

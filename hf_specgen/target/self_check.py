@@ -167,10 +167,14 @@ def _verify_tree(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.
 
 
 def _error(reference: torch.Tensor, logits: torch.Tensor) -> float:
-    """The largest difference, in standard deviations of the reference; entries that are infinite in both agree."""
+    """The largest difference, in standard deviations of the reference; entries that are not finite in both agree."""
     finite = reference.isfinite()
-    if not torch.equal(reference[~finite], logits[~finite]) or not bool(logits[finite].isfinite().all()):
+    if not torch.equal(reference.nan_to_num()[~finite], logits.nan_to_num()[~finite]):
         return float("inf")
+    if not bool(logits[finite].isfinite().all()):
+        return float("inf")
+    if not bool(finite.any()):
+        return 0.0
     deviation = reference[finite].std().clamp(min=1e-6)
     return float(((reference - logits)[finite].abs().amax() / deviation).item())
 

@@ -1,4 +1,4 @@
-"""What the tests of the recipes share: a tiny target with a few conversations, short runs, runs in processes."""
+"""Helpers of the recipe tests: a tiny target with a few conversations, short runs, runs in several processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from tests.helpers.paths import REFERENCE_LM, ROOT
 
-FAST = ["--steps", "2", "--batch-size", "4", "--micro-batch-size", "2", "--max-length", "64", "--precision", '"no"']
+FAST = ["--steps", "2", "--batch-size", "4", "--micro-batch-size", "2", "--max-length", "64", "--precision", "no"]
+FAST += ["--warmup-steps", "0"]
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ def test_demo_with_prompts_from_a_file_and_a_mode_that_is_not_exact(tmp_path: Pa
     file.write_text(json.dumps({"domain": "prose", "prompt": "Tell a story."}) + "\n")
     command = ["demo", "--model", str(REFERENCE_LM), "--prompts", str(file), "--max-new-tokens", "8"]
     output = output_of(*command, "--verification", "rejection")
-    assert "prose" in output and "not promised" in output and "first difference" not in output
+    assert "prose" in output and "promised" in output and "first difference" not in output
 
 
 def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,10 +66,16 @@ def test_draft_model_equal_to_target_all_tokens_accepted(batch: int, sampling: s
     assert all(len(steps) == -(-length // (k + 1)) for steps in statistics.rows)
 
 
+def check(model: Any, candidates: Candidates) -> None:
+    """Run the self-check of the models, which is made once, before forward passes are counted."""
+    model.generate(**prompts(1), max_new_tokens=2, candidate_generator=candidates)
+
+
 def test_draft_model_reads_each_token_once() -> None:
     """Would catch: the text read again in every draft."""
     model = tiny_model("llama")
     draft = perturbed_copy(model)
+    check(model, DraftModelCandidates(draft))
     read: list[int] = []
     draft.register_forward_pre_hook(lambda m, a, kw: read.append(kw["input_ids"].shape[1]), with_kwargs=True)
     model.generate(**prompts(1), max_new_tokens=30, candidate_generator=DraftModelCandidates(draft, k=4))
@@ -79,6 +85,7 @@ def test_draft_model_reads_each_token_once() -> None:
 def test_layer_skip_runs_each_layer_once_per_token() -> None:
     """Would catch: the first layers computed again in verification."""
     model = tiny_model("llama")
+    check(model, LayerSkipCandidates(2))
     ran = {0: 0, 3: 0}
     handles = [
         model.model.layers[index].register_forward_pre_hook(
@@ -101,6 +108,7 @@ def test_draft_model_does_not_read_rows_that_have_ended() -> None:
     draft, inputs = perturbed_copy(model), prompts(4)
     plain = model.generate(**inputs, max_new_tokens=40, pad_token_id=0)
     ends = [int(plain[row, 12 + column]) for row, column in ((0, 6), (2, 21))]
+    check(model, DraftModelCandidates(draft))
     read: list[tuple[int, ...]] = []
     draft.register_forward_pre_hook(lambda m, a, kw: read.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
     candidates = DraftModelCandidates(draft, k=4, policy=AfterPlainSteps(12))
@@ -220,6 +228,7 @@ def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
     """At depth 0 the draft is never run, not even on the prompt, and the target runs once per token."""
     model = tiny_model("llama")
     draft = perturbed_copy(model)
+    check(model, DraftModelCandidates(draft) if kind == "draft" else LayerSkipCandidates(2))
     ran = {"target": 0, "draft": 0}
     handles = [
         module.model.layers[0].register_forward_pre_hook(lambda m, a, name=name: ran.__setitem__(name, ran[name] + 1))

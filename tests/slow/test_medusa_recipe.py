@@ -24,7 +24,7 @@ from tests.helpers.recipes import arguments, run_in_processes, stop_at
 from tests.helpers.reference import naive_medusa_loss
 
 RECIPE = str(ROOT / "recipes" / "train_medusa.py")
-HEADS = ["--num-heads", "2", "--warmup-steps", "1"]
+HEADS = ["--num-heads", "2"]
 
 
 def states(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -91,6 +91,7 @@ def test_stage_one(folder: Path) -> None:
     card = (folder / "medusa" / "README.md").read_text()
     assert heads.config.acceptance is not None
     assert "| tokens per step | speedup |" in card and "custom_generate=" in card and "`adapter`" not in card
+    assert "base_learning_rate" not in card and "top-1 accuracy of head 1" in card
     generate_twice(target, str(folder / "medusa"))
 
 
@@ -249,9 +250,22 @@ def test_sharded_heads_learn_and_come_back_whole(tmp_path: Path) -> None:
         assert "sharded over 2 and learnt True" in run_in_processes(2, str(tmp_path / "shard.py"))
 
 
-def test_bad_stage(folder: Path) -> None:
-    with pytest.raises(ValueError, match="stage must be 1 or 2, not 3"):
-        train_medusa.main(arguments(folder, "bad", "--stage", "3"))
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--stage", "3"], "argument --stage: invalid choice: '3'"),
+        (["--num-heads", "0"], "num_heads and num_layers must be at least 1"),
+        (["--micro-batch-size", "8"], "batch_size 4 must be a multiple of micro_batch_size 8"),
+    ],
+)
+def test_bad_stage(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str], message: str
+) -> None:
+    """Would catch: an option that is checked only after all rows were mapped."""
+    monkeypatch.setattr("corpus.read_rows", lambda *_, **__: pytest.fail("data were read"))
+    with pytest.raises(SystemExit):
+        train_medusa.main(arguments(folder, "bad", *more))
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml")))

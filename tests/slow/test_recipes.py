@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import build_distillation_set
+import measure_training
 import pretrain_reference
 import train_draft
 import train_layer_skip
 import train_medusa
 from agreement import replay_steps
-from common import build_config
+from cards import write_card
+from common import Options, parse_config
 from corpus import LengthGroupedBatches, collate, encode_row
 from distillation import draft_states, kl_sum, target_states
 from hf_specgen.heads import ExitHead, load_exit_head
@@ -44,7 +47,11 @@ def test_a_draft_from_layers_is_trained_saved_and_measured(folder):
     assert draft.config.num_hidden_layers == 2
     assert not torch.equal(draft.model.layers[1].mlp.up_proj.weight, target.model.layers[3].mlp.up_proj.weight)
     assert AutoTokenizer.from_pretrained(folder / "draft").get_vocab()
-    assert "| same top-1 token |" in (folder / "draft" / "README.md").read_text()
+    card = ModelCard.load(folder / "draft" / "README.md")
+    assert "| same top-1 token |" in card.text and card.data.library_name == "transformers"
+    measured = {(found.dataset_config, found.metric_type): found.metric_value for found in card.data.eval_results}
+    assert {metric for _, metric in measured} == {"same top-1 token", "accepted tokens per step, k=4"}
+    assert all(f"{value:.1%}" in card.text for (_, metric), value in measured.items() if "top-1" in metric)
 
 
 def test_streamed_data_and_the_way_to_the_hub(folder, monkeypatch):
@@ -152,7 +159,7 @@ def test_two_processes_train_what_one_trains(folder):
     Tolerance: the order of a float32 sum, carried through two Adam steps of size 1e-3.
     """
     recipe = str(ROOT / "recipes" / "train_draft.py")
-    more = ["--layers", "[0, 3]", "--warmup-steps", "1"]
+    more = ["--layers", "0", "3"]
     assert "processes: 2" in run_in_processes(2, recipe, *arguments(folder, "two", *more))
     train_draft.main(arguments(folder, "one", *more))
     one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
@@ -180,26 +187,88 @@ def test_a_run_resumes_at_its_step(folder, capsys):
         torch.testing.assert_close(whole[name], resumed[name], rtol=0, atol=1e-6)
 
 
-def test_bad_settings_get_one_sentence(folder, capsys):
-    """Catches: a mistyped key that is dropped silently."""
-    with pytest.raises(ValueError, match=r"unknown key 'stesp'; did you mean 'steps'\?"):
-        build_config(train_draft.Settings, {"stesp": 3}, "draft.yaml")
-    with pytest.raises(ValueError, match=r"'steps' must be of type int, not 'many'"):
-        build_config(train_draft.Settings, {"steps": "many", "data": "", "output": "", "target": ""}, "draft.yaml")
-    with pytest.raises(ValueError, match=r"the key 'data' is missing"):
-        build_config(train_draft.Settings, {"steps": 1}, "draft.yaml")
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--layers", "0", "--stesp", "3"], "unknown option --stesp"),
+        (["--layers", "0", "--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--layers", "0", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["--layers", "0", "--precision", "int3"], "invalid choice: 'int3'"),
+        (["--layers", "0", "--micro-batch-size", "3"], "batch_size 4 must be a multiple of micro_batch_size 3"),
+        (["--config", str(CONFIGS / "exit_reference.yaml")], "unknown key 'exit_layers'"),
+        (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
+        ([], "give either `layers` of the target, or `draft`"),
+        (["--layers", "0", "--draft", "folder"], "give either `layers` of the target, or `draft`"),
+    ],
+)
+def test_bad_settings_get_one_sentence(folder, capsys, monkeypatch, more, message):
+    """Catches: a mistyped key that is dropped silently, and an invalid value that is noticed after data were read."""
+    monkeypatch.setattr("corpus.read_rows", lambda *_, **__: pytest.fail("data were read"))
+    monkeypatch.setattr("distillation.load_target", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit) as ended:
+        train_draft.main(arguments(folder, "bad", *more))
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_batch_that_cannot_be_divided_among_the_processes_is_refused_before_data_are_read(folder, monkeypatch):
+    """Catches: an error after all rows were mapped."""
+    monkeypatch.setattr("corpus.read_rows", lambda *_, **__: pytest.fail("data were read"))
+    monkeypatch.setattr("accelerate.Accelerator.num_processes", 3)
+    with pytest.raises(ValueError, match="times the number of processes, 3"):
+        train_draft.main(arguments(folder, "bad", "--layers", "0"))
+
+
+def test_missing_settings_are_named(capsys):
     with pytest.raises(SystemExit):
-        train_draft.main(["--config", str(CONFIGS / "exit_reference.yaml")])
-    assert "unknown key 'exit_layers'" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"batch_size 4 must be a multiple of micro_batch_size 3"):
-        train_draft.main(arguments(folder, "bad", "--layers", "[0]", "--micro-batch-size", "3"))
+        parse_config(train_draft.Settings, None, ["--steps", "1"])
+    message = capsys.readouterr().err
+    assert all(f"--{name}" in message for name in ("data", "output", "target"))
+
+
+def test_flags_override_the_file_and_lists_have_two_forms(tmp_path):
+    file = tmp_path / "exits.yaml"
+    required = "target: t\ndata: d\noutput: o\nsteps: 2\n"
+    file.write_text(
+        required + "exit_layers: [1, 2]\nlearning_rate: 1e-4\ngeneration: {default: {top_k: 0}}\nresume: true\n"
+    )
+    settings = parse_config(train_layer_skip.Settings, None, ["--config", str(file), "--steps", "3"])
+    assert (settings.steps, settings.exit_layers, settings.learning_rate, settings.resume) == (3, [1, 2], 1e-4, True)
+    assert settings.generation == {"default": {"top_k": 0}}
+    for flags in (["--exit-layers", "[4, 5]"], ["--exit-layers", "4", "5"], ["--exit_layers", "4", "5"]):
+        again = parse_config(train_layer_skip.Settings, None, ["--config", str(file), *flags, "--resume", "false"])
+        assert again.exit_layers == [4, 5] and not again.resume
+    required_flags = ["--target", "t", "--data", "d", "--output", "o", "--steps", "1", "--draft", "x"]
+    shaped = parse_config(train_draft.Settings, None, [*required_flags, "--lora", "{r: 2}"])
+    assert shaped.lora == {"r": 2} and isinstance(shaped.shape, Options)
+
+
+def test_help_describes_every_setting(capsys):
+    with pytest.raises(SystemExit):
+        train_medusa.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "--own-outputs" in shown and "an output matrix for each head" in shown and "accelerate launch" in shown
+
+
+def test_card_names_hub_models_only(tmp_path, folder):
+    """Catches: a local path as base model, which the Hub refuses, and mappings that YAML cannot write."""
+    settings = parse_config(train_draft.Settings, None, arguments(folder, "card", "--layers", "0"))
+    text = {"summary": "S.", "usage": "pass", "measured": "M.", "losses": [(1, 2.0)], "recipe": "train_draft"}
+    for target, base_model in ((str(folder / "target"), None), ("org/model", "org/model")):
+        write_card(tmp_path, title="T", base_model=target, settings=settings, leave_out=("seed",), **text)
+        card = ModelCard.load(tmp_path / "README.md")
+        assert card.data.base_model == base_model and card.data.tags == ["speculative-decoding", "hf_specgen"]
+        assert "Final loss: 2.0000" in card.text and "steps: 2" in card.text and "seed:" not in card.text
+
+
+def test_training_throughput_is_measured(folder, capsys):
+    more = ["--num-heads", "2", "--steps", "2"]
+    ratios = measure_training.main(arguments(folder, "measured", *more))
+    assert len(ratios) == 2 and all(ratio > 0 for ratio in ratios) and "throughput" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_shipped_configs_are_valid_and_name_files_that_exist(path):
     """Catches: a config that outlived a renamed key or a moved file."""
-    import yaml
-
     recipes = {
         "distillation": build_distillation_set,
         "draft": train_draft,
@@ -207,7 +276,7 @@ def test_the_shipped_configs_are_valid_and_name_files_that_exist(path):
         "medusa": train_medusa,
     }
     recipe: Any = recipes.get(path.stem.split("_")[0], pretrain_reference)
-    settings = build_config(recipe.Settings, yaml.safe_load(path.read_text()), str(path))
+    settings = parse_config(recipe.Settings, None, ["--config", str(path)])
     for key in ("target", "tokenizer", "data", "prompts", "exclude", "evaluation", "draft"):
         if value := getattr(settings, key, None):
             assert (ROOT / value).exists(), f"{key}: {value}"

@@ -13,9 +13,9 @@ _DESCRIPTION = """Acceptance rate: accepted draft tokens over verified draft tok
 _INPUTS = """
 Args:
     drafted: draft tokens (tree nodes) of each verification step; 0 for a step without a draft.
-    accepted: how many of them were accepted, step by step.
+    accepted: accepted draft tokens of each step.
 Returns:
-    drafts (steps that guessed something), drafted, accepted, acceptance_rate.
+    drafts (number of steps with a draft), drafted, accepted, acceptance_rate.
 
 Example:
     >>> metric = evaluate.load("benchmarks/metrics/acceptance_rate")

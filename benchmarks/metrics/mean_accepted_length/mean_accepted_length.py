@@ -1,4 +1,4 @@
-"""Mean accepted length, in the two definitions in use, each under its name."""
+"""Mean accepted length, in both definitions in use, each under its own name."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import evaluate
 
 from hf_specgen.statistics import Statistics
 
-_DESCRIPTION = """Mean accepted length, in the two definitions in use, each under its name."""
+_DESCRIPTION = """Mean accepted length, in both definitions in use, each under its own name."""
 _INPUTS = """
 Args:
     drafted: draft tokens (tree nodes) of each verification step; 0 for a step without a draft.
-    accepted: how many of them were accepted, step by step.
-    emitted: tokens that each step brought; accepted + 1 if left out (fewer where a stop cut the step).
+    accepted: accepted draft tokens of each step.
+    emitted: tokens that each step added to the output; accepted + 1 if left out (fewer where a stop cut the step).
 Returns:
-    mean_acceptance_length: 1 + accepted / drafts, over the steps that guessed something (vLLM).
-    tokens_per_step: tokens over all steps, those without a draft included (Spec-Bench).
+    mean_acceptance_length: 1 + accepted / drafts, over the steps with a draft (vLLM).
+    tokens_per_step: tokens / steps, including the steps without a draft (Spec-Bench).
 
 Example:
     >>> metric = evaluate.load("benchmarks/metrics/mean_accepted_length")

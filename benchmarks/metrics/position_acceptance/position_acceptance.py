@@ -1,4 +1,4 @@
-"""Acceptance by position in the draft: of the drafts that reach it, the share accepted."""
+"""Acceptance by position in the draft: share of the drafts that reach a position in which it was accepted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import evaluate
 
 from hf_specgen.statistics import Statistics
 
-_DESCRIPTION = """Acceptance by position in the draft: of the drafts that reach it, the share accepted."""
+_DESCRIPTION = (
+    """Acceptance by position in the draft: share of the drafts that reach a position in which it was accepted."""
+)
 _INPUTS = """
 Args:
     drafted: draft tokens (tree nodes) of each verification step; 0 for a step without a draft.
-    accepted: how many of them were accepted, step by step.
-    depths: for trees, the longest path of each step's draft; the number of drafted tokens if left out.
+    accepted: accepted draft tokens of each step.
+    depths: depth of each draft, for trees; `drafted` if left out.
 Returns:
     drafted_per_position, accepted_per_position, acceptance_rate_per_position: lists, from position 1.
 

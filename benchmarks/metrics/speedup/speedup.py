@@ -1,4 +1,4 @@
-"""Speedup: tokens per second over those of plain decoding; sums of tokens over sums of time."""
+"""Speedup: throughput relative to plain decoding, each the sum of tokens divided by the sum of time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import evaluate
 
 from hf_specgen.evaluation.intervals import speedup_interval
 
-_DESCRIPTION = """Speedup: tokens per second over those of plain decoding; sums of tokens over sums of time."""
+_DESCRIPTION = """Speedup: throughput relative to plain decoding, each the sum of tokens divided by the sum of time."""
 _INPUTS = """
 Args:
     tokens, seconds: of each request.
-    plain_tokens, plain_seconds: of the same requests, decoded plainly.
-    confidence, resamples, seed: of the bootstrap, which draws whole requests again.
+    plain_tokens, plain_seconds: of the same requests with plain decoding.
+    confidence, resamples, seed: of the bootstrap, which resamples whole requests.
 Returns:
-    speedup; low and high, the ends of its interval; differs: False if the interval includes 1.
+    speedup; low and high: the ends of its confidence interval; differs: False if the interval includes 1.
 
 Example:
     >>> metric = evaluate.load("benchmarks/metrics/speedup")

@@ -1,0 +1,147 @@
+"""What a case is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+STRATEGIES = ("oracle", "oracle_tree", "random", "random_tree", "ngram", "ngram_tree", "history", "native")
+NETWORKS = ("draft", "draft_other", "skip", "skip_adapter", "medusa", "medusa_auto")
+COMBINED = ("ngram", "ngram_tree", "history", "draft", "skip", "medusa", "oracle", "random_tree")
+PROCESSORS = ("prefix", "row_wise", "stateful")
+BROKEN_LOGITS = ("nan", "inf", "minus_inf")
+OPTIONS = (
+    "allowed_tokens",
+    "begin_suppress",
+    "decay",
+    "encoder_no_repeat",
+    "encoder_repetition",
+    "forced_eos",
+    "guidance",
+    "remove_invalid",
+    "renormalize",
+    "sequence_bias",
+    "suppress",
+)
+CRITERIA = ("after", "any_row", "scores", "max_time")
+FAULTS = ("drafter", "processor", "criterion", "streamer", "model")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison with plain `generate`, as plain JSON values. The defaults are the simplest case.
+
+    What depends on the text that plain `generate` writes (an end token, a stop string, what an oracle proposes) is
+    given by column.
+    """
+
+    seed: int = 0
+    """Of prompts, sampling, and whatever the drafters draw."""
+
+    architecture: str = "llama"
+    layers: int = 2
+    attention: str = "sdpa"
+    window: int = 8
+    tight_positions: bool = False
+    """The table of positions ends with the text."""
+    training: str = ""
+    """Which model is in training mode: "target", "draft" or none; "dropout": the target, and it has dropout."""
+
+    lengths: tuple[int, ...] = (4,)
+    """Tokens of each row's prompt; shorter ones are padded on the left."""
+    repetitive: bool = False
+    pad_id: int = 0
+    pad_in_prompt: bool = False
+    give_mask: bool = True
+
+    strategy: str = "oracle"
+    k: int = 3
+    accuracy: float = 1.0
+    """Share of an oracle's tokens that are right; of a draft model's weights that are the target's."""
+    branches: int = 2
+    threshold: float = 0.0
+    exit_layer: int = 1
+    members: tuple[str, ...] = ()
+    """Strategies of a combined one."""
+    policy: str = "fixed"
+    """ "fixed", "random", "window", "schedule", "adaptive" (with given latencies) or "auto" (with measured ones)."""
+    draft_tree: int | str | None = None
+    """Size of the trees that networks draft; "auto", or None for chains."""
+    verification: str = "exact"
+    entry: str = "keyword"
+    """How speculation is asked for: "keyword", "custom" (`custom_generate=`) or "custom_streamer"."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+
+    max_new_tokens: int = 8
+    min_new_tokens: int = 0
+    eos_ids: tuple[int, ...] = ()
+    eos_columns: tuple[int, ...] = ()
+    """End tokens that plain `generate` would write in these columns."""
+    stop_string_column: int | None = None
+    criteria: tuple[str, ...] = ()
+
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    processors: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    broken_logits: str = ""
+    """Now and then the model's logits hold this: "nan", "inf" or nothing but "minus_inf"."""
+
+    return_dict: bool = False
+    output_scores: bool = False
+    output_logits: bool = False
+    num_return_sequences: int = 1
+    prefill_chunk_size: int | None = None
+    streamer: bool = False
+    config_object: bool = False
+    """Settings in a `GenerationConfig` instead of keywords."""
+    inference_mode: bool = False
+
+    cache: str = "none"
+    """ "none", or "dynamic": the caller gives a `DynamicCache`."""
+    turns: int = 1
+    """Calls that go on from the cache of the one before."""
+    swap_caches: bool = False
+    """In later turns plain `generate` gets the cache that speculation left, and the other way round."""
+
+    fault: str = ""
+    """Where an exception is raised in an additional call."""
+    fault_call: int = 2
+    """In which call of that object."""
+    interrupt: bool = False
+    """The exception is a `KeyboardInterrupt`."""
+
+    threads: int = 1
+    """Threads that generate at the same time with the same model and strategy object, each from prompts of its own."""
+
+    def to_json(self) -> str:
+        """One line; only what differs from the defaults."""
+        return json.dumps({f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default})
+
+    @classmethod
+    def from_json(cls, line: str) -> Case:
+        return cls(**{name: _tuples(value) for name, value in json.loads(line).items()})
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def depends_on_time(self) -> bool:
+        """Whether the depth of drafts follows measured times, so that a second run may draft otherwise."""
+        return self.policy == "auto" or self.threads > 1
+
+    def strategies(self) -> tuple[str, ...]:
+        return self.members if self.strategy == "combined" else (self.strategy,)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,256 @@
+"""Both sides of a case, under the same seed: turn by turn, and what a fault in the middle leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from hf_specgen import speculate
+from tests.fuzz import checks, settings, strategies
+from tests.fuzz.callbacks import Fault, Interrupt
+from tests.fuzz.cases import Case
+from tests.fuzz.checks import Difference, Run
+from tests.fuzz.models import tiny_model
+from tests.fuzz.settings import Ends
+from tests.fuzz.surroundings import SECONDS_PER_CALL, broken_logits, fault_in, modes, time_limit
+
+POSITIONS = 256
+"""Size of the table of positions, unless a case wants it to end with the text."""
+
+Caches = tuple[Any, Any]
+"""What plain `generate` and what speculation continues from."""
+
+
+@dataclass
+class Outcome:
+    """What came of a case."""
+
+    case: Case
+    differences: list[Difference] = field(default_factory=list)
+    status: str = "same"
+    """ "same", "raised" (both sides, the same error), "refused", "rounding" (gone in float64) or "different"."""
+    reason: str = ""
+    """Of a refusal."""
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    fault_raised: bool = False
+    seconds: float = 0.0
+
+
+class Comparison:
+    """Runs both sides.
+
+    Args:
+        case: to be run.
+        dtype: of the models.
+    """
+
+    def __init__(self, case: Case, dtype: torch.dtype = torch.float32):
+        self.case, self.outcome = case, Outcome(case)
+        tight = case.tight_positions and case.turns == 1
+        positions = max(case.lengths) + case.max_new_tokens if tight else POSITIONS
+        self.model = tiny_model(case.architecture, case.layers, case.attention, case.window, positions, dtype)
+        self.draft = strategies.draft_model(case, self.model)
+        self.answers = strategies.Answers()
+        self.candidates: Any = None
+        self.texts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """What plain `generate` and what speculation wrote, turn by turn, up to the first difference."""
+
+    def run(self) -> Outcome:
+        """All turns of the case."""
+        case = self.case
+        with modes(case, self.model, self.draft):
+            inputs = settings.prompts(case)
+            ends = self._find_ends(inputs)
+            caches = (self._new_cache(), self._new_cache())
+            for turn in range(case.turns):
+                # In the last turn a fault comes first: whatever cache there is must serve afterwards.
+                fault = case.fault if turn == case.turns - 1 else ""
+                plain, ours = self._turn(inputs, ends, caches, fault)
+                if ours is None or plain.ids is None or ours.ids is None:
+                    break
+                self.texts.append((plain.ids, ours.ids))
+                if self.outcome.differences or not torch.equal(plain.ids, ours.ids):
+                    break  # the texts of a lossy mode part, and their caches with them
+                inputs = settings.next_prompts(inputs, plain.ids, case.seed + turn)
+                caches = (ours.cache, plain.cache) if case.swap_caches else (plain.cache, ours.cache)
+        return self.outcome
+
+    def _turn(self, inputs: dict[str, torch.Tensor], ends: Ends, caches: Caches, fault: str) -> tuple[Run, Run | None]:
+        copied = copy.deepcopy(caches[0]) if fault else None
+        plain = self.generate(inputs, ends, caches[0])
+        if not self.prepare(plain, inputs):
+            return plain, None
+        ours = None
+        if fault and plain.error is None:
+            ours = self._raise_fault(plain, inputs, ends, caches[1])
+            if not equal(self.generate(inputs, ends, copied), plain):
+                self._differ([Difference("plain generate after a fault", "is not what it was before")])
+        if ours is None:
+            ours = self._speculate(inputs, ends, caches[1])
+        if plain.error is None and ours.error is None:
+            self._differ(checks.compare(self.case, plain, ours, inputs))
+        else:
+            self._differ(checks.compare_errors(plain, ours))
+            self.outcome.status = "refused" if ours.is_refusal else "raised"
+            self.outcome.reason = str(ours.error)
+        self.count(ours)
+        return plain, ours
+
+    def _find_ends(self, inputs: dict[str, torch.Tensor]) -> Ends:
+        """End tokens and stop strings are taken from a text that is written without them."""
+        case = self.case
+        if not case.eos_columns and case.stop_string_column is None:
+            return Ends(case.eos_ids, None)
+        run = self.generate(inputs, Ends((), None), self._new_cache())
+        if run.ids is None:
+            return Ends(case.eos_ids, None)
+        return settings.find_ends(case, run.ids[:, inputs["input_ids"].shape[1] :].tolist())
+
+    def prepare(self, plain: Run, inputs: dict[str, torch.Tensor]) -> bool:
+        """Make the strategy, and tell oracles what plain `generate` wrote; False if the package refuses."""
+        ids = inputs["input_ids"] if plain.ids is None else plain.ids
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        mask = mask.repeat_interleave(len(ids) // len(mask), dim=0)
+        mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
+        known = strategies.Known(ids, mask, inputs["input_ids"].shape[1])
+        self.answers.by_row = known.answers()
+        if self.candidates is None:
+            with torch.random.fork_rng():
+                try:
+                    self.candidates = strategies.build(self.case, self.model, self.draft, known, self.answers)
+                except checks.REFUSALS as error:
+                    self.outcome.status, self.outcome.reason = "refused", str(error)
+                    return False
+                if self.case.broken_logits:
+                    self._check_whole_model()
+        return True
+
+    def _check_whole_model(self) -> None:
+        """A first call, in which the package finds out what the model can do: not while its logits are broken."""
+        with contextlib.suppress(*checks.REFUSALS):
+            self.model.generate(torch.tensor([[5, 6]]), max_new_tokens=1, candidate_generator=self.candidates)
+
+    def _new_cache(self) -> Any:
+        return DynamicCache(config=self.model.config) if self.case.cache == "dynamic" else None
+
+    def generate(
+        self,
+        inputs: dict[str, torch.Tensor],
+        ends: Ends,
+        cache: Any,
+        fault: Fault | Interrupt | None = None,
+        speculation: bool = False,
+    ) -> Run:
+        """One call, plain unless `speculation` is asked for; what it raises is part of the result."""
+        case = self.case
+        arguments = settings.arguments(case, ends, inputs["input_ids"].shape[1], fault)
+        streamer = arguments.get("streamer")
+        if speculation:
+            arguments |= _speculation(case, self.candidates, streamer)
+            if case.entry == "custom_streamer":
+                arguments.pop("streamer", None)
+        if cache is not None:
+            arguments["past_key_values"] = cache
+        torch.manual_seed(case.seed)
+        given = {name: tensor.clone() for name, tensor in inputs.items()}
+        error, output = None, None
+        mode = torch.inference_mode() if case.inference_mode else contextlib.nullcontext()
+        try:
+            with time_limit(SECONDS_PER_CALL), mode, broken_logits(self.model, case.broken_logits):
+                output = self.model.generate(**given, **arguments)
+        except (Exception, Interrupt) as raised:
+            error = raised
+        if any(not torch.equal(tensor, inputs[name]) for name, tensor in given.items()):
+            self._differ([Difference("inputs changed", "the caller's tensors are not what they were")])
+        is_tensor = isinstance(output, torch.Tensor)
+        return Run(
+            error=error,
+            ids=output if is_tensor else getattr(output, "sequences", None),
+            output=None if is_tensor else output,
+            cache=cache if cache is not None else getattr(output, "past_key_values", None),
+            streamed=streamer.chunks if streamer else [],
+            stream_ended=streamer.ended if streamer else 0,
+            random_state=torch.get_rng_state(),
+        )
+
+    def _speculate(
+        self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, fault: Fault | Interrupt | None = None
+    ) -> Run:
+        """A speculative call, after which both models must be what they were."""
+        models = {"model": self.model, "draft": self.draft}
+        before = {name: checks.fingerprint(model) for name, model in models.items()}
+        random_states = checks.other_random_states()
+        ours = self.generate(inputs, ends, cache, fault, speculation=True)
+        if checks.other_random_states() != random_states:
+            self._differ([Difference("random state", "the random numbers of Python or NumPy are not where they were")])
+        for name, model in models.items():
+            self._differ(checks.changes(before[name], checks.fingerprint(model), name))
+        return ours
+
+    def _raise_fault(self, plain: Run, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any) -> Run | None:
+        """Raise an exception inside a call and look at what it leaves behind.
+
+        Returns:
+            The call, if it came to its end before the exception could be raised.
+        """
+        case = self.case
+        fault = (Interrupt if case.interrupt else Fault)("on purpose")
+        held = None if cache is None else cache.get_seq_length()
+        with fault_in(case, fault, self.model, self.candidates):
+            ours = self._speculate(inputs, ends, cache, fault)
+        if ours.error is not fault:
+            if ours.error is not None and not ours.is_refusal:
+                detail = f"{checks.describe(ours.error)} where {type(fault).__name__} was raised"
+                self._differ([Difference("other error", detail)])
+            return ours if ours.error is None else None
+        self.outcome.fault_raised = True
+        if cache is not None and cache.get_seq_length() != held:
+            detail = f"the caller's cache holds {cache.get_seq_length()} slots, {held} before"
+            self._differ([Difference("cache after a fault", detail)])
+        if case.verification != "exact" or plain.ids is None:
+            return None
+        if plain.streamed[: len(ours.streamed)] != ours.streamed:
+            self._differ([Difference("stream", f"{ours.streamed} before a fault, plain: {plain.streamed}")])
+        states = checks.states_between_columns(case, len(plain.ids))
+        if not any(torch.equal(ours.random_state, state) for state in states):
+            self._differ([Difference("random state after a fault", "is none that plain generate passes")])
+        return None
+
+    def count(self, ours: Run) -> None:
+        """Add the statistics of a call to those of the case."""
+        statistics = getattr(ours.output, "speculation", None) or getattr(self.candidates, "speculation", None)
+        if ours.error is None and statistics is not None:
+            self.outcome.drafted += statistics.drafted
+            self.outcome.accepted += statistics.accepted
+            self.outcome.emitted += statistics.emitted
+
+    def _differ(self, differences: Iterable[Difference]) -> None:
+        self.outcome.differences += differences
+
+
+def equal(one: Run, other: Run) -> bool:
+    """Whether two calls wrote the same tokens, or raised alike."""
+    if one.ids is None or other.ids is None:
+        return type(one.error) is type(other.error)
+    return torch.equal(one.ids, other.ids)
+
+
+def _speculation(case: Case, candidates: Any, streamer: Any) -> dict[str, Any]:
+    """The arguments that ask for speculation."""
+    call: dict[str, Any] = {} if case.verification == "exact" else {"verification": case.verification}
+    policy = strategies.call_policy(case)
+    if policy is not None:
+        call["policy"] = policy
+    if case.entry == "keyword":
+        return {"candidate_generator": candidates, **call}
+    if case.entry == "custom_streamer":
+        call["streamer"] = streamer
+    return {"custom_generate": speculate(candidates, **call)}

@@ -1,0 +1,57 @@
+"""Heads that know a text: fitted to what plain `generate` wrote, so that their drafts are often accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.fuzz.internals import MedusaHeads, decoder_layers, output_matrix
+
+
+def medusa_heads(model: Any, ids: torch.Tensor, mask: torch.Tensor, num_heads: int = 3) -> MedusaHeads:
+    """Medusa heads: output matrices by ridge regression from its states to the tokens h + 2 places on."""
+    matrix = output_matrix(model)
+    states = _inputs_of(matrix, model, ids, mask)
+    heads = MedusaHeads.from_target(model, num_heads=num_heads, own_outputs=True)
+    for head in range(num_heads):
+        distance = head + 2
+        weight = _ridge(states[:, :-distance], ids[:, distance:], matrix.weight.shape[0])
+        heads.lm_heads[head].weight.data = weight.to(matrix.weight)
+    return heads.eval()
+
+
+def exit_adapter(model: Any, exit_layer: int, ids: torch.Tensor, mask: torch.Tensor) -> nn.Module | None:
+    """A linear layer that reads the next token of a text from the state after its first layers, if that is a vector."""
+    states = _inputs_of(decoder_layers(model)[exit_layer], model, ids, mask)
+    if states.dim() != 3:
+        return None
+    weight = _ridge(states[:, :-1], ids[:, 1:], output_matrix(model).weight.shape[0]).to(states)
+    adapter = nn.Linear(*weight.T.shape, bias=False)
+    adapter.weight.data = weight
+    return adapter.eval()
+
+
+def _inputs_of(module: nn.Module, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`[batch, length, hidden]` what a module reads while the model reads a text."""
+    read: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        read.append(args[0] if args else kwargs["hidden_states"])
+
+    handle = module.register_forward_pre_hook(keep, with_kwargs=True)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=mask, position_ids=positions)
+    finally:
+        handle.remove()
+    return read[0].clone()
+
+
+def _ridge(states: torch.Tensor, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
+    x = states.flatten(0, 1).double()
+    y = nn.functional.one_hot(tokens.flatten(), vocab).double()
+    solution = torch.linalg.solve(x.T @ x + 1e-3 * torch.eye(x.shape[1], dtype=torch.double), x.T @ y)
+    return 20 * solution.T

@@ -1,0 +1,153 @@
+"""Everything that the random tester uses beyond the public API of `hf_specgen`: when modules move, only this file does.
+
+- `raise_in_drafter`: how a drafter is reached from outside;
+- `given_latency`: a latency model, so that an adaptive depth does not depend on measured times;
+- `MedusaHeads`, `decoder_layers`, `output_matrix`: heads, and the model parts that they attach to;
+- `MUTATIONS`: faults in the package itself that the random tester must find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hf_specgen import Call, Candidates, DraftSession, DraftTree
+from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.heads import MedusaHeads
+from hf_specgen.state import GenerationState
+from hf_specgen.target.base import Target
+from hf_specgen.target.cache import RaggedCache, RaggedLayer
+from hf_specgen.target.early_exit import EarlyExitTarget
+from hf_specgen.target.model_parts import decoder_layers, output_matrix
+from hf_specgen.verification import base as verification
+from hf_specgen.verification.noise import NoiseBuffer
+
+__all__ = ["MUTATIONS", "MedusaHeads", "decoder_layers", "given_latency", "output_matrix", "raise_in_drafter"]
+
+
+@contextmanager
+def raise_in_drafter(candidates: Candidates, call: int, error: BaseException) -> Iterator[None]:
+    """Raise `error` in a drafter's `call`-th draft, after it has done its work."""
+    start = candidates.start
+
+    def start_and_count(made_call: Call) -> DraftSession:
+        session = start(made_call)
+        calls = 0
+
+        def counted(draft: Callable[[Sequence[int]], DraftTree]) -> Callable[[Sequence[int]], DraftTree]:
+            def count(budget: Sequence[int]) -> DraftTree:
+                nonlocal calls
+                calls += 1
+                tree = draft(budget)
+                if calls == call:
+                    raise error
+                return tree
+
+            return count
+
+        at_prefill = counted(session.draft_at_prefill)
+        vars(session).update(draft=counted(session.draft), draft_at_prefill=at_prefill)
+        return session
+
+    with mock.patch.object(candidates, "start", start_and_count):
+        yield
+
+
+def given_latency() -> LatencyModel:
+    """Latencies with which drafting is sometimes worth its time, and sometimes not."""
+    curve = CostCurve((1, 32), (0.010, 0.015), context=256, batch=1)
+    return LatencyModel.from_curves(curve, draft_token=0.001)
+
+
+# Mutations
+
+accepted_path = vars(verification)["accepted_path"]
+along = vars(verification)["_along"]
+depths = DraftTree.depths
+noise_at = NoiseBuffer.at
+keep_accepted = RaggedCache.keep_accepted
+prefix = GenerationState.prefix
+of_call = GenerationState.of_call.__func__  # type: ignore[attr-defined]
+
+
+def _accept_one_too_many(tokens: Any, parents: Any, chosen: Any) -> tuple[list[int], list[int]]:
+    """The path goes on to a token that the target did not choose."""
+    path, emitted = accepted_path(tokens, parents, chosen)
+    end = path[-1] if path else -1
+    rejected = next((node for node, parent in enumerate(parents) if parent == end), None)
+    if rejected is None:
+        return path, emitted
+    return [*path, rejected], [*emitted[:-1], tokens[rejected], chosen[rejected + 1]]
+
+
+def _positions_off_by_one(self: DraftTree, row: int) -> list[int]:
+    """The nodes of a draft stand one position too far."""
+    first, *others = depths(self, row)
+    return [first, *(depth + 1 for depth in others)]
+
+
+def _noise_of_the_next_step(self: Any, steps: Any) -> torch.Tensor:
+    return noise_at(self, [[step + 1 for step in row] for row in steps])
+
+
+def _noise_of_the_first_row(self: Any, steps: Any) -> torch.Tensor:
+    return noise_at(self, [steps[0]] * len(steps))[:1].expand(len(steps), -1, -1)
+
+
+def _keep_rejected_tokens(self: Any, starts: Any, paths: Any) -> None:
+    """One rejected node of each row stays in the cache."""
+    filled = self.lengths
+    keep_accepted(self, starts, paths)
+    self.set_lengths([min(kept + 1, full) for kept, full in zip(self.lengths, filled, strict=True)])
+
+
+def _prefix_one_column_short(self: Any, columns: int) -> torch.Tensor:
+    return torch.cat([prefix(self, columns)[:, 1:], prefix(self, columns)[:, -1:]], dim=1)
+
+
+def _without_end_tokens(cls: Any, *args: Any) -> GenerationState:
+    state: GenerationState = of_call(cls, *args)
+    state.stop_ids = frozenset()
+    return state
+
+
+def _scores_of_the_last_token(values: torch.Tensor, result: Any) -> list[list[torch.Tensor]]:
+    """The scores of every emitted token are those of the row's last one."""
+    return [[row[-1]] * len(row) if row else row for row in along(values, result)]
+
+
+@contextmanager
+def _layers_stay_replaced(self: Any, indices: range) -> Iterator[None]:
+    """Pass-through modules stay in the model if an exception is raised."""
+    originals = [self._layers[index] for index in indices]
+    for index in indices:
+        self._pass_through[index].owner = 0
+        self._layers[index] = self._pass_through[index]
+    with mock.patch("threading.get_ident", return_value=0):
+        yield
+    for index, layer in zip(indices, originals, strict=True):
+        self._layers[index] = layer
+
+
+_PLACES: dict[str, tuple[Any, str, Any]] = {
+    "accept one token too many": (verification, "accepted_path", _accept_one_too_many),
+    "position off by one": (DraftTree, "depths", _positions_off_by_one),
+    "noise of the next step": (NoiseBuffer, "at", _noise_of_the_next_step),
+    "noise of the first row": (NoiseBuffer, "at", _noise_of_the_first_row),
+    "noise not given back": (NoiseBuffer, "rewind", lambda self, step: None),
+    "rejected tokens stay in the cache": (RaggedCache, "keep_accepted", _keep_rejected_tokens),
+    "accepted nodes not moved": (RaggedLayer, "move", lambda self, rows, source, destination: None),
+    "processors see a prefix off by one": (GenerationState, "prefix", _prefix_one_column_short),
+    "end tokens are passed over": (GenerationState, "of_call", classmethod(_without_end_tokens)),
+    "scores of another token": (verification, "_along", _scores_of_the_last_token),
+    "model not restored after an exception": (EarlyExitTarget, "_passing", _layers_stay_replaced),
+    "given cache not restored after an exception": (Target, "abandon", lambda self: None),
+}
+MUTATIONS: dict[str, Callable[[], Any]] = {
+    name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()
+}
+"""Each makes a context in which the package has that fault."""

@@ -1,0 +1,196 @@
+"""Tiny random models of every decoder architecture in Transformers that can be built small."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+VOCAB = 99
+WIDTH = 64
+MAX_CACHED_MODELS = 48
+
+# Sizes under all the names that configurations use; each configuration is given those that it knows.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "emb_dim", "dim_model"), WIDTH),
+    **dict.fromkeys(("word_embed_proj_dim", "attention_hidden_size"), WIDTH),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "dff", "dim_ff", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(("intermediate_size_mlp", "encoder_ffn_dim"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 48),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "dim_head"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "num_key_value_heads"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "rotary_dim", "hidden_size_per_layer_input"), 8),
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "tie_word_embeddings": False},
+    **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    **dict.fromkeys(("activation_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    **dict.fromkeys(("residual_dropout", "layerdrop", "decoder_layerdrop", "embedding_dropout"), 0.0),
+}
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+# Absent from a configuration by default, and then not to be given: None means that the model has no such part.
+ONLY_IF_SET = {"num_local_experts", "num_experts", "sliding_window", "is_decoder", "attention_chunk_size", "n_inner"}
+
+LAYER_KINDS = {
+    "f": "full_attention",
+    "s": "sliding_attention",
+    "c": "chunked_attention",
+    "l": "linear_attention",
+    "v": "conv",
+}
+
+
+class Architecture(NamedTuple):
+    """How a tiny model of an architecture differs from the common sizes."""
+
+    layers: str = ""
+    """Kinds of attention of the layers, repeated as often as needed; letters of `LAYER_KINDS`."""
+    settings: dict[str, Any] = {}
+
+
+_WINDOW = "sf"
+_MLA: dict[str, Any] = {"num_key_value_heads": 4}  # latent attention has as many key heads as query heads
+
+
+def _architectures(names: str, layers: str = "", **settings: Any) -> dict[str, Architecture]:
+    return {name: Architecture(layers, settings) for name in names.split()}
+
+
+TESTED = {
+    **_architectures(
+        "llama mistral qwen2 qwen3 gemma phi phi3 gpt2 gpt_neox opt mixtral qwen3_moe olmo2 granite smollm3"
+    ),
+    **_architectures("starcoder2 stablelm glm4 gptj ernie4_5 hunyuan_v1_dense apertus seed_oss glm4_moe"),
+    **_architectures("gemma2 gemma3_text gemma4_text gpt_oss cohere2 exaone4 ministral", _WINDOW),
+    **_architectures("llama4_text", "cf"),
+    **_architectures("lfm2", "f"),
+    **_architectures("deepseek_v3", **_MLA),
+    **_architectures("falcon", alibi=False),
+}
+"""The architectures that every other test file tries too (`tests/assets/tiny_architectures.json`)."""
+
+UNTESTED = {
+    **_architectures("arcee aria_text bart beam bert bert-generation bigbird_pegasus biogpt bitnet blenderbot"),
+    **_architectures("blenderbot-small camembert codegen cohere cpmant ctrl cwm data2vec-text diffllama doge electra"),
+    **_architectures("ernie ernie4_5_moe flex_olmo flint glm gpt-sw3 gpt_bigcode gpt_neox_japanese granite_swa"),
+    **_architectures("granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hyperclovax"),
+    **_architectures("internlm3 iquestcoder jais2 jetmoe laguna marian mbart megatron-bert mellum mimo_v2_flash"),
+    **_architectures("minimax_m2 ministral3 modernbert-decoder moshi mvp nanochat nemotron olmo olmoe openai-gpt"),
+    **_architectures("pegasus persimmon phimoe plbart qwen2_moe rembert roberta roberta-prelayernorm roformer"),
+    **_architectures("solar_open trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl"),
+    **_architectures("afmoe cohere2_moe exaone_moe kolibri1 olmo3 gemma4_unified_text", _WINDOW),
+    **_architectures("gemma3n_text", _WINDOW, num_kv_shared_layers=0),
+    **_architectures("axk1 deepseek_v2 glm4_moe_lite longcat_flash minicpm3 youtu", **_MLA),
+    **_architectures("dots1", n_shared_experts=1),
+    **_architectures("big_bird", attention_type="original_full"),  # which it would switch to in its first call
+    **_architectures("gpt_neo", attention_types=[[["global"], 1]]),
+}
+"""Architectures that nobody chose for a test: each must end in identical tokens or in a refusal."""
+
+STATEFUL = {
+    **_architectures("bloom mpt mamba rwkv hy_v4 inkling_text"),
+    **_architectures("minimax olmo_hybrid qwen3_next qwen3_5_text", "lf"),
+    **_architectures("lfm2_moe lfm3", "vf"),
+}
+"""Architectures with recurrent or convolutional state, or with positions that cannot be given: refused as yet."""
+
+ARCHITECTURES = {**TESTED, **UNTESTED, **STATEFUL}
+
+
+@lru_cache(maxsize=MAX_CACHED_MODELS)
+def tiny_model(
+    architecture: str,
+    layers: int = 2,
+    attention: str = "sdpa",
+    window: int = 8,
+    positions: int = 256,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """A random model.
+
+    Args:
+        architecture: a key of `ARCHITECTURES`.
+        layers: how many.
+        attention: "sdpa" or "eager"; models without SDPA run eager.
+        window: tokens in the window of sliding attention and in the chunks of chunked attention.
+        positions: entries in the table of positions, or the length that rotary positions were made for.
+        dtype: of the weights; the weights are those of float32.
+    """
+    config_class = CONFIG_MAPPING[architecture]
+    known = config_class()
+    given = ARCHITECTURES[architecture]
+    sizes = {**SIZES, **dict.fromkeys(DEPTHS, layers), **dict.fromkeys(POSITIONS, positions)}
+    sizes |= {"sliding_window": window, "attention_chunk_size": window}
+    arguments = {name: value for name, value in sizes.items() if _takes(known, name)}
+    if given.layers:
+        arguments["layer_types"] = [LAYER_KINDS[given.layers[i % len(given.layers)]] for i in range(layers)]
+    settings = dict(given.settings)
+    if "attention_types" in settings:
+        settings["attention_types"] = [[["global"], layers]]
+    config = config_class(**{**arguments, **settings})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        try:
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        except ValueError:
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        _randomize(model)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # grouped matrix products exist for shorter types only
+    return model.eval().to(dtype)
+
+
+def _takes(config: Any, name: str) -> bool:
+    try:
+        value = getattr(config, name)
+    except Exception:  # attributes that a configuration has only for some of its layers
+        return False
+    return not (value is None and name in ONLY_IF_SET) and not _is_read_only(type(config), name)
+
+
+def _is_read_only(config_class: type, name: str) -> bool:
+    attribute = getattr(config_class, name, None)
+    return isinstance(attribute, property) and attribute.fset is None
+
+
+def _randomize(model: nn.Module) -> None:
+    """Weights with which the next token depends on the whole text.
+
+    Models as they are initialised write one token again and again, and a wrong position or cache slot would not show.
+    """
+    generator = torch.Generator().manual_seed(1)
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() < 2:
+                parameter += 0.1 * noise
+            elif id(parameter) in embeddings:
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(1.5 * noise / math.sqrt(parameter.shape[-1]))
+
+
+@lru_cache(maxsize=MAX_CACHED_MODELS)
+def disturbed_copy(model: Any, noise: float) -> Any:
+    """A copy of a model whose weights are off by a share `noise` of their size: a draft that is right sometimes."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            disturbance = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter += noise * parameter.std() * disturbance if parameter.dim() > 1 else 0.0
+    return draft

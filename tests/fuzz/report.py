@@ -1,0 +1,110 @@
+"""Counts over many cases, and the tables that show them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from tests.fuzz.comparison import Outcome
+from tests.fuzz.known_defects import known_defect
+
+STATUSES = ("same", "refused", "raised", "rounding", "known", "different")
+
+
+@dataclass
+class Row:
+    """Counts of some cases."""
+
+    cases: int = 0
+    drafting: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rejected(self) -> int:
+        return self.drafted - self.accepted
+
+
+class Report:
+    """Sums outcomes up: by strategy, by architecture, refusals and errors by reason, known defects by name."""
+
+    def __init__(self) -> None:
+        self.total = Row()
+        self.by_strategy: defaultdict[str, Row] = defaultdict(Row)
+        self.by_architecture: defaultdict[str, Row] = defaultdict(Row)
+        self.refusals: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.known: Counter[str] = Counter()
+        self.faults_raised = 0
+        self.failures: list[Outcome] = []
+
+    def add(self, outcome: Outcome) -> str:
+        """Count an outcome; returns its status, in which a known defect is no difference."""
+        case, status = outcome.case, outcome.status
+        if status == "different":
+            defect = known_defect(case, outcome.differences)
+            if defect is None:
+                self.failures.append(outcome)
+            else:
+                status = "known"
+                self.known[f"{defect.name}: {defect.description}"] += 1
+        if status == "refused":
+            self.refusals[_without_names(outcome.reason)] += 1
+        if status == "raised":
+            self.errors[_without_names(outcome.reason)] += 1
+        self.faults_raised += outcome.fault_raised
+        for row in (self.total, self.by_strategy[case.strategy], self.by_architecture[case.architecture]):
+            row.cases += 1
+            row.drafting += outcome.drafted > 0
+            row.drafted += outcome.drafted
+            row.accepted += outcome.accepted
+            row.emitted += outcome.emitted
+            row.statuses[status] += 1
+        return status
+
+    def tables(self) -> Iterable[Table]:
+        yield _counts("strategy", self.by_strategy, self.total)
+        yield _counts("architecture", self.by_architecture, self.total)
+        reasons = {"refusals": self.refusals, "errors of both sides": self.errors, "known defects": self.known}
+        for title, counter in reasons.items():
+            if counter:
+                table = Table("cases", "reason", title=title)
+                for name, count in counter.most_common():
+                    table.add_row(str(count), name)
+                yield table
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts as plain values."""
+        return {
+            **{name: getattr(self.total, name) for name in ("cases", "drafting", "drafted", "accepted", "rejected")},
+            "statuses": {status: self.total.statuses[status] for status in STATUSES},
+            "faults_raised": self.faults_raised,
+            "refusals": dict(self.refusals.most_common()),
+            "errors_of_both_sides": dict(self.errors.most_common()),
+            "known_defects": dict(self.known.most_common()),
+            "failures": [outcome.case.to_json() for outcome in self.failures],
+        }
+
+
+def _counts(name: str, rows: dict[str, Row], total: Row) -> Table:
+    table = Table(name, *("cases", "drafting", "drafted", "accepted", "rejected", *STATUSES), title=f"by {name}")
+    for label, row in [*sorted(rows.items()), ("total", total)]:
+        if label == "total":
+            table.add_section()
+        numbers = (row.cases, row.drafting, row.drafted, row.accepted, row.rejected)
+        table.add_row(label, *map(str, numbers), *(str(row.statuses[status] or "") for status in STATUSES))
+    return table
+
+
+def _without_names(reason: str) -> str:
+    """A reason that is the same for all models and numbers."""
+    first = reason.strip().splitlines()[0] if reason.strip() else "(no reason)"
+    first = re.sub(r"\b\w+(ForCausalLM|LMHeadModel|LMHead|Decoder)\b", "<model>", first)
+    return re.sub(r"\d+", "N", first)[:150]

@@ -1,0 +1,74 @@
+"""Drafters that know the answer or nothing, and a policy of any depths; written as an extension author would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Protocol
+
+from hf_specgen import Call, Candidates, DraftSession, DraftTree, Policy, PolicySession
+
+Nodes = tuple[list[int], tuple[int, ...]]
+"""Tokens and parents of a row's draft tree; parent -1 continues the row."""
+
+
+class Script(Protocol):
+    """Proposes tokens for one row; one object a call."""
+
+    def __call__(self, row: int, prompt: list[int], generated: list[int], depth: int) -> Nodes: ...
+
+
+class Scripted(Candidates):
+    """Proposes what a script says.
+
+    Args:
+        start_script: makes the script of a call.
+        k: maximum depth of a draft.
+        policy: how much of it is used.
+    """
+
+    def __init__(self, start_script: Callable[[], Script], k: int, policy: Policy | None):
+        super().__init__(k, policy)
+        self._start_script = start_script
+
+    def start(self, call: Call) -> DraftSession:
+        return _ScriptedSession(call, self._start_script())
+
+
+class _ScriptedSession(DraftSession):
+    def __init__(self, call: Call, script: Script):
+        super().__init__(call)
+        self._script = script
+
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        state = self.call.state
+        rows = zip(state.prompts, state.generated, budget, strict=True)
+        return DraftTree.from_nodes(
+            [
+                self._script(row, prompt, list(generated), depth) if depth else ([], ())
+                for row, (prompt, generated, depth) in enumerate(rows)
+            ]
+        )
+
+    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
+        return self.draft(budget)
+
+
+class RandomDepths(Policy):
+    """Any depth in any row at any step, plain steps included."""
+
+    def __init__(self, seed: int):
+        self._seed = seed
+
+    def start(self, call: Call) -> PolicySession:
+        return _RandomDepthsSession(Random(self._seed), call.candidates.k)
+
+
+class _RandomDepthsSession(PolicySession):
+    def __init__(self, random: Random, k: int):
+        self._random, self._k = random, k
+
+    def depths(self, room: Sequence[int]) -> list[int]:
+        if self._random.random() < 0.2:
+            return [0] * len(room)
+        return [self._random.choice((0, 1, 2, self._k, self._k)) for _ in room]

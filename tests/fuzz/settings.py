@@ -1,0 +1,174 @@
+"""What a case gives to `generate`: prompts, settings, processors, stopping criteria, streamer."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from random import Random
+from string import ascii_lowercase
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from tests.fuzz.callbacks import CRITERIA, PROCESSORS, Fault, Interrupt, RaisingCriterion, RaisingProcessor, Recorder
+from tests.fuzz.cases import Case
+from tests.fuzz.models import VOCAB
+
+
+class Ends(NamedTuple):
+    """What depends on the text that plain `generate` writes."""
+
+    eos_ids: tuple[int, ...]
+    stop_string: str | None
+
+
+# Prompts
+
+
+def prompts(case: Case) -> dict[str, torch.Tensor]:
+    """Left-padded random prompts."""
+    random = Random(case.seed)
+    width = max(case.lengths)
+    rows, mask = [], []
+    for length in case.lengths:
+        pattern = [random.randrange(1, VOCAB) for _ in range(3 if case.repetitive else length)]
+        row = [pattern[place % len(pattern)] for place in range(length)]
+        if case.pad_in_prompt:
+            row[length // 2] = case.pad_id
+        rows.append([case.pad_id] * (width - length) + row)
+        mask.append([0] * (width - length) + [1] * length)
+    inputs = {"input_ids": torch.tensor(rows)}
+    if case.give_mask:
+        inputs["attention_mask"] = torch.tensor(mask)
+    return inputs
+
+
+def next_prompts(inputs: dict[str, torch.Tensor], text: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+    """The prompts of the next turn: the whole text, and two tokens more."""
+    random = Random(seed)
+    question = torch.tensor([[random.randrange(1, VOCAB) for _ in range(2)] for _ in range(len(text))])
+    following = {"input_ids": torch.cat([text, question], dim=1)}
+    mask = inputs.get("attention_mask")
+    if mask is not None:
+        new = following["input_ids"].shape[1] - mask.shape[1]
+        following["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), new)], dim=1)
+    return following
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A letter or a syllable for each token id."""
+    syllables = map("".join, product("bcdfghjklmnpqrst", "aeiou"))
+    words = {text: token for token, text in zip(range(VOCAB), [*ascii_lowercase, *syllables], strict=False)}
+    backend = Tokenizer(WordLevel(words, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a")
+
+
+# Settings
+
+
+def arguments(case: Case, ends: Ends, prompt_length: int, fault: Fault | Interrupt | None = None) -> dict[str, Any]:
+    """Fresh arguments for one `generate` call, except prompts, cache and speculation.
+
+    Args:
+        case: to be run.
+        ends: as found by `find_ends`.
+        prompt_length: columns of the prompt.
+        fault: raised in the processor, criterion or streamer that the case names; nowhere if left out.
+    """
+    settings = _settings(case, ends)
+    processors = [PROCESSORS[name]() for name in case.processors]
+    criteria: list[StoppingCriteria] = [CRITERIA[name](prompt_length) for name in case.criteria if name in CRITERIA]
+    streamer = Recorder() if case.streamer else None
+    if fault is not None and case.fault == "processor":
+        processors.append(RaisingProcessor(case.fault_call, fault))
+    if fault is not None and case.fault == "criterion":
+        criteria.append(RaisingCriterion(case.fault_call, fault))
+    if fault is not None and case.fault == "streamer" and streamer is not None:
+        streamer.fault, streamer.fault_call = fault, case.fault_call
+    objects: dict[str, Any] = {
+        "logits_processor": LogitsProcessorList(processors),
+        "stopping_criteria": StoppingCriteriaList(criteria),
+        "streamer": streamer,
+    }
+    if "stop_strings" in settings:
+        objects["tokenizer"] = tokenizer()
+    if "allowed_tokens" in case.options:
+        objects["prefix_allowed_tokens_fn"] = _allowed_tokens
+    given = {name: value for name, value in objects.items() if value}
+    if case.config_object:
+        return {**given, "generation_config": GenerationConfig(**settings)}
+    return {**given, **settings}
+
+
+def _settings(case: Case, ends: Ends) -> dict[str, Any]:
+    """The part that fits into a `GenerationConfig`; what has its default is left out."""
+    given = Case()
+    names = ["min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "num_return_sequences"]
+    names += ["output_scores", "output_logits", "prefill_chunk_size"]
+    settings: dict[str, Any] = {n: getattr(case, n) for n in names if getattr(case, n) != getattr(given, n)}
+    settings |= {"max_new_tokens": case.max_new_tokens, "pad_token_id": case.pad_id, "do_sample": case.do_sample}
+    settings["return_dict_in_generate"] = case.return_dict
+    if case.do_sample:
+        settings |= {"temperature": case.temperature, "top_k": case.top_k, "top_p": case.top_p}
+        settings |= {"min_p": case.min_p} if case.min_p else {}
+        settings |= {"typical_p": case.typical_p} if case.typical_p < 1 else {}
+    if ends.eos_ids:
+        settings["eos_token_id"] = list(ends.eos_ids)
+    if ends.stop_string is not None:
+        settings["stop_strings"] = [ends.stop_string]
+    if case.bad_words:
+        settings["bad_words_ids"] = [list(words) for words in case.bad_words]
+    if "max_time" in case.criteria:
+        settings["max_time"] = 0.0
+    for name in case.options:
+        if name != "decay" or ends.eos_ids:  # `generate` raises without an end token
+            settings |= _OPTIONS.get(name, {})
+    return settings
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "begin_suppress": {"begin_suppress_tokens": list(range(1, 60))},
+    "decay": {"exponential_decay_length_penalty": (2, 1.6)},
+    "encoder_no_repeat": {"encoder_no_repeat_ngram_size": 2},
+    "encoder_repetition": {"encoder_repetition_penalty": 1.3},
+    "forced_eos": {"forced_eos_token_id": 11},
+    "guidance": {"guidance_scale": 1.5},
+    "remove_invalid": {"remove_invalid_values": True},
+    "renormalize": {"renormalize_logits": True},
+    "sequence_bias": {"sequence_bias": [[[5], 1.5], [[6, 7], 2.0], [[8], -3.0]]},
+    "suppress": {"suppress_tokens": list(range(60, 99))},
+}
+
+
+def _allowed_tokens(row: int, ids: torch.Tensor) -> list[int]:
+    return [(int(ids[-1]) + step + row) % VOCAB for step in (1, 2, 5, 7)]
+
+
+def find_ends(case: Case, text: list[list[int]]) -> Ends:
+    """End tokens and stop string of a case.
+
+    Args:
+        case: to be run.
+        text: what plain `generate` writes without them.
+    """
+    columns = len(text[0])
+    found = {text[column % len(text)][column] for column in case.eos_columns if column < columns}
+    stop_string = None
+    column = case.stop_string_column
+    if column is not None and column < columns:
+        here, following = text[0][column], text[0][min(column + 1, columns - 1)]
+        decoded = tokenizer().decode([here, following])
+        stop_string = decoded[1:3] if column + 1 < columns else decoded[:2]
+    return Ends(tuple(sorted(found | set(case.eos_ids))), stop_string)

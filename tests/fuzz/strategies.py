@@ -1,0 +1,179 @@
+"""The strategy objects of a case."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from hf_specgen import (
+    AdaptiveDepth,
+    CombinedCandidates,
+    DraftModelCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    MovingWindow,
+    NgramCandidates,
+    NgramHistory,
+    Policy,
+    Schedule,
+)
+from tests.fuzz.cases import Case
+from tests.fuzz.fitted import exit_adapter, medusa_heads
+from tests.fuzz.internals import given_latency
+from tests.fuzz.models import VOCAB, disturbed_copy, tiny_model
+from tests.fuzz.scripted import Nodes, RandomDepths, Script, Scripted
+
+MEDUSA_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+
+
+class Known(NamedTuple):
+    """What plain `generate` wrote."""
+
+    ids: torch.Tensor
+    """`[rows, prompt + generated]`"""
+    mask: torch.Tensor
+    """Of the same shape; 0 for padding of the prompt."""
+    prompt_length: int
+
+    def answers(self) -> list[list[int]]:
+        return self.ids[:, self.prompt_length :].tolist()
+
+
+class Answers:
+    """What an oracle proposes: replaced from turn to turn, and looked up by prompt where several threads share it."""
+
+    def __init__(self) -> None:
+        self.by_row: list[list[int]] = []
+        self.by_prompt: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+
+    def add(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> None:
+        """Remember a text under its prompts."""
+        prompts = inputs["input_ids"]
+        mask = inputs.get("attention_mask", torch.ones_like(prompts)).bool()
+        for row, (prompt, kept, text) in enumerate(zip(prompts, mask, ids, strict=True)):
+            self.by_prompt[row, tuple(prompt[kept].tolist())] = text[prompts.shape[1] :].tolist()
+
+    def of(self, row: int, prompt: list[int]) -> list[int]:
+        found = self.by_prompt.get((row, tuple(prompt)))
+        if found is None and row < len(self.by_row):
+            found = self.by_row[row]
+        return found or []
+
+
+def build(case: Case, model: Any, draft: Any, known: Known, answers: Answers) -> Any:
+    """The strategy of a case.
+
+    Args:
+        case: names it.
+        model: the target.
+        draft: as made by `draft_model`.
+        known: what plain `generate` wrote, for strategies that are fitted to it.
+        answers: what oracles look up.
+    """
+    if case.strategy == "combined":
+        members = [_simple(case, name, model, draft, known, answers) for name in case.members]
+        return CombinedCandidates(members, policy=_policy(case))
+    return _simple(case, case.strategy, model, draft, known, answers)
+
+
+def draft_model(case: Case, model: Any) -> Any:
+    """The draft model that a case needs, if any."""
+    if "draft_other" in case.strategies():
+        other = ("gpt2", "llama", "gemma3_text", "opt")[case.seed % 4]
+        return disturbed_copy(tiny_model(other, dtype=model.dtype), 0.0)
+    if "draft" in case.strategies():
+        return disturbed_copy(model, round((1 - case.accuracy) / 2, 2))
+    return None
+
+
+def call_policy(case: Case) -> Policy | None:
+    """The `policy=` of the call, where the strategy has none of its own."""
+    return _policy(case) if case.strategy == "native" and case.policy != "fixed" else None
+
+
+def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers: Answers) -> Any:
+    adaptive = case.policy in ("adaptive", "auto")
+    policy = _policy(case)
+    settings: dict[str, Any] = {"k": "auto" if adaptive else case.k, "policy": policy}
+    tree: Any = None if adaptive else case.draft_tree
+    if name in ("oracle", "oracle_tree", "random", "random_tree"):
+        return Scripted(lambda: _script(name, case, answers), case.k, policy)
+    if name in ("ngram", "ngram_tree"):
+        return NgramCandidates(**settings, branches=case.branches if name == "ngram_tree" else 1)
+    if name == "history":
+        history = NgramHistory(max_tokens=200)
+        for row in known.ids.tolist():
+            history.add(row)
+        return NgramCandidates(**settings, history=history)
+    if name == "native":
+        return PromptLookupCandidateGenerator(num_output_tokens=case.k, max_matching_ngram_size=2, max_length=512)
+    if name in ("draft", "draft_other"):
+        return DraftModelCandidates(draft, **settings, tree=tree, confidence_threshold=case.threshold)
+    if name in ("skip", "skip_adapter"):
+        adapter = exit_adapter(model, case.exit_layer, known.ids, known.mask) if name == "skip_adapter" else None
+        return LayerSkipCandidates(case.exit_layer, **settings, tree=tree, adapter=adapter)
+    heads = medusa_heads(model, known.ids, known.mask)
+    heads_tree: Any = "auto" if name == "medusa_auto" else (MEDUSA_TREE if case.branches > 2 else case.k)
+    return MedusaCandidates(heads, tree=heads_tree, policy=policy)
+
+
+def _policy(case: Case) -> Policy | None:
+    """The policy of a strategy; None for the one that belongs to its k."""
+    if case.policy == "fixed":
+        return FixedDepth() if case.strategy == "combined" else None
+    if case.policy == "random":
+        return RandomDepths(case.seed)
+    if case.policy == "window":
+        return MovingWindow(start=1)
+    if case.policy == "schedule":
+        return Schedule({1: case.k, 2: 2, 4: 1})
+    return AdaptiveDepth(given_latency() if case.policy == "adaptive" else None)
+
+
+def _script(name: str, case: Case, answers: Answers) -> Script:
+    """The tokens that a scripted strategy proposes in one call."""
+    random = Random(case.seed)
+
+    def propose(row: int, prompt: list[int], generated: list[int], depth: int) -> Nodes:
+        if name == "random":
+            return [random.randrange(VOCAB) for _ in range(depth)], tuple(range(-1, depth - 1))
+        if name == "random_tree":
+            return _random_tree(random, depth, case.branches)
+        truth = answers.of(row, prompt)[len(generated) :][:depth]
+        guesses = [token if random.random() < case.accuracy else random.randrange(VOCAB) for token in truth]
+        if name == "oracle":
+            return guesses, tuple(range(-1, len(guesses) - 1))
+        return _hidden_path(random, guesses, case.branches)
+
+    return propose
+
+
+def _random_tree(random: Random, depth: int, branches: int) -> Nodes:
+    """Random tokens on a random tree; siblings may be alike."""
+    parents: list[int] = []
+    depths: list[int] = []
+    for _ in range(random.randint(1, depth * branches)):
+        parent = random.choice([-1, *(node for node, d in enumerate(depths) if d < depth)])
+        parents.append(parent)
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return [random.choice((5, 6, random.randrange(VOCAB))) for _ in parents], tuple(parents)
+
+
+def _hidden_path(random: Random, path: list[int], branches: int) -> Nodes:
+    """The path, with wrong siblings at a random place around each of its nodes, some of which go on."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    parent = -1
+    for token in path:
+        wrong = [(token + 1 + i) % VOCAB for i in range(random.randint(0, branches - 1))]
+        place = random.randint(0, len(wrong))
+        level = [*wrong[:place], token, *wrong[place:]]
+        first = len(tokens)
+        tokens += level
+        parents += [parent] * len(level)
+        parent = first + place
+    return tokens, tuple(parents)

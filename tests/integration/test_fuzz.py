@@ -1,0 +1,97 @@
+"""The random tester: 200 cases from a fixed seed, and proof that it can fail."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.fuzz.__main__ import main, run_safely
+from tests.fuzz.cases import Case
+from tests.fuzz.draw import draw
+from tests.fuzz.internals import MUTATIONS
+from tests.fuzz.known_defects import known_defect
+from tests.fuzz.report import Report
+from tests.fuzz.shrink import shrink
+
+SEED = "tests"
+CASES_PER_CHUNK, CHUNKS = 20, 10
+# Few, so that models are built once: attention full, in windows and in chunks, positions in a table or rotary, experts.
+ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "gptj", "qwen3_moe", "llama4_text", "deepseek_v3")
+MAX_CASES_PER_MUTATION = 60
+
+# What a mutation needs to show, where cases drawn at random seldom have it.
+NEEDED: dict[str, dict[str, Any]] = {
+    "model not restored after an exception": {"architecture": "llama", "strategy": "skip", "fault": "model"},
+    "given cache not restored after an exception": {"return_dict": True, "turns": 2, "fault": "drafter"},
+}
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_cases_equal_plain_generate(chunk: int) -> None:
+    """Would catch: anything that a caller can see of a speculative call and that differs from plain `generate`."""
+    report = Report()
+    for number in range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK):
+        outcome = run_safely(draw(f"{SEED}:{number}", ARCHITECTURES))
+        status = report.add(outcome)
+        assert status != "different", f"{outcome.differences}\npython -m tests.fuzz --case '{outcome.case.to_json()}'"
+    total = report.total
+    assert total.drafting >= CASES_PER_CHUNK // 2 and total.accepted > 20 and total.rejected > 20, "it tests too little"
+    assert total.statuses["same"] >= 0.7 * CASES_PER_CHUNK, f"too few comparisons: {report.to_dict()}"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_random_cases_with_a_mutation_fail(mutation: str) -> None:
+    """Would catch: a comparison that cannot fail."""
+    for number in range(MAX_CASES_PER_MUTATION):
+        case = replace(draw(f"mutations:{number}", ARCHITECTURES), **NEEDED.get(mutation, {}))
+        with MUTATIONS[mutation]():
+            outcome = run_safely(case)
+        if outcome.status == "different" and known_defect(case, outcome.differences) is None:
+            return
+    pytest.fail(f"{MAX_CASES_PER_MUTATION} cases do not show it: {mutation}")
+
+
+def test_draw_with_the_same_seed_gives_the_same_case() -> None:
+    assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
+    assert len({draw(seed) for seed in range(50)}) == 50
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_case_in_json_is_the_case_again(seed: int) -> None:
+    case = draw(seed)
+    assert Case.from_json(case.to_json()) == case
+
+
+def test_shrink_keeps_only_what_the_failure_needs() -> None:
+    """Would catch: a field that is never simplified, or a simplification that loses the failure."""
+
+    def fails(case: Case) -> bool:
+        return case.k >= 3 and case.do_sample and len(case.lengths) > 1 and max(case.lengths) >= 4
+
+    case = next(case for case in map(draw, range(1000)) if fails(case) and case.k > 3 and len(case.lengths) > 2)
+    smallest = shrink(case, fails)
+    assert fails(smallest)
+    assert smallest == Case(seed=case.seed, do_sample=True, lengths=smallest.lengths)
+    assert sorted(smallest.lengths) == [1, 4]
+
+
+def test_main_repeats_a_case_and_returns_whether_it_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--case", Case(strategy="oracle", max_new_tokens=6).to_json()]
+    assert main(arguments) == 0
+    with MUTATIONS["accept one token too many"]():
+        assert main(["--case", Case(accuracy=0.0).to_json()]) == 1
+    assert "tokens: row 0" in capsys.readouterr().out
+
+
+def test_main_counts_and_prints_failures(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record.json"
+    arguments = ["--cases", "2", "--seed", "1", "--architectures", "llama", "--strategies", "oracle"]
+    assert main([*arguments, "--record", str(record)]) == 0
+    assert json.loads(record.read_text())["cases"] == 2
+    with MUTATIONS["position off by one"]():
+        assert main([*arguments, "--no-shrink"]) == 1
+    printed = capsys.readouterr().out
+    assert "python -m tests.fuzz --case '{" in printed and "by strategy" in printed
