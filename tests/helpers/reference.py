@@ -1,6 +1,6 @@
-"""Slow versions of the fast paths, written to be believed by reading: loops over everything, no index, no tensors.
+"""Slow versions of the fast paths, written to be verified by reading: loops over everything, no index, no tensors.
 
-The tuning constants are those of the package, so that tuning them breaks no test; what is done with them is not.
+The constants are those of the package, so that other values break no test; what is done with them is written anew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEPARATOR = -1
 
 
 def any_parents(nodes: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
-    """Parents of any tree with that many nodes, to draw from."""
+    """A hypothesis strategy: the parents of any tree with that many nodes."""
     return nodes.flatmap(lambda count: st.tuples(*(st.integers(-1, node - 1) for node in range(count))))
 
 
@@ -35,7 +35,7 @@ def depth(parents: Sequence[int], node: int) -> int:
 
 
 def ancestor_matrix(parents: Sequence[int]) -> list[list[int]]:
-    """Entry [i][j] is 1 where j is i or above i; index 0 is the row's last token, index i + 1 is node i."""
+    """Entry [i][j] is 1 where j is i or an ancestor of i; index 0 is the row's last token, index i + 1 is node i."""
     matrix = []
     for node in range(-1, len(parents)):
         family = [-1, *walk_up(parents, node)]
@@ -44,23 +44,23 @@ def ancestor_matrix(parents: Sequence[int]) -> list[list[int]]:
 
 
 def merge_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], tuple[int, ...]]:
-    """One node for each different beginning of a path, in the order of appearance."""
-    beginnings: list[list[int]] = []
+    """One node for each distinct prefix of a path, in the order of first appearance."""
+    prefixes: list[list[int]] = []
     for path in paths:
         for length in range(1, len(path) + 1):
-            if list(path[:length]) not in beginnings:
-                beginnings.append(list(path[:length]))
-    parents = [-1 if len(b) == 1 else beginnings.index(b[:-1]) for b in beginnings]
-    return [b[-1] for b in beginnings], tuple(parents)
+            if list(path[:length]) not in prefixes:
+                prefixes.append(list(path[:length]))
+    parents = [-1 if len(b) == 1 else prefixes.index(b[:-1]) for b in prefixes]
+    return [b[-1] for b in prefixes], tuple(parents)
 
 
 def longest_accepted_path(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
     """Of all paths from the root to a node on which the target chose every token, the longest."""
 
-    def stands(node: int) -> bool:
-        return node == -1 or (stands(parents[node]) and tokens[node] == chosen[parents[node] + 1])
+    def is_accepted(node: int) -> bool:
+        return node == -1 or (is_accepted(parents[node]) and tokens[node] == chosen[parents[node] + 1])
 
-    paths = [walk_up(parents, node)[::-1] for node in range(-1, len(parents)) if stands(node)]
+    paths = [walk_up(parents, node)[::-1] for node in range(-1, len(parents)) if is_accepted(node)]
     return max(paths, key=len)
 
 
@@ -75,15 +75,16 @@ def row_mask(
     window: int | None = None,
     chunk: int | None = None,
 ) -> list[list[int]]:
-    """`[1 + nodes][width]` what the pending token and each node of one row may look at.
+    """`[1 + nodes][width]` what the pending token and each node of one row attend to.
 
     Args:
         length: cached slots; slot `length` holds the pending token, the nodes follow.
         parents: of the nodes.
         width: number of slots.
         visible: False where a cached slot is padding; slots beyond its end are not.
-        window: if given, how many positions are seen, the query's own included.
-        chunk: if given, positions are seen only in blocks of this size, counted from the first token after padding.
+        window: if given, the number of visible positions, the query's own included.
+        chunk: if given, only positions in the same block of this size are visible; blocks start at the first token
+            after padding.
     """
 
     def position(slot: int) -> int:
@@ -117,7 +118,7 @@ def row_mask(
 def ngram_matches(
     tokens: Sequence[int], text: Sequence[int], min_ngram: int, max_ngram: int, limit: int
 ) -> list[tuple[int, int]]:
-    """Compare the end of `text` with what stands before every position: the longest first, then the most recent."""
+    """Compare the end of `text` with what precedes every position: the longest match first, then the most recent."""
     found = []
     for position in range(len(tokens)):
         n = 0
@@ -129,7 +130,7 @@ def ngram_matches(
 
 
 def follow(tokens: Sequence[int], position: int, k: int) -> list[int]:
-    """Copy k tokens one by one from `position` on, writing them behind the text so that the copy can be copied too."""
+    """Copy k tokens one by one from `position` on to the end of the text, so that the copy can be copied too."""
     text = list(tokens)
     while len(text) < len(tokens) + k and text[position] != SEPARATOR:
         text.append(text[position])
@@ -138,7 +139,7 @@ def follow(tokens: Sequence[int], position: int, k: int) -> list[int]:
 
 
 class Match(NamedTuple):
-    """Where the last tokens occurred before, and what followed."""
+    """An earlier occurrence of the last tokens, and what followed it."""
 
     length: int
     own: bool
@@ -154,7 +155,7 @@ def ngram_paths(
     max_ngram: int = 8,
     branches: int = 1,
 ) -> list[list[int]]:
-    """The paths that `NgramCandidates` guesses after `text`, with `past` as the tokens of the history."""
+    """The paths that `NgramCandidates` proposes after `text`, with `past` as the tokens of the history."""
     limit = max(tuning.FEWEST_MATCHES, tuning.MATCHES_PER_BRANCH * branches)
     matches = [
         Match(n, True, position, follow(text, position, k))
@@ -188,14 +189,15 @@ def ngram_paths(
 
 
 def trusted_length(matches: Sequence[Match]) -> int:
-    """A lone match is worth a fixed length, one of several as much as the best other one agrees; plus 4 per token."""
+    """How far the first match is followed: a constant if it is the only one of its kind, otherwise as far as another
+    one agrees; and further for each matched token beyond the first."""
     first, *others = matches
     agreements = []
     for other in others:
         if other.length == first.length and other.own == first.own:
             agreed = 0
-            for mine, its in zip(first.path, other.path, strict=False):
-                if mine != its:
+            for mine, theirs in zip(first.path, other.path, strict=False):
+                if mine != theirs:
                     break
                 agreed += 1
             agreements.append(agreed)
@@ -206,7 +208,7 @@ def trusted_length(matches: Sequence[Match]) -> int:
 def naive_medusa_loss(
     model: Any, heads: Any, hidden: torch.Tensor, tokens: torch.Tensor, rows: list[int], decay: float
 ) -> torch.Tensor:
-    """Head by head and position by position: head h at position i learns what the target said at i + h + 1."""
+    """Head by head and position by position: head h at position i learns the target's distribution at i + h + 1."""
     p = output_logits(model, hidden).float().softmax(dim=-1)
     total = torch.zeros(())
     for head in range(heads.config.num_heads):

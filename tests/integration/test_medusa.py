@@ -53,7 +53,7 @@ def test_medusa_any_tree_same_tokens(tree: str, batch: int, sampling: str) -> No
     candidates = MedusaCandidates(heads, TREES[tree], policy=FixedDepth())
     statistics = assert_same_tokens(model, inputs, candidates, max_new_tokens=40, **SAMPLING[sampling])
     assert statistics.accepted > 0
-    assert tree == "chain" or statistics.accepted < statistics.drafted
+    assert tree in ("auto", "chain") or statistics.accepted < statistics.drafted
 
 
 @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}, {"eos_token_id": list(range(30, 60))}])
