@@ -22,10 +22,9 @@ from pathlib import Path
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.hf_argparser import HfArg
 
 from answers import DEFAULT_GENERATION, Rows, answer_batch, batches_by_domain
-from common import Options, parse_config
+from common import Options, option, parse_config
 from corpus import read_rows
 
 
@@ -37,18 +36,18 @@ class Settings:
         ValueError: if a number is below 1.
     """
 
-    target: str = HfArg(help="Hub id or folder of the model that answers")
-    prompts: str = HfArg(help="rows {domain, prompt}: a JSONL file or the id of a dataset")
-    output: str = HfArg(help="file to write, .jsonl or .jsonl.gz")
-    exclude: str | None = HfArg(default=None, help="rows whose prompts are not used, such as those of a test set")
-    per_domain: Options = HfArg(default_factory=Options, help="number of prompts by domain; default: for others")
-    generation: Options = HfArg(
+    target: str = option(help="Hub id or folder of the model that answers")
+    prompts: str = option(help="rows {domain, prompt}: a JSONL file or the id of a dataset")
+    output: str = option(help="file to write, .jsonl or .jsonl.gz")
+    exclude: str | None = option(default=None, help="rows whose prompts are not used, such as those of a test set")
+    per_domain: Options = option(default_factory=Options, help="number of prompts by domain; default: for others")
+    generation: Options = option(
         default_factory=lambda: Options(DEFAULT_GENERATION), help="arguments of generate by domain; default: for others"
     )
-    max_new_tokens: int = HfArg(default=128, help="tokens per answer")
-    batch_size: int = HfArg(default=32, help="prompts per generate call")
-    dtype: str = HfArg(default="auto", help="of the target")
-    seed: int = HfArg(default=0, help="of the choice of prompts and of sampling")
+    max_new_tokens: int = option(default=128, help="tokens per answer")
+    batch_size: int = option(default=32, help="prompts per generate call")
+    dtype: str = option(default="auto", help="of the target")
+    seed: int = option(default=0, help="of the choice of prompts and of sampling")
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size"):

@@ -12,8 +12,14 @@ from typing import Any, TypeVar
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 Config = TypeVar("Config")
+
+
+def option(**settings: Any) -> Any:
+    """A field of a settings dataclass with a default and a help text, typed like the option itself."""
+    return HfArg(**settings)
 
 
 class Options(dict[str, Any]):

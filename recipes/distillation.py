@@ -16,10 +16,9 @@ from torch.nn.functional import kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.hf_argparser import HfArg
 
 from answers import DEFAULT_GENERATION
-from common import Options
+from common import Options, option
 from corpus import Batch, conversations
 from hf_specgen.target.model_parts import decoder, layer_outputs, output_logits
 from training import TrainingSettings, shared_batches
@@ -33,10 +32,10 @@ CHUNK = 1024
 class DistillationSettings(TrainingSettings):
     """Settings of every recipe with a frozen target."""
 
-    target: str = HfArg(help="Hub id or folder of the target")
-    evaluation: str | None = HfArg(default=None, help="held-out prompts, rows {domain, prompt}; none: no evaluation")
-    evaluation_per_domain: int = HfArg(default=20, help="evaluated prompts of each domain")
-    generation: Options = HfArg(
+    target: str = option(help="Hub id or folder of the target")
+    evaluation: str | None = option(default=None, help="held-out prompts, rows {domain, prompt}; none: no evaluation")
+    evaluation_per_domain: int = option(default=20, help="evaluated prompts of each domain")
+    generation: Options = option(
         default_factory=lambda: Options(DEFAULT_GENERATION), help="arguments of generate by domain; default: for others"
     )
 

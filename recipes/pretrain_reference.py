@@ -19,10 +19,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.hf_argparser import HfArg
 
 from cards import push, write_card
-from common import Options, parse_config
+from common import Options, option, parse_config
 from corpus import Batch, packed_blocks
 from training import TrainingSettings, shared_batches, start, train
 
@@ -38,11 +37,11 @@ tokenizer = AutoTokenizer.from_pretrained("{model}")
 class Settings(TrainingSettings):
     """The shape of the model or the model to continue with, and the optimizer of this stage."""
 
-    tokenizer: str = HfArg(help="Hub id or folder of the tokenizer")
-    shape: Options = HfArg(default_factory=Options, help="fields of LlamaConfig")
-    start_from: str | None = HfArg(default=None, help="model to continue with, instead of `shape`")
-    optimizer: Literal["adamw", "muon"] = HfArg(default="adamw", help="muon: for the matrices of the layers")
-    adamw_learning_rate: float = HfArg(default=1e-3, help="with Muon, for embeddings and norms")
+    tokenizer: str = option(help="Hub id or folder of the tokenizer")
+    shape: Options = option(default_factory=Options, help="fields of LlamaConfig")
+    start_from: str | None = option(default=None, help="model to continue with, instead of `shape`")
+    optimizer: Literal["adamw", "muon"] = option(default="adamw", help="muon: for the matrices of the layers")
+    adamw_learning_rate: float = option(default=1e-3, help="with Muon, for embeddings and norms")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -20,11 +20,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.hf_argparser import HfArg
 
 from agreement import Agreement, agreement_section, eval_results, measure_agreement
 from cards import push, write_card
-from common import Options, parse_config
+from common import Options, option, parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, draft_states, kl_sum, load_target, target_states
 from hf_specgen.target.model_parts import output_logits
@@ -50,10 +49,10 @@ class Settings(DistillationSettings):
         ValueError: if neither or both of `layers` and `draft` are given.
     """
 
-    layers: list[int] | None = HfArg(default=None, help="layers of the target that initialize those of the draft")
-    shape: Options = HfArg(default_factory=Options, help="fields of the config that differ from the target's")
-    draft: str | None = HfArg(default=None, help="existing small model, instead of `layers`")
-    lora: Options | None = HfArg(default=None, help="fields of PEFT's LoraConfig, for an existing model")
+    layers: list[int] | None = option(default=None, help="layers of the target that initialize those of the draft")
+    shape: Options = option(default_factory=Options, help="fields of the config that differ from the target's")
+    draft: str | None = option(default=None, help="existing small model, instead of `layers`")
+    lora: Options | None = option(default=None, help="fields of PEFT's LoraConfig, for an existing model")
 
     def __post_init__(self) -> None:
         super().__post_init__()

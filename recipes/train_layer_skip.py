@@ -18,11 +18,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.hf_argparser import HfArg
 
 from agreement import Agreement, Predictor, agreement_section, eval_results, measure_agreement
 from cards import push, write_card
-from common import parse_config
+from common import option, parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, kl_sum, load_target, target_states
 from hf_specgen.heads.exit_head import ExitHead, save_exit_head
@@ -47,8 +46,8 @@ class Settings(DistillationSettings):
         ValueError: for a layer or rank below 1.
     """
 
-    exit_layers: list[int] = HfArg(help="numbers of the target's layers that run before the exits")
-    rank: int = HfArg(default=64, help="of the LoRA matrix")
+    exit_layers: list[int] = option(help="numbers of the target's layers that run before the exits")
+    rank: int = option(default=64, help="of the LoRA matrix")
 
     def __post_init__(self) -> None:
         super().__post_init__()

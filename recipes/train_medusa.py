@@ -17,9 +17,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.hf_argparser import HfArg
 
-from common import Options, parse_config
+from common import Options, option, parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, draft_states, load_target, target_states
 from hf_specgen.heads.formats import load_medusa
@@ -43,16 +42,16 @@ class Settings(DistillationSettings):
         ValueError: for fewer than one head or layer, or a negative rank.
     """
 
-    stage: Literal[1, 2] = HfArg(default=1, help="1: heads only; 2: heads and LoRA matrices in the target")
-    heads: str | None = HfArg(default=None, help="folder or Hub id of heads to continue with, instead of new ones")
-    num_heads: int = HfArg(default=4, help="of new heads")
-    num_layers: int = HfArg(default=1, help="residual blocks in each head")
-    own_outputs: bool = HfArg(default=False, help="an output matrix for each head, instead of the target's")
-    reads_token: bool = HfArg(default=False, help="the heads also read the token that the target has just generated")
-    lora_rank: int = HfArg(default=0, help="of a LoRA matrix for each head on the shared output matrix; 0: none")
-    lora: Options = HfArg(default_factory=lambda: Options(DEFAULT_LORA), help="stage 2: fields of PEFT's LoraConfig")
-    base_learning_rate: float = HfArg(default=1e-4, help="stage 2: of the LoRA matrices in the target")
-    heads_weight: float = HfArg(default=0.2, help="stage 2: weight of the heads' loss beside the target's own")
+    stage: Literal[1, 2] = option(default=1, help="1: heads only; 2: heads and LoRA matrices in the target")
+    heads: str | None = option(default=None, help="folder or Hub id of heads to continue with, instead of new ones")
+    num_heads: int = option(default=4, help="of new heads")
+    num_layers: int = option(default=1, help="residual blocks in each head")
+    own_outputs: bool = option(default=False, help="an output matrix for each head, instead of the target's")
+    reads_token: bool = option(default=False, help="the heads also read the token that the target has just generated")
+    lora_rank: int = option(default=0, help="of a LoRA matrix for each head on the shared output matrix; 0: none")
+    lora: Options = option(default_factory=lambda: Options(DEFAULT_LORA), help="stage 2: fields of PEFT's LoraConfig")
+    base_learning_rate: float = option(default=1e-4, help="stage 2: of the LoRA matrices in the target")
+    heads_weight: float = option(default=0.2, help="stage 2: weight of the heads' loss beside the target's own")
 
     def __post_init__(self) -> None:
         super().__post_init__()

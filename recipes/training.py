@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import get_cosine_schedule_with_warmup
-from transformers.hf_argparser import HfArg
 
+from common import option
 from corpus import Batch, batches
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -38,25 +38,25 @@ class TrainingSettings:
         ValueError: if a number is out of range, or `batch_size` is no multiple of `micro_batch_size`.
     """
 
-    data: str = HfArg(help="rows {domain, prompt, response}: a JSONL file or the id of a dataset of the Hub")
-    output: str = HfArg(help="folder for the result")
-    steps: int = HfArg(help="optimizer steps")
-    batch_size: int = HfArg(default=32, help="conversations in a step, over all processes")
-    micro_batch_size: int = HfArg(default=8, help="conversations in one forward pass of one process")
-    max_length: int = HfArg(default=512, help="tokens of a conversation")
-    learning_rate: float = HfArg(default=1e-3, help="maximum, after the warm-up; decays to 0 along a cosine")
-    warmup_steps: int = HfArg(default=20, help="steps of linear warm-up")
-    weight_decay: float = HfArg(default=0.0, help="of AdamW")
-    max_grad_norm: float = HfArg(default=1.0, help="gradients are clipped to this norm")
-    precision: Literal["auto", "bf16", "no"] = HfArg(default="auto", help="auto: bf16 where the hardware has it")
-    streaming: bool = HfArg(default=False, help="read the data as they are needed")
-    seed: int = HfArg(default=0, help="of the order of the data and of new weights")
-    log_every: int = HfArg(default=10, help="steps between logged losses")
-    evaluate_every: int = HfArg(default=0, help="steps between evaluations, where a recipe has them; 0: none")
-    save_every: int = HfArg(default=0, help="steps between checkpoints in OUTPUT/checkpoint; 0: none")
-    resume: bool = HfArg(default=False, help="continue from OUTPUT/checkpoint, if there is one")
-    report_to: Literal["none", "tensorboard", "wandb"] = HfArg(default="none", help="tracker of accelerate")
-    push_to_hub: str | None = HfArg(default=None, help="id of a repository for the result")
+    data: str = option(help="rows {domain, prompt, response}: a JSONL file or the id of a dataset of the Hub")
+    output: str = option(help="folder for the result")
+    steps: int = option(help="optimizer steps")
+    batch_size: int = option(default=32, help="conversations in a step, over all processes")
+    micro_batch_size: int = option(default=8, help="conversations in one forward pass of one process")
+    max_length: int = option(default=512, help="tokens of a conversation")
+    learning_rate: float = option(default=1e-3, help="maximum, after the warm-up; decays to 0 along a cosine")
+    warmup_steps: int = option(default=20, help="steps of linear warm-up")
+    weight_decay: float = option(default=0.0, help="of AdamW")
+    max_grad_norm: float = option(default=1.0, help="gradients are clipped to this norm")
+    precision: Literal["auto", "bf16", "no"] = option(default="auto", help="auto: bf16 where the hardware has it")
+    streaming: bool = option(default=False, help="read the data as they are needed")
+    seed: int = option(default=0, help="of the order of the data and of new weights")
+    log_every: int = option(default=10, help="steps between logged losses")
+    evaluate_every: int = option(default=0, help="steps between evaluations, where a recipe has them; 0: none")
+    save_every: int = option(default=0, help="steps between checkpoints in OUTPUT/checkpoint; 0: none")
+    resume: bool = option(default=False, help="continue from OUTPUT/checkpoint, if there is one")
+    report_to: Literal["none", "tensorboard", "wandb"] = option(default="none", help="tracker of accelerate")
+    push_to_hub: str | None = option(default=None, help="id of a repository for the result")
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "micro_batch_size", "max_length", "log_every"):

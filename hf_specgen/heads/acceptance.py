@@ -4,7 +4,7 @@ A head is right more often when its confidence is high, so acceptance is kept by
 share of steps in which the token of rank r of head h was right, of those in which the head's confidence lay in bin c
 and the tokens before it were right.
 
-Source: Cai et al., "Medusa" (2024), section 2.3.3 (acceptance by rank); by confidence after Li et al., "EAGLE-2" (2024),
+Source: Cai et al., "Medusa" (2024), section 2.3.3 (acceptance by rank); Li et al., "EAGLE-2" (2024), (by confidence)
 section 4.1.
 """
 

@@ -14,6 +14,7 @@ Source: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Unce
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -73,8 +74,9 @@ class HeadReader:
         columns = torch.arange(tokens.shape[1], device=self._like.device)
         positions = torch.tensor(self.lengths, device=self._like.device)[:, None] + columns
         mask = causal_mask(self.lengths, tokens.shape[1], self._like.device)
-        hidden = self.attached.head.combine(features)
-        return self.attached.head(self.attached.embed(tokens), hidden, positions, mask, self.cache)
+        head: Any = self.attached.head
+        hidden = head.combine(features)
+        return cast(HeadOutput, head(self.attached.embed(tokens), hidden, positions, mask, self.cache))
 
     def _advance(self, output: HeadOutput, new: Sequence[int]) -> None:
         """Keep of a pass the first `new[b]` positions of row b."""

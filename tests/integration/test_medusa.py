@@ -25,7 +25,7 @@ from hf_specgen import (
 )
 from hf_specgen.candidates.rank_tree import RankTree
 from hf_specgen.heads import MedusaHeads
-from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, best_tree, confidence_bin
+from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, confidence_bin
 from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, prompts, tiny_model
@@ -292,15 +292,6 @@ def best_value_of_all_trees(probabilities: list[list[float]], price: float, max_
             expected += likely
         best = max(best, expected / (1 + price * len(tree)))
     return best
-
-
-@pytest.mark.parametrize("price", [0.0, 0.05, 0.2, 0.9])
-def test_best_tree_is_optimal(price: float) -> None:
-    """Against all trees of two heads and three ranks."""
-    probabilities = [[0.6, 0.2, 0.1], [0.5, 0.3, 0.02]]
-    paths, expected = best_tree(probabilities, lambda nodes: 1 + price * nodes, max_nodes=8)
-    value = expected / (1 + price * len(paths))
-    assert value == pytest.approx(best_value_of_all_trees(probabilities, price, 8))
 
 
 def test_confidence_bin_of_almost_certain_token_is_the_last() -> None:
