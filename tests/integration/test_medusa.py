@@ -242,7 +242,6 @@ def test_rank_tree_of_paths() -> None:
     assert (tree.ranks, tree.parents, tree.depth, tree.width) == ((0, 2, 1, 0), (-1, -1, 0, 2), 3, 3)
     assert tree.cut(2) == RankTree((0, 2, 1), (-1, -1, 0)) and tree.cut(0) == RankTree((), ())
     assert tree.drawn_in_order.ranks == (0, 1, 0, 0)
-    assert tree.places(10).tolist() == [0, 2, 11, 20]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,8 @@ def draft_passes(**arguments: Any) -> tuple[list[int], list[int]]:
     """Tokens that a draft model reads in each pass, and positions whose logits it computes."""
     model = tiny_model("llama")
     draft = perturbed_copy(model)
+    # The self-check of both models is made once, before forward passes are counted.
+    model.generate(**prompts(1), max_new_tokens=2, candidate_generator=DraftModelCandidates(draft, k=4))
     read: list[int] = []
     scored: list[int] = []
     draft.register_forward_pre_hook(lambda m, a, kw: read.append(kw["input_ids"].shape[1]), with_kwargs=True)

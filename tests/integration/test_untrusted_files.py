@@ -70,9 +70,6 @@ def test_load_medusa_huge_size_in_config_is_refused_before_allocating(
         ("acceptance", [[["x"]]]),
         ("acceptance", [[[0.5, float("nan")]] * 6] * 4),
         ("acceptance", [[[0.5, 0.6]] * 6] * 4),
-        ("cost", "cheap"),
-        ("cost", {"queries": 3}),
-        ("cost", {"queries": [1], "seconds": [-1], "context": 1, "batch": 1}),
     ],
 )
 def test_load_medusa_malformed_config_field_is_a_value_error_with_the_folder(
