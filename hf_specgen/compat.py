@@ -88,9 +88,13 @@ def local_of_generate(name: str) -> Any:
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where input ids belong: the device of the embeddings, or the CPU where weights are offloaded ("meta").
 
-    No private symbol: `PreTrainedModel.device` is the device of the first parameter, which may be offloaded.
+    No private symbol: `PreTrainedModel.device` is the device of the first parameter, which may be offloaded. A model
+    without embeddings raises NotImplementedError.
     """
-    device = model.get_input_embeddings().weight.device
+    try:
+        device = model.get_input_embeddings().weight.device
+    except NotImplementedError:
+        device = model.device
     return torch.device("cpu") if device.type == "meta" else cast(torch.device, device)
 
 
