@@ -74,6 +74,8 @@ class CalibratedSession(DraftSession):
                 calibration.observe(rank[chosen], confidence[chosen], accepted[chosen])
 
     def end(self) -> None:
+        if self.wants_q:  # in rejection sampling the text depends on the draft: not on earlier calls too
+            return
         for key, calibration in zip(self._keys, self.calibrations, strict=True):
             calibration_memory.store(self.call.model, key, calibration)
 

@@ -124,7 +124,7 @@ def test_journal(tmp_path: Path) -> None:
         (["--dtype", "int3"], "int3"),
         (["--batches", "1,x"], "'1,x'"),
         (["--profile", "no-such-file.json"], "no-such-file.json"),
-        (["--profile", "pyproject.toml"], "'pyproject.toml' is not a latency profile"),
+        (["--profile", "pyproject.toml"], "'pyproject.toml' is no latency profile"),
         (["--out-of-range"], "--out-of-range"),
         (["--resume"], "nothing to resume"),
         (["--domains", "gsm8k-hub"], "no domain is left to measure"),
@@ -264,7 +264,7 @@ def test_profile_gives_projected_speedups_that_follow_from_the_counts(tmp_path: 
 
 def test_profile_without_the_drafter_is_refused(tmp_path: Path) -> None:
     plan = replace(ONE_DOMAIN, strategies=("layerskip",), profile=profile(tmp_path, "DraftModelCandidates"))
-    with pytest.raises((StrategyError, ValueError), match="no drafter 'LayerSkipCandidates'"):
+    with pytest.raises((StrategyError, ValueError), match="no drafter 'layer_skip'"):
         run(plan, tmp_path / "out", quiet())
 
 
