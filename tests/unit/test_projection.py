@@ -51,9 +51,9 @@ def test_real_call_projects_to_its_tokens_per_step_on_a_flat_curve() -> None:
 
 
 def test_latency_of_a_strategy_is_that_of_its_drafter() -> None:
-    kinds = {"LayerSkipCandidates": DraftLatency(seconds=(0.5,))}
+    kinds = {"layer_skip": DraftLatency(seconds=(0.5,))}
     profile = LatencyModel((Slice(CURVE, kinds),))
     assert latency_for(LayerSkipCandidates(2, k=1), profile).at(1, 9).drafter.draft([1, 1]) == 1.0
     assert latency_for(NgramCandidates(k=1), profile).at(1, 9).drafter.draft([]) == 0.0
-    with pytest.raises(ValueError, match="no drafter 'DraftModelCandidates'; it has"):
+    with pytest.raises(ValueError, match="no drafter 'draft_model'; it has"):
         latency_for(DraftModelCandidates("folder", k=1), profile)
