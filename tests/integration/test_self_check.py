@@ -104,7 +104,7 @@ def test_training_mode_with_dropout_is_refused() -> None:
 def test_gradient_checkpointing_is_refused_with_its_own_reason() -> None:
     """Would catch: a sentence about prefix tuning, which has nothing to do with it."""
     model = llama().train()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient checkpointing"):
         identical(model, NgramCandidates(k=3))
 
