@@ -10,6 +10,7 @@ Transformers' own cache, and as a draft tree with a rollback that leaves rows of
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +33,7 @@ wrong position or a wrong mask was off by 0.03 and more on random models of 189 
 MAX_MEDIAN_ERROR = 0.1
 """The same in half precision, for the median over positions: single positions may differ where a router of experts has
 a near-tie."""
+UNDECIDED = "the logits of plain decoding are not numbers"
 
 _lock = threading.Lock()
 _checked: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
@@ -40,7 +42,8 @@ _checked: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], str | None]] 
 def check_computation(model: PreTrainedModel, requirements: TargetRequirements) -> None:
     """Raise unless the model, run as `requirements` says, computes what plain `generate` computes.
 
-    The result is remembered per model, dtype, attention implementation and exit layer.
+    The result is remembered per model, dtype, attention implementation and exit layer. A model whose logits in plain
+    decoding are NaN, +inf or all -inf is neither refused nor remembered as checked: `generate` reports those.
 
     Raises:
         ValueError: if it computes something else, or fails.
@@ -49,10 +52,10 @@ def check_computation(model: PreTrainedModel, requirements: TargetRequirements) 
     key = (requirements.exit_layer, model.dtype, model.device, compat.attention_implementation(config))
     with _lock:
         known = _checked.setdefault(model, {})
-        if key not in known:
-            known[key] = _problem(model, TargetRequirements(exit_layer=requirements.exit_layer))
-        problem = known[key]
-    if problem is not None:
+        problem = known[key] if key in known else _problem(model, TargetRequirements(exit_layer=key[0]))
+        if problem != UNDECIDED:
+            known[key] = problem
+    if problem is not None and problem != UNDECIDED:
         what = "draft with its own first layers" if requirements.exit_layer else "verify draft tokens"
         raise ValueError(f"{type(model).__name__} cannot {what}: {problem}; {_remedy(requirements)}")
 
@@ -78,7 +81,9 @@ def _problem(model: PreTrainedModel, requirements: TargetRequirements) -> str | 
         raise
     except Exception as error:
         return f"a trial run failed ({type(error).__name__}: {error})"
-    if errors[-1] == float("inf"):
+    if math.isnan(errors[-1]):
+        return UNDECIDED
+    if errors[-1] == math.inf:
         return "running its layers in two parts gives other scores than running them at once"
     worst, median = max(errors), sorted(errors)[len(errors) // 2]
     limit = MAX_ERROR.get(model.dtype)
@@ -103,9 +108,12 @@ def _compare(
     if requirements.exit_layer is not None and not _division_agrees(
         requirements, model, input_ids, generation_config, model_kwargs
     ):
-        errors.append(float("inf"))
+        errors.append(math.inf)
         return input_ids
     plain, tokens = _decode_plainly(model, input_ids, generation_config, model_kwargs)
+    if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):  # NaN, +inf, or nothing but -inf
+        errors.append(math.nan)
+        return input_ids
     ours = _verify_tree(make_target(requirements, model, input_ids, generation_config, dict(model_kwargs)), tokens)
     for reference, logits in zip(plain, ours, strict=True):
         for row in range(len(tokens)):
@@ -170,9 +178,9 @@ def _error(reference: torch.Tensor, logits: torch.Tensor) -> float:
     """The largest difference, in standard deviations of the reference; entries that are not finite in both agree."""
     finite = reference.isfinite()
     if not torch.equal(reference.nan_to_num()[~finite], logits.nan_to_num()[~finite]):
-        return float("inf")
+        return math.inf
     if not bool(logits[finite].isfinite().all()):
-        return float("inf")
+        return math.inf
     if not bool(finite.any()):
         return 0.0
     deviation = reference[finite].std().clamp(min=1e-6)
