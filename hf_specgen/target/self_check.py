@@ -33,17 +33,24 @@ wrong position or a wrong mask was off by 0.03 and more on random models of 189 
 MAX_MEDIAN_ERROR = 0.1
 """The same in half precision, for the median over positions: single positions may differ where a router of experts has
 a near-tie."""
-UNDECIDED = "the logits of plain decoding are not numbers"
 
 _lock = threading.Lock()
 _checked: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
 
 
+class _DifferenceError(Exception):
+    """The two ways of decoding differ; the message says how."""
+
+
+class _UndecidedError(Exception):
+    """The logits of plain decoding are NaN, +inf or all -inf, so that nothing can be compared."""
+
+
 def check_computation(model: PreTrainedModel, requirements: TargetRequirements) -> None:
     """Raise unless the model, run as `requirements` says, computes what plain `generate` computes.
 
-    The result is remembered per model, dtype, attention implementation and exit layer. A model whose logits in plain
-    decoding are NaN, +inf or all -inf is neither refused nor remembered as checked: `generate` reports those.
+    The result is remembered per model, dtype, attention implementation and exit layer; but not that of a trial that
+    failed, or in which plain decoding gave NaN, +inf or nothing but -inf: `generate` itself reports those.
 
     Raises:
         ValueError: if it computes something else, or fails.
@@ -52,49 +59,44 @@ def check_computation(model: PreTrainedModel, requirements: TargetRequirements) 
     key = (requirements.exit_layer, model.dtype, model.device, compat.attention_implementation(config))
     with _lock:
         known = _checked.setdefault(model, {})
-        problem = known[key] if key in known else _problem(model, TargetRequirements(exit_layer=key[0]))
-        if problem != UNDECIDED:
-            known[key] = problem
-    if problem is not None and problem != UNDECIDED:
-        what = "draft with its own first layers" if requirements.exit_layer else "verify draft tokens"
-        raise ValueError(f"{type(model).__name__} cannot {what}: {problem}; {_remedy(requirements)}")
+        if key not in known:
+            try:
+                known[key] = _difference(model, TargetRequirements(exit_layer=requirements.exit_layer))
+            except _UndecidedError:
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                raise _refusal(model, requirements, f"a trial run failed ({type(error).__name__}: {error})") from error
+        difference = known[key]
+    if difference is not None:
+        raise _refusal(model, requirements, difference)
 
 
-def _remedy(requirements: TargetRequirements) -> str:
+def _refusal(model: PreTrainedModel, requirements: TargetRequirements, reason: str) -> ValueError:
+    what, remedy = "verify draft tokens", "call generate() without candidate_generator="
     if requirements.exit_layer:
-        return "use another candidate generator"
-    return "call generate() without candidate_generator="
+        what, remedy = "draft with its own first layers", "use another candidate generator"
+    return ValueError(f"{type(model).__name__} cannot {what}: {reason}; {remedy}")
 
 
-def _problem(model: PreTrainedModel, requirements: TargetRequirements) -> str | None:
-    """Why the model is refused; None if it is not."""
+def _difference(model: PreTrainedModel, requirements: TargetRequirements) -> str | None:
+    """What differs between the two ways of decoding; None if nothing does."""
     input_ids = _prompt(model)
     mask = torch.ones_like(input_ids)
     mask[0, :PADDING] = 0
     config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
-    errors: list[float] = []
     arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, "generation_config": config}
     try:
         with torch.random.fork_rng(devices=[]):
-            cast(Any, model).generate(**arguments, custom_generate=partial(_compare, requirements, errors))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return f"a trial run failed ({type(error).__name__}: {error})"
-    if math.isnan(errors[-1]):
-        return UNDECIDED
-    if errors[-1] == math.inf:
-        return "running its layers in two parts gives other scores than running them at once"
-    worst, median = max(errors), sorted(errors)[len(errors) // 2]
-    limit = MAX_ERROR.get(model.dtype)
-    if not (median <= MAX_MEDIAN_ERROR if limit is None else worst <= limit):
-        return f"in a trial run its logits differed from those of plain decoding by {worst:.2g} standard deviations"
+            cast(Any, model).generate(**arguments, custom_generate=partial(_compare, requirements))
+    except _DifferenceError as difference:
+        return str(difference)
     return None
 
 
 def _compare(
     requirements: TargetRequirements,
-    errors: list[float],
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     *,
@@ -103,21 +105,23 @@ def _compare(
     stopping_criteria: Any = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """A decoding method for `generate`: decodes both ways and collects the differences."""
+    """A decoding method for `generate` that decodes both ways and raises if they differ."""
     model_kwargs.pop("past_key_values", None)
-    if requirements.exit_layer is not None and not _division_agrees(
-        requirements, model, input_ids, generation_config, model_kwargs
-    ):
-        errors.append(math.inf)
-        return input_ids
-    plain, tokens = _decode_plainly(model, input_ids, generation_config, model_kwargs)
-    if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):  # NaN, +inf, or nothing but -inf
-        errors.append(math.nan)
-        return input_ids
-    ours = _verify_tree(make_target(requirements, model, input_ids, generation_config, dict(model_kwargs)), tokens)
-    for reference, logits in zip(plain, ours, strict=True):
-        for row in range(len(tokens)):
-            errors.append(_error(reference[row], logits[row]))
+    arguments = (model, input_ids, generation_config)
+    if requirements.exit_layer is not None and not _division_agrees(requirements, *arguments, model_kwargs):
+        raise _DifferenceError("running its layers in two parts gives other scores than running them at once")
+    plain, tokens = _decode_plainly(*arguments, model_kwargs)
+    if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
+        raise _UndecidedError
+    ours = _verify_tree(make_target(requirements, *arguments, dict(model_kwargs)), tokens)
+    pairs = zip(plain, ours, strict=True)
+    errors = [_error(*rows) for pair in pairs for rows in zip(*pair, strict=True)]
+    worst, median = max(errors), sorted(errors)[len(errors) // 2]
+    limit = MAX_ERROR.get(model.dtype)
+    if not (median <= MAX_MEDIAN_ERROR if limit is None else worst <= limit):
+        raise _DifferenceError(
+            f"in a trial run its logits differed from those of plain decoding by {worst:.2g} standard deviations"
+        )
     return input_ids
 
 
