@@ -201,7 +201,8 @@ class Target:
             bases = [base if keeps else min(base, self.last_position) for base, keeps in zip(bases, kept, strict=True)]
         positions = torch.tensor(bases, device=self.device)[:, None] + depth[:, cached:]
         if cached:  # nodes that fill up a row may stand behind a table of positions; their results are ignored
-            positions = positions.clamp(max=max(self.last_position, *bases))
+            ends = [self.last_position if base <= self.last_position else 2**31 for base in bases]
+            positions = positions.minimum(torch.tensor(ends, device=self.device)[:, None])
         with grouped_attention():
             return module(
                 **inputs,
