@@ -44,7 +44,7 @@ class StepMasks:
             depths: `[batch, 1 + nodes]` depth of each of these tokens.
             lengths: cached slots of each row before the pending token.
             cached: how many of these tokens are cached already; the mask is for the others.
-            first_visible: slots that sliding-window layers have dropped.
+            first_visible: slots that layers with a sliding window or chunks have dropped.
 
         Returns:
             a tensor, or one for each kind of layer; None where a mask would hide nothing.
@@ -62,7 +62,7 @@ class StepMasks:
                 width=max(lengths) + 1 + tree.nodes,
             )
             made = {kind: self._of_tree(kind, layout) for kind in self._kinds}
-        first = {"sliding_attention": first_visible}
+        first = {"sliding_attention": first_visible, "chunked_attention": first_visible}
         ready = {kind: self._ready(mask, tree.batch, cached, first.get(kind, 0)) for kind, mask in made.items()}
         return ready if hasattr(self._config, "layer_types") else next(iter(ready.values()))
 

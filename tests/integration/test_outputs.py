@@ -123,6 +123,22 @@ def test_given_dynamic_cache_is_updated_in_place() -> None:
         torch.testing.assert_close(got.values, expected.values, **TOLERANCE)
 
 
+def test_cache_of_plain_generate_with_attention_in_chunks_continues() -> None:
+    """Plain `generate` keeps the last chunk only. Would catch: masks for slots that the cache no longer holds."""
+    model = tiny_model("llama4_text", attention_chunk_size=8)
+    expected, ours = (
+        model.generate(
+            torch.cat([first.sequences, torch.tensor([[3, 4]])], dim=1),
+            past_key_values=first.past_key_values,
+            max_new_tokens=12,
+            **arguments,
+        )
+        for arguments in ({}, {"candidate_generator": NgramCandidates(k=4, branches=2)})
+        for first in [model.generate(**prompts(1), max_new_tokens=8, return_dict_in_generate=True)]
+    )
+    assert torch.equal(expected, ours)
+
+
 def test_returned_cache_in_plain_generate_same_tokens() -> None:
     model, inputs = tiny_model("gemma2"), prompts(1)
     first = model.generate(
