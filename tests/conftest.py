@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,8 +25,8 @@ TIERS = ("unit", "integration", "slow")
 _profile_directories = itertools.count()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before the hook of pytest-xdist, which reads the group
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
     """Mark every test with the name of its folder; doctests count as unit tests.
 
     Tests that share one benchmark run go to one process. The full matrix of architectures runs only if asked for.
@@ -42,6 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for tier in TIERS:
             if Path(__file__).parent / tier in item.path.parents:
                 item.add_marker(getattr(pytest.mark, tier))
+    return (yield)
 
 
 @pytest.fixture(scope="session")
