@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Generator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,25 +24,21 @@ TIERS = ("unit", "integration", "slow")
 _profile_directories = itertools.count()
 
 
-@pytest.hookimpl(wrapper=True)  # before the hook of pytest-xdist, which reads the group
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test with the name of its folder; doctests count as unit tests.
 
-    Tests that share one benchmark run go to one process. The full matrix of architectures runs only if asked for.
+    The full matrix of architectures runs only if asked for.
     """
     if not config.getoption("all_architectures"):
         left_out = [item for item in items if item.get_closest_marker("all_architectures")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("all_architectures")]
     for item in items:
-        if "finished" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("benchmark run"))
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.unit)
         for tier in TIERS:
             if Path(__file__).parent / tier in item.path.parents:
                 item.add_marker(getattr(pytest.mark, tier))
-    return (yield)
 
 
 @pytest.fixture(scope="session")
