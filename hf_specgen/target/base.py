@@ -87,7 +87,7 @@ class Target:
         return logits
 
     def _read_prompt(self, draft: DraftTree) -> torch.Tensor:
-        """The logits of a pass over the prompt and the columns of guesses behind it."""
+        """The logits of a pass over the prompt and the columns of draft tokens behind it."""
         kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(draft.nodes)}
         input_ids = torch.cat([self._input_ids, draft.tokens.to(self._input_ids)], dim=1)
         config: Any = copy.copy(self._generation_config)
