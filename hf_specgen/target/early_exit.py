@@ -74,7 +74,7 @@ class EarlyExitTarget(Target):
         return seen[:, -1:], logits[:, -1:]
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
-        """Read the prompt and the draft tokens behind it, starting from the states that drafting has left, if it has."""
+        """Read the prompt and the draft tokens behind it, from the states that drafting has left, if it has."""
         if not self._states:
             with self._noting_form():
                 return super().prefill(draft)
