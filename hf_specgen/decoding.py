@@ -186,7 +186,7 @@ class _Loop:
         statistics.seconds = self._seconds
 
     def _draft(self, draft: Callable[[Sequence[int]], DraftTree], active: Sequence[bool]) -> DraftTree:
-        drafts = not self.padding.needs_single_columns
+        drafts = not self.padding.needs_plain_steps
         room = [self._room(row) if is_active and drafts else 0 for row, is_active in enumerate(active)]
         with self._timed("policy"):
             budget = self.policy.budget(room)

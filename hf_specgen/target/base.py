@@ -35,6 +35,9 @@ class Target:
         ValueError: for a cache or inputs that speculative decoding cannot work with.
     """
 
+    reuses_drafter_states: bool = False
+    """Whether a step goes on from what drafting has computed for its tokens."""
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -42,6 +42,8 @@ class EarlyExitTarget(Target):
         ValueError: if the model has no layer E, or cannot be divided.
     """
 
+    reuses_drafter_states = True
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_specgen import NgramCandidates
+from hf_specgen import LayerSkipCandidates, NgramCandidates
 from hf_specgen.target.cache import RaggedCache
 from tests.helpers import Oracle, prompts, tiny_model
 
@@ -36,21 +36,24 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_both(model: Any, inputs: dict[str, torch.Tensor], **arguments: Any) -> tuple[Any, Any]:
-    """The outputs of plain `generate` and of an oracle that drafts trees, from one seed."""
+def run_both(model: Any, inputs: dict[str, torch.Tensor], strategy: Any = None, **arguments: Any) -> tuple[Any, Any]:
+    """The outputs of plain `generate` and of a strategy, by default an oracle that drafts trees, from one seed."""
     torch.manual_seed(5)
     plain = model.generate(**inputs, **arguments, return_dict_in_generate=True)
     oracle = Oracle(plain.sequences[:, inputs["input_ids"].shape[1] :], accuracy=0.7, branching=True)
     torch.manual_seed(5)
-    return plain, model.generate(**inputs, **arguments, return_dict_in_generate=True, candidate_generator=oracle)
+    arguments["candidate_generator"] = strategy or oracle
+    return plain, model.generate(**inputs, **arguments, return_dict_in_generate=True)
 
 
+@pytest.mark.parametrize("strategy", [None, LayerSkipCandidates(2, k=3)], ids=["oracle", "layer skip"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_output_scores_and_logits_are_those_of_plain_generate(batch: int, arguments: str) -> None:
+def test_output_scores_and_logits_are_those_of_plain_generate(batch: int, arguments: str, strategy: Any) -> None:
     """Would catch: scores of rejected nodes, missing columns, rows mixed up, no scores for padding of ended rows."""
     both = {"output_scores": True, "output_logits": True}
-    plain, ours = run_both(tiny_model("llama"), prompts(batch), max_new_tokens=16, **both, **ARGUMENTS[arguments])
+    arguments = {"max_new_tokens": 16, **both, **ARGUMENTS[arguments]}
+    plain, ours = run_both(tiny_model("llama"), prompts(batch), strategy, **arguments)
     assert isinstance(ours, GenerateDecoderOnlyOutput)
     assert torch.equal(plain.sequences, ours.sequences)
     assert len(plain.scores) == len(ours.scores) == len(ours.logits) == plain.sequences.shape[1] - 12
