@@ -81,6 +81,7 @@ class HeadEvaluation:
         """Measure all domains; returns the scores by domain. The random state is left unchanged."""
         self._batches = self._batches or self._answered()
         with torch.random.fork_rng():
+            torch.manual_seed(0)
             return {domain: self._score(members) for domain, members in self._batches.items()}
 
     def _answered(self) -> dict[str, list[Batch]]:
@@ -113,7 +114,7 @@ class HeadEvaluation:
             chosen = output_logits(self._target, states.hidden).argmax(dim=-1)
             good = torch.ones(len(drafts.states[0]), dtype=torch.bool, device=rows.device)
             for depth, state in enumerate(drafts.states[:depths]):
-                index, learns = later_pairs(rows, depth, drafts.sources)
+                index, learns = later_pairs(rows, depth, drafts.anchors)
                 drafted = self._attached.target_ids(self._attached.logits(state[index]).argmax(dim=-1))
                 hits = torch.zeros_like(good)
                 hits[index] = drafted == chosen[learns]

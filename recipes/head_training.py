@@ -24,19 +24,22 @@ class HeadSettings(DistillationSettings):
     """Settings of every head that reads several of the target's hidden states.
 
     Raises:
-        ValueError: for fewer than one layer or draft token.
+        ValueError: for fewer than one layer, anchor or draft token.
     """
 
     head: str | None = option(default=None, help="folder or Hub id of a head to continue with, instead of a new one")
     taps: list[int] = option(default_factory=list, help="hidden_states of the target to read; none: format's default")
     num_layers: int = option(default=1, help="decoder layers of a new head")
+    anchors: int = option(default=32, help="positions of each answer from which drafts start in a step, at random")
     depth: int = option(default=5, help="draft tokens that the head learns to propose from each position")
     decay: float = option(default=0.8, help="weight of each draft token's loss relative to the one before")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.num_layers, self.depth) < 1:
-            raise ValueError(f"num_layers and depth must be at least 1, got {self.num_layers} and {self.depth}")
+        if min(self.num_layers, self.anchors, self.depth) < 1:
+            raise ValueError(
+                f"num_layers, anchors and depth must be at least 1, got {self.num_layers}, {self.anchors} and {self.depth}"
+            )
 
 
 class TargetPass(NamedTuple):
@@ -55,12 +58,26 @@ class Drafts(NamedTuple):
     """What a head drafts in one training pass.
 
     Args:
-        states: for each depth `[sources, hidden]` inputs of the output matrix.
-        sources: `[sources]` which predicting positions these are drafted from; None: all.
+        states: for each depth `[anchors, hidden]` inputs of the output matrix.
+        anchors: `[anchors]` which of the predicting positions these are drafted from.
     """
 
     states: list[torch.Tensor]
-    sources: torch.Tensor | None = None
+    anchors: torch.Tensor
+
+
+class Anchors(NamedTuple):
+    """The positions to draft from.
+
+    Args:
+        places: `[batch, anchors]` positions in ascending order.
+        valid: `[batch, anchors]` which of them are no padding.
+        numbers: `[valid anchors]` their numbers among all predicting positions of the batch.
+    """
+
+    places: torch.Tensor
+    valid: torch.Tensor
+    numbers: torch.Tensor
 
 
 DraftPass = Callable[[AttachedHead, Batch, torch.Tensor], Drafts]
@@ -83,7 +100,7 @@ class HeadTraining(nn.Module):
         logits = [attached[0].logits] * len(drafts.states)
         return draft_loss(
             target, drafts.states, logits, states.hidden, rows,
-            sources=drafts.sources, drafted_ids=ids, decay=self._decay,
+            sources=drafts.anchors, drafted_ids=ids, decay=self._decay,
         )  # fmt: skip
 
 
@@ -95,31 +112,26 @@ def read_target(target: PreTrainedModel, attached: AttachedHead, batch: Batch) -
     return TargetPass(attached.features(output.hidden_states), output.last_hidden_state[batch["predicts"]])
 
 
-def packed_roots(predicts: torch.Tensor, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of each row to draft from, moved together.
+def choose_anchors(predicts: torch.Tensor, most: int) -> Anchors:
+    """Random positions of each answer.
 
     Args:
         predicts: `[batch, length]` bool, as from `collate`.
-        most: positions of a row at most, chosen at random; None: all.
-
-    Returns:
-        `[batch, roots]` positions in ascending order, and which of them are no padding.
+        most: positions of a row at most.
 
     Example:
-        >>> packed_roots(torch.tensor([[False, True, True], [True, False, False]]))
-        (tensor([[1, 2], [0, 1]]), tensor([[ True,  True], [ True, False]]))
+        >>> choose_anchors(torch.tensor([[False, True, True], [True, False, False]]), 2).places
+        tensor([[1, 2],
+                [0, 2]])
     """
-    order = predicts.float()
-    if most is not None:
-        order = order * (1 + torch.rand(order.shape, device=order.device))
-    counts = predicts.sum(dim=1)
-    width = int(counts.max()) if most is None else min(most, int(counts.max()))
-    roots = order.argsort(dim=1, descending=True, stable=True)[:, :width]
-    valid = torch.arange(width, device=roots.device) < counts[:, None]
-    if most is not None:
-        roots, moved = torch.where(valid, roots, predicts.shape[1]).sort(dim=1)
-        roots, valid = roots.clamp(max=predicts.shape[1] - 1), valid.gather(1, moved)
-    return roots, valid
+    length = predicts.shape[1]
+    order = (predicts * (1 + torch.rand(predicts.shape, device=predicts.device))).argsort(dim=1, descending=True)
+    chosen = order[:, : min(most, int(predicts.sum(dim=1).max()))]
+    places = torch.where(predicts.gather(1, chosen), chosen, length).sort(dim=1).values
+    valid = places < length
+    places = places.clamp(max=length - 1)
+    numbers = predicts.flatten().cumsum(0).view_as(predicts) - 1
+    return Anchors(places, valid, numbers.gather(1, places)[valid])
 
 
 def new_layer(target: PreTrainedModel, *, qk_norm: bool = False) -> LayerConfig:

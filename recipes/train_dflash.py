@@ -25,25 +25,15 @@ from hf_specgen.heads.loading import load_head
 from hf_specgen.heads.taps import block_taps
 from hf_specgen.target.model_parts import output_matrix
 from head_saving import run
-from head_training import Drafts, HeadSettings, copy_last_layers, new_layer, packed_roots, start_from_last_tap
+from head_training import Drafts, HeadSettings, choose_anchors, copy_last_layers, new_layer, start_from_last_tap
 
 
 @dataclass(kw_only=True)
 class Settings(HeadSettings):
-    """The head and its training; `depth` is the number of mask tokens of a block.
-
-    Raises:
-        ValueError: for fewer than one anchor.
-    """
+    """The head and its training; `depth` is the number of mask tokens of a block."""
 
     causal: bool = option(default=False, help="attend only backwards inside the block (JetSpec)")
-    anchors: int = option(default=32, help="blocks of each answer in a step")
-    mask_token_id: int | None = option(default=None, help="token of the masks; none: the tokenizer's, or the last one")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.anchors < 1:
-            raise ValueError(f"anchors must be at least 1, got {self.anchors}")
+    mask_token_id: int | None = option(default=None, help="token of the masks; none: the last one of the vocabulary")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -104,12 +94,12 @@ def block_drafts(attached: AttachedHead, batch: Batch, features: torch.Tensor, a
     """
     head: Any = attached.head
     config: BlockConfig = head.config
-    ids, predicts, cache = batch["input_ids"], batch["predicts"], DynamicCache()
+    ids, cache = batch["input_ids"], DynamicCache()
     count, length = ids.shape
     slots = torch.arange(length, device=ids.device)
     head.extend(features, slots.expand(count, -1), cache)
     row = torch.arange(count, device=ids.device)[:, None]
-    roots, valid = packed_roots(predicts, anchors)
+    roots, valid, numbers = choose_anchors(batch["predicts"], anchors)
     places = roots[..., None] + 1 + torch.arange(config.block_size, device=ids.device)  # [batch, anchors, block]
     tokens = ids[row[..., None], places.clamp(max=length - 1)]
     offsets = torch.arange(config.block_size, device=ids.device)
@@ -120,9 +110,7 @@ def block_drafts(attached: AttachedHead, batch: Batch, features: torch.Tensor, a
     for layer, kind in zip(head.layers, config.attention, strict=True):
         states = layer(states, rotary, masks[kind], cache)
     output = head.norm(states).view(*tokens.shape, -1)[valid]  # [sources, block, hidden]
-    number = predicts.flatten().cumsum(0).view_as(predicts) - 1
-    first = config.first_proposing_position
-    return Drafts(list(output[:, first:].unbind(1)), number[row, roots][valid])
+    return Drafts(list(output[:, config.first_proposing_position :].unbind(1)), numbers)
 
 
 def _training_mask(kind: BlockAttention, roots: torch.Tensor, length: int, block: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ from hf_specgen.heads.loading import load_head
 from hf_specgen.heads.taps import eagle_taps
 from hf_specgen.target.model_parts import output_matrix
 from head_saving import run
-from head_training import Drafts, HeadSettings, copy_last_layers, new_layer, packed_roots, start_from_last_tap
+from head_training import Drafts, HeadSettings, choose_anchors, copy_last_layers, new_layer, start_from_last_tap
 
 
 @dataclass(kw_only=True)
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = parse_config(Settings, __doc__, arguments)
 
     def draft(attached: AttachedHead, batch: Batch, features: torch.Tensor) -> Drafts:
-        return Drafts(training_time_test(attached, batch, features, settings.depth))
+        return training_time_test(attached, batch, features, settings.anchors, settings.depth)
 
     run(settings, "train_eagle", make_head, draft)
 
@@ -117,17 +117,17 @@ def frequent_tokens(rows: Any, count: int, vocab: int) -> torch.Tensor:
     return torch.tensor(sorted(token for token, _ in seen.most_common(count)))
 
 
-def training_time_test(attached: AttachedHead, batch: Batch, features: torch.Tensor, depth: int) -> list[torch.Tensor]:
-    """Draft `depth` tokens from every predicting position.
+def training_time_test(
+    attached: AttachedHead, batch: Batch, features: torch.Tensor, anchors: int, depth: int
+) -> Drafts:
+    """Draft `depth` tokens from random positions of each answer.
 
     Args:
         attached: the head on its target.
         batch: as from `collate`.
         features: `[batch, length, taps * hidden]`.
+        anchors: positions of a row at most.
         depth: draft steps.
-
-    Returns:
-        for each step `[positions, hidden]` the inputs of the output matrix.
     """
     head: Any = attached.head
     ids, cache = batch["input_ids"], DynamicCache()
@@ -136,7 +136,7 @@ def training_time_test(attached: AttachedHead, batch: Batch, features: torch.Ten
     following = attached.embed(ids.roll(-1, dims=1))
     output = head(following, head.combine(features), slots.expand(count, -1), None, cache)
     row = torch.arange(count, device=ids.device)[:, None]
-    roots, valid = packed_roots(batch["predicts"])
+    roots, valid, numbers = choose_anchors(batch["predicts"], anchors)
     hidden, states = output.hidden[row, roots], [output.output[row, roots][valid]]
     visible = slots <= roots[..., None]
     own = torch.eye(roots.shape[1], dtype=torch.bool, device=ids.device).expand(count, -1, -1)
@@ -145,7 +145,7 @@ def training_time_test(attached: AttachedHead, batch: Batch, features: torch.Ten
         tokens = attached.embed(ids[row, (roots + 1 + step).clamp(max=length - 1)])
         hidden, drafted = head(tokens, hidden, roots + step, visible[:, None], cache)
         states.append(drafted[valid])
-    return states
+    return Drafts(states, numbers)
 
 
 if __name__ == "__main__":

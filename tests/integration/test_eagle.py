@@ -187,7 +187,7 @@ def test_eagle_reader_drafts_the_chains_of_the_original(name: str) -> None:
 
 def test_eagle_other_target_raises() -> None:
     candidates = EagleCandidates(EAGLE["eagle3_original"].head_folder, k=2)
-    with pytest.raises(ValueError, match=r"a vocabulary of 128, but this target has 99|hidden states of the target"):
+    with pytest.raises(ValueError, match="a vocabulary of 128, but this target has 99"):
         tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
 
 
