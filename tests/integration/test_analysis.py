@@ -147,7 +147,7 @@ def test_curve_beyond_its_end_goes_on_as_it_ended() -> None:
         ((2, 4), (1.0, 1.0), r"increase from 1, got \[2, 4\]"),
         ((1, 4, 4), (1.0, 1.0, 1.0), "increase from 1"),
         ((1, 2), (1.0,), "2 queries need as many seconds, got 1"),
-        ((1, 2), (1.0, 0.0), "seconds must be positive, got 0.0"),
+        ((1, 2), (1.0, 0.0), "seconds must be positive and finite, got 0.0"),
     ],
 )
 def test_bad_curves(queries: tuple, seconds: tuple, message: str) -> None:

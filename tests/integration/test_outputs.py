@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen import NgramCandidates
@@ -15,12 +15,24 @@ from tests.helpers import Oracle, prompts, tiny_model
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 """One matmul over several rows rounds differently from several over one: about 1e-6 in float32 logits of size 1."""
+
+
+class EndsBySum(StoppingCriteria):
+    """Ends a row when the sum of its last two tokens is a multiple of 7."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -2:].sum(dim=-1) % 7 == 0
+
+
 ENDS: dict[str, Any] = {"eos_token_id": list(range(0, 30)), "pad_token_id": 0}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "eos": ENDS,
     "sampled": {"do_sample": True, "top_k": 12, **ENDS},
     "row-wise": {"repetition_penalty": 1.3, **ENDS},
+    "allowed tokens": {"prefix_allowed_tokens_fn": lambda row, ids: range(int(ids[-1]) % 3, 99, 2), **ENDS},
+    "guidance": {"guidance_scale": 1.5, **ENDS},
+    "guidance and criterion": {"guidance_scale": 1.5, "stopping_criteria": [EndsBySum()], **ENDS},
 }
 
 
