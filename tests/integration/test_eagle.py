@@ -100,6 +100,21 @@ def test_eagle_rejection_sampling_repeats_under_a_seed(pair: Any) -> None:
     assert candidates.speculation is not None and candidates.speculation.accepted > 0
 
 
+def test_eagle_ended_rows_leave_the_batch(pair: Any) -> None:
+    target, head = pair
+    texts = target.generate(**prompts(3), max_new_tokens=20)[:, prompts(3)["input_ids"].shape[1] :].tolist()
+    candidates = Recording(head, k=3, tree=8)
+    assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, eos_token_id=texts[0][4], pad_token_id=0)
+    assert len(candidates.session.reader.lengths) < 3
+
+
+def test_eagle_loaded_heads_have_calibrations_of_their_own() -> None:
+    """Would catch: the acceptance of one head taken for that of another of the same class."""
+    first, second = (load_head(EAGLE[name].head_folder) for name in ("eagle1_original", "eagle1_original"))
+    assert EagleCandidates(first, k=2).profile_key() != EagleCandidates(second, k=2).profile_key()
+    assert EagleCandidates(first, k=2).profile_key() == EagleCandidates(first, k=2).profile_key()
+
+
 # What the head reads
 
 
