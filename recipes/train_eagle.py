@@ -24,13 +24,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from common import option, parse_config
 from corpus import Batch
+from head_saving import run
+from head_training import Drafts, HeadSettings, choose_anchors, copy_last_layers, new_layer, start_from_last_tap
 from hf_specgen.heads.base import AttachedHead
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
 from hf_specgen.heads.loading import load_head
 from hf_specgen.heads.taps import eagle_taps
 from hf_specgen.target.model_parts import output_matrix
-from head_saving import run
-from head_training import Drafts, HeadSettings, choose_anchors, copy_last_layers, new_layer, start_from_last_tap
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ from hf_specgen.heads.block_format import load_speculators_block, load_zlab_bloc
 from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
 from hf_specgen.heads.eagle_format import load_eagle1, load_eagle3
 from hf_specgen.heads.exit_head import EXIT_CONFIG, exit_layer_of
-from hf_specgen.heads.loading import FORMATS, head_format, is_medusa, speculators_type
+from hf_specgen.heads.loading import FORMATS, head_format, holds_medusa, speculators_type
 from hf_specgen.heads.mtp_format import has_mtp_layers
 
 Build = Callable[..., Candidates]
@@ -78,9 +78,9 @@ def _strategy(source: Source) -> Build:
     """What builds the strategy from the folder or name of the checkpoint."""
     if source.file(EXIT_CONFIG) is not None:
         return _exit_adapter
-    checkpoint = open_checkpoint(source)
-    if is_medusa(checkpoint):
+    if holds_medusa(source):
         return MedusaCandidates
+    checkpoint = open_checkpoint(source)
     if has_mtp_layers(checkpoint):
         return MTPCandidates
     try:
@@ -90,7 +90,9 @@ def _strategy(source: Source) -> Build:
             return DraftModelCandidates
         if speculators_type(checkpoint) == "mtp":
             raise ValueError(_no_strategy(checkpoint, "speculators mtp")) from None
-        known = "; ".join(("exit adapters", "Medusa heads", "MTP layers", "causal language models", *(f.name for f in FORMATS)))
+        known = "; ".join(
+            ("exit adapters", "Medusa heads", "MTP layers", "causal language models", *(f.name for f in FORMATS))
+        )
         raise ValueError(f"{checkpoint.source} has none of the known formats, which are: {known}") from None
     if found.load in (load_speculators_block, load_zlab_block):
         return DFlashCandidates

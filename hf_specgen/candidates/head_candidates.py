@@ -82,6 +82,12 @@ class HeadCandidates(Candidates):
         """The head, on the CPU; a copy of one that was given loaded."""
         return load_head(self._name) if self._head is None else copy.deepcopy(self._head)
 
+    def with_taps(self, taps: Sequence[int], k: Depth) -> HeadCandidates:
+        """The same head with other taps, drafting chains of k tokens."""
+        other = copy.copy(self)
+        HeadCandidates.__init__(other, self._head or self._name, k, taps=taps, policy=self.policy, max_k=self.k)
+        return other
+
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         return TargetRequirements(taps=self._on(model).taps)
 

@@ -1,7 +1,7 @@
 """Runs a block head over a batch: it reads the target's hidden states of accepted positions, then drafts blocks.
 
-    cache              c0 … c(n-1)  |  anchor  mask  mask  mask        c: context, from the target's features
-                       read ────────┤  draft: one pass, whose entries are dropped again
+cache              c0 … c(n-1)  |  anchor  mask  mask  mask        c: context, from the target's features
+                   read ────────┤  draft: one pass, whose entries are dropped again
 """
 
 from __future__ import annotations

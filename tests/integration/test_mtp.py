@@ -44,9 +44,7 @@ def test_mtp_checkpoint_without_layers_raises(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no MTP layers"):
-        model.generate(
-            torch.tensor([[5, 6]]), max_new_tokens=2, candidate_generator=MTPCandidates(str(tmp_path), k=1)
-        )
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, candidate_generator=MTPCandidates(str(tmp_path), k=1))
 
 
 def test_mtp_repr_names_the_checkpoint_only_if_given() -> None:
