@@ -30,7 +30,7 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def later_positions(rows: torch.Tensor, head: int) -> torch.Tensor:
-    """The positions whose next token is predicted at depth d, from what was known d + 1 positions earlier in the answer.
+    """The positions whose next token is predicted at depth d, from what was known d + 1 positions earlier.
 
     Args:
         rows: `[positions]` index of the answer of each position.

@@ -1,4 +1,4 @@
-"""What the recipes of EAGLE and block heads share: settings, a new head's sizes and first weights, the target's pass."""
+"""What the recipes of EAGLE and block heads share: settings, new heads, the target's pass, what is trained."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class HeadSettings(DistillationSettings):
         super().__post_init__()
         if min(self.num_layers, self.anchors, self.depth) < 1:
             raise ValueError(
-                f"num_layers, anchors and depth must be at least 1, got {self.num_layers}, {self.anchors} and {self.depth}"
+                f"num_layers, anchors and depth must be at least 1, got {self.num_layers}, {self.anchors} and "
+                f"{self.depth}"
             )
 
 

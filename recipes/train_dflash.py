@@ -114,7 +114,7 @@ def block_drafts(attached: AttachedHead, batch: Batch, features: torch.Tensor, a
 
 
 def _training_mask(kind: BlockAttention, roots: torch.Tensor, length: int, block: int) -> torch.Tensor:
-    """`[batch, 1, anchors * block, length + anchors * block]`: a block sees the context before its anchor and itself."""
+    """`[batch, 1, anchors * block, length + anchors * block]`: a block sees itself and what precedes its anchor."""
     if kind.window is not None:
         raise ValueError("training heads with sliding windows is not supported; continue with a head without them")
     count = roots.shape[1]

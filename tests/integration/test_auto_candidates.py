@@ -47,7 +47,7 @@ def test_auto_subfolder_and_settings_reach_the_strategy() -> None:
 
 
 def test_auto_format_without_strategy_raises() -> None:
-    with pytest.raises(ValueError, match="recognised as a head of the format Gemma 4 assistant, .* no strategy yet"):
+    with pytest.raises(ValueError, match=r"recognised as a head of the format Gemma 4 assistant, .* no strategy yet"):
         AutoCandidates.from_pretrained(FIXTURES / "gemma4_assistant" / "head")
 
 

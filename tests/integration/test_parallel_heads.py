@@ -136,7 +136,7 @@ def test_parallel_long_prompt_is_read_in_chunks_of_equal_result(monkeypatch: pyt
 
 @pytest.mark.parametrize(("given", "wrong"), [("block", "speculators_peagle_llama"), ("parallel", "dflash_zlab")])
 def test_parallel_head_of_another_kind_raises(given: str, wrong: str) -> None:
-    with pytest.raises(ValueError, match="not a (DFlash or JetSpec|P-EAGLE) head"):
+    with pytest.raises(ValueError, match=r"not a (DFlash or JetSpec|P-EAGLE) head"):
         HEADS[wrong].target.generate(
             **prompts(1), max_new_tokens=4, candidate_generator=STRATEGIES[given](HEADS[wrong].head_folder, k=2)
         )
