@@ -42,6 +42,11 @@ class ParallelReader:
         self._active = ActiveRows(batch)
         self._like = next(attached.head.parameters())
 
+    @property
+    def rows(self) -> list[int]:
+        """The rows of the call that have not been dropped; `cache` and `lengths` are of these."""
+        return self._active.rows
+
     def draft(
         self,
         features: Sequence[torch.Tensor],

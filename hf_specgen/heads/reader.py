@@ -51,6 +51,11 @@ class HeadReader:
         self._like = next(attached.head.parameters())
         self._hidden = self._like.new_zeros(batch, 0, 0)
 
+    @property
+    def rows(self) -> list[int]:
+        """The rows of the call that have not been dropped; `cache` and `lengths` are of these."""
+        return self._active.rows
+
     def read(
         self,
         features: Sequence[torch.Tensor],

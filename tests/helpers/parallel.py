@@ -59,16 +59,17 @@ def recording(base: type[HeadCandidates], texts: Sequence[Sequence[int]] | None 
 
 
 @torch.no_grad()
-def reread(session: Any, row: int, parallel: bool) -> RaggedCache:
+def reread(session: Any, row: int, count: int, parallel: bool) -> RaggedCache:
     """The reference: the head's cache over a row's text, from scratch, in one pass.
 
     Args:
         session: after the call.
-        row: without padding.
+        row: of the call.
+        count: positions.
         parallel: a P-EAGLE head, which reads tokens as well; otherwise a block head.
     """
     call, reader = session.call, session.reader
-    attached, count = reader.attached, reader.lengths[row]
+    attached = reader.attached
     text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
     states = call.model(text[:, :-1], output_hidden_states=True).hidden_states
     features, cache = attached.features(states)[:, :count], RaggedCache()

@@ -139,13 +139,13 @@ def test_eagle_committed_cache_after_acceptance_equals_reading_from_scratch(pair
 def check_against_scratch(target: Any, candidates: Recording, batch: int, max_new_tokens: int = 12) -> None:
     target.generate(**prompts(batch), max_new_tokens=max_new_tokens, candidate_generator=candidates)
     session = candidates.session
-    for row, length in enumerate(session.reader.lengths):
+    for place, (row, length) in enumerate(zip(session.reader.rows, session.reader.lengths, strict=True)):
         assert length > len(session.call.state.prompts[row])
-        cache, output = reread(session, row)
+        cache, output = reread(session, row, length)
         for ours, scratch in zip(session.reader.cache.layers, cache.layers, strict=True):
-            torch.testing.assert_close(ours.keys[row, :, :length], scratch.keys[0, :, :length])
-            torch.testing.assert_close(ours.values[row, :, :length], scratch.values[0, :, :length])
-        torch.testing.assert_close(session.reader.last.output[row, 0], output)
+            torch.testing.assert_close(ours.keys[place, :, :length], scratch.keys[0, :, :length])
+            torch.testing.assert_close(ours.values[place, :, :length], scratch.values[0, :, :length])
+        torch.testing.assert_close(session.reader.last.output[place, 0], output)
 
 
 def test_eagle_text_is_read_in_chunks_of_equal_result(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:

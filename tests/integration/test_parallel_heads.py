@@ -65,12 +65,12 @@ def test_parallel_context_equals_reading_from_scratch(name: str) -> None:
     candidates = recording(strategy(name), generated(name, 3, 16))(HEADS[name].head_folder, k=4, tree=8)
     HEADS[name].target.generate(**prompts(3), max_new_tokens=16, candidate_generator=candidates)
     session = candidates.session
-    for row, length in enumerate(session.reader.lengths):
+    for place, (row, length) in enumerate(zip(session.reader.rows, session.reader.lengths, strict=True)):
         assert length > len(session.call.state.prompts[row])
-        scratch = reread(session, row, parallel=HEADS[name].family == "parallel")
+        scratch = reread(session, row, length, parallel=HEADS[name].family == "parallel")
         for ours, theirs in zip(session.reader.cache.layers, scratch.layers, strict=True):
-            torch.testing.assert_close(ours.keys[row, :, :length], theirs.keys[0, :, :length])
-            torch.testing.assert_close(ours.values[row, :, :length], theirs.values[0, :, :length])
+            torch.testing.assert_close(ours.keys[place, :, :length], theirs.keys[0, :, :length])
+            torch.testing.assert_close(ours.values[place, :, :length], theirs.values[0, :, :length])
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
