@@ -15,7 +15,7 @@ from corpus import Batch
 from distillation import DistillationSettings
 from draft_loss import draft_loss
 from hf_specgen.heads.base import AttachedHead
-from hf_specgen.heads.layers import DecoderLayer, LayerConfig
+from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.target.model_parts import decoder, decoder_layers
 
 
@@ -24,23 +24,20 @@ class HeadSettings(DistillationSettings):
     """Settings of every head that reads several of the target's hidden states.
 
     Raises:
-        ValueError: for fewer than one layer, anchor or draft token.
+        ValueError: for fewer than one anchor or draft token.
     """
 
     head: str | None = option(default=None, help="folder or Hub id of a head to continue with, instead of a new one")
     taps: list[int] = option(default_factory=list, help="hidden_states of the target to read; none: format's default")
-    num_layers: int = option(default=1, help="decoder layers of a new head")
+    layers: list[int] = option(default_factory=list, help="a new head's layers: copies of these layers of the target")
     anchors: int = option(default=32, help="positions of each answer from which drafts start in a step, at random")
     depth: int = option(default=5, help="draft tokens that the head learns to propose from each position")
     decay: float = option(default=0.8, help="weight of each draft token's loss relative to the one before")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.num_layers, self.anchors, self.depth) < 1:
-            raise ValueError(
-                f"num_layers, anchors and depth must be at least 1, got {self.num_layers}, {self.anchors} and "
-                f"{self.depth}"
-            )
+        if min(self.anchors, self.depth) < 1:
+            raise ValueError(f"anchors and depth must be at least 1, got {self.anchors} and {self.depth}")
 
 
 class TargetPass(NamedTuple):
@@ -81,6 +78,8 @@ class Anchors(NamedTuple):
     numbers: torch.Tensor
 
 
+SMALL = 0.1
+"""Factor on the initial weights of what is added to copied ones."""
 DraftPass = Callable[[AttachedHead, Batch, torch.Tensor], Drafts]
 """Drafts from positions of a batch, given the features."""
 
@@ -135,6 +134,29 @@ def choose_anchors(predicts: torch.Tensor, most: int) -> Anchors:
     return Anchors(places, valid, numbers.gather(1, places)[valid])
 
 
+def copied_layers(settings: HeadSettings, target: PreTrainedModel) -> list[int]:
+    """The layers of the target that a new head starts from; without settings the last one.
+
+    Raises:
+        ValueError: if the target has no such layer.
+    """
+    count = len(decoder_layers(target))
+    layers = settings.layers or [count - 1]
+    if not all(0 <= layer < count for layer in layers):
+        raise ValueError(f"layers must be from 0 to {count - 1}, got {layers}")
+    return layers
+
+
+def initial_tap(taps: Sequence[int], layer: int) -> int:
+    """Which of the taps is nearest to the input of a layer, which is `hidden_states[layer]`.
+
+    Example:
+        >>> initial_tap((2, 5, 7), 6)
+        1
+    """
+    return min(range(len(taps)), key=lambda place: abs(taps[place] - layer))
+
+
 def new_layer(target: PreTrainedModel, *, qk_norm: bool = False) -> LayerConfig:
     """A layer of the target's own sizes."""
     config = target.config.get_text_config()
@@ -154,22 +176,41 @@ def new_layer(target: PreTrainedModel, *, qk_norm: bool = False) -> LayerConfig:
 
 
 @torch.no_grad()
-def copy_last_layers(layers: Sequence[nn.Module], target: PreTrainedModel) -> None:
-    """Start the head's layers as copies of the target's last ones, as far as the names and shapes are the same.
+def copy_layers(layers: Sequence[nn.Module], target: PreTrainedModel, sources: Sequence[int]) -> None:
+    """Start the head's layers as copies of layers of the target, as far as names and shapes are the same.
 
-    A matrix that reads a wider input, as in the first layer of EAGLE-3, gets the copy in its last columns.
+    In the first layer of EAGLE-3, whose attention reads the token beside the state, the queries' copy reads the token
+    and that of keys and values the states; the other halves start small. So a layer that finds where the current token
+    stood before (an induction head) does the same in the head.
+
+    Args:
+        layers: of the head.
+        target: the target.
+        sources: for each of them which layer of the target, counted from 0.
     """
-    for layer, source in zip(layers, list(decoder_layers(target))[-len(layers) :], strict=True):
-        assert isinstance(layer, DecoderLayer)
-        known = source.state_dict()
+    for layer, source in zip(layers, sources, strict=True):
+        known = decoder_layers(target)[source].state_dict()
         for name, parameter in layer.named_parameters():
-            copied = known.get(name)
-            if copied is not None and copied.shape[0] == parameter.shape[0]:
-                parameter[..., -copied.shape[-1] :] = copied.to(parameter)
+            copied = known.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
+            if copied is None or copied.shape[0] != parameter.shape[0]:
+                continue
+            copied = copied.to(parameter)
+            if copied.shape == parameter.shape:
+                parameter.copy_(copied)
+            else:
+                parameter.mul_(SMALL)
+                half = slice(None, copied.shape[1]) if "q_proj" in name else slice(-copied.shape[1], None)
+                parameter[:, half] = copied
 
 
 @torch.no_grad()
-def start_from_last_tap(fc: nn.Linear, width: int) -> None:
-    """Start the projection of the features as the last of them, with little of the others."""
-    fc.weight.mul_(0.1)
-    fc.weight[:, -width:] += torch.eye(fc.out_features, width)
+def start_from_tap(fc: nn.Linear, tap: int) -> None:
+    """Start the projection of the features as one of them, with little of the others.
+
+    Args:
+        fc: the projection.
+        tap: which of the concatenated states.
+    """
+    width = fc.out_features
+    fc.weight.mul_(SMALL)
+    fc.weight[:, tap * width : (tap + 1) * width] += torch.eye(width, device=fc.weight.device)

@@ -20,7 +20,15 @@ from transformers import DynamicCache, PreTrainedModel
 from common import option, parse_config
 from corpus import Batch
 from head_saving import run
-from head_training import Drafts, HeadSettings, choose_anchors, copy_last_layers, new_layer, start_from_last_tap
+from head_training import (
+    Drafts,
+    HeadSettings,
+    choose_anchors,
+    copied_layers,
+    copy_layers,
+    new_layer,
+    start_from_tap,
+)
 from hf_specgen.heads.base import AttachedHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.loading import load_head
@@ -60,11 +68,12 @@ def make_head(settings: Settings, target: PreTrainedModel, rows: Any) -> BlockHe
 
 def _new_head(settings: Settings, target: PreTrainedModel) -> BlockHead:
     layers, matrix = target.config.get_text_config().num_hidden_layers, output_matrix(target).weight
-    taps = tuple(settings.taps) or block_taps(layers, settings.num_layers)
+    copied = copied_layers(settings, target)
+    taps = tuple(settings.taps) or block_taps(layers, len(copied))
     mask = len(matrix) - 1 if settings.mask_token_id is None else settings.mask_token_id
     config = BlockConfig(
         layer=new_layer(target, qk_norm=True),
-        attention=(BlockAttention(causal=settings.causal),) * settings.num_layers,
+        attention=(BlockAttention(causal=settings.causal),) * len(copied),
         block_size=settings.depth + 1,
         mask_token_id=mask,
         hidden_size=matrix.shape[1],
@@ -78,8 +87,8 @@ def _new_head(settings: Settings, target: PreTrainedModel) -> BlockHead:
         num_target_layers=layers,
     )
     head = BlockHead(config)
-    copy_last_layers(list(head.layers), target)
-    start_from_last_tap(head.fc, matrix.shape[1])
+    copy_layers(list(head.layers), target, copied)
+    start_from_tap(head.fc, len(taps) - 1)
     return head
 
 

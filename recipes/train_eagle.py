@@ -25,7 +25,16 @@ from transformers import DynamicCache, PreTrainedModel
 from common import option, parse_config
 from corpus import Batch
 from head_saving import run
-from head_training import Drafts, HeadSettings, choose_anchors, copy_last_layers, new_layer, start_from_last_tap
+from head_training import (
+    Drafts,
+    HeadSettings,
+    choose_anchors,
+    copied_layers,
+    copy_layers,
+    initial_tap,
+    new_layer,
+    start_from_tap,
+)
 from hf_specgen.heads.base import AttachedHead
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
 from hf_specgen.heads.loading import load_head
@@ -73,11 +82,11 @@ def make_head(settings: Settings, target: PreTrainedModel, rows: Any) -> Eagle3H
 
 def _new_head(settings: Settings, target: PreTrainedModel, rows: Any) -> Eagle3Head:
     layers, matrix = target.config.get_text_config().num_hidden_layers, output_matrix(target).weight
-    taps = tuple(settings.taps) or eagle_taps(layers)
+    taps, copied = tuple(settings.taps) or eagle_taps(layers), copied_layers(settings, target)
     ids = frequent_tokens(rows, settings.draft_vocab_size or len(matrix), len(matrix))
     config = EagleConfig(
         layer=new_layer(target),
-        num_layers=settings.num_layers,
+        num_layers=len(copied),
         hidden_size=matrix.shape[1],
         vocab_size=len(matrix),
         draft_vocab_size=len(ids),
@@ -92,8 +101,8 @@ def _new_head(settings: Settings, target: PreTrainedModel, rows: Any) -> Eagle3H
         num_target_layers=layers,
     )
     head = Eagle3Head(config)
-    copy_last_layers(list(head.layers), target)
-    start_from_last_tap(head.fc, matrix.shape[1])
+    copy_layers(list(head.layers), target, copied)
+    start_from_tap(head.fc, initial_tap(taps, copied[0]))
     assert isinstance(head.lm_head, torch.nn.Linear)
     head.lm_head.weight.data = matrix[ids].float().clone()
     if head.draft_to_target is not None:

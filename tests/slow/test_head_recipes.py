@@ -97,8 +97,8 @@ def test_later_pairs_stay_inside_an_answer() -> None:
     ("recipe", "settings"),
     [
         (train_eagle, ["--taps", "1", "2", "3", "--draft-vocab-size", "600"]),
-        (train_eagle, ["--taps", "2", "--num-layers", "2", "--norm-output", "true", "--fc-norm", "true"]),
-        (train_dflash, ["--num-layers", "2", "--taps", "1", "3"]),
+        (train_eagle, ["--taps", "2", "--layers", "1", "3", "--norm-output", "true", "--fc-norm", "true"]),
+        (train_dflash, ["--layers", "2", "3", "--taps", "1", "3"]),
         (train_dflash, ["--causal", "true", "--taps", "2"]),
     ],
     ids=["eagle", "eagle 3.1", "dflash", "jetspec"],
