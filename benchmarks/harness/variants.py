@@ -117,8 +117,9 @@ def build(
     """The families to measure.
 
     Args:
-        strategies: "ngram", "draft=MODEL", "layerskip=ADAPTER" (or =LAYER without one), "medusa=HEADS", "eagle=HEAD", "dflash=HEAD" or "heads=HEAD" of any format (ids or
-            folders), or several joined by "+"; without "=…" the files that ship for the embedded model.
+        strategies: "ngram", "draft=MODEL", "layerskip=ADAPTER" (or =LAYER without one), "medusa=HEADS", "eagle=HEAD",
+            "dflash=HEAD" or "heads=HEAD" of any format (ids or folders), or several joined by "+"; without "=…" the
+            files that ship for the embedded model.
         peers: "transformers" for the same strategies in Transformers; or empty.
         model: the target.
         latency: decides for "auto".
