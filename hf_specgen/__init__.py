@@ -21,13 +21,16 @@ if TYPE_CHECKING:
         AutoCandidates,
         Candidates,
         CombinedCandidates,
+        DFlashCandidates,
         DraftModelCandidates,
         DraftSession,
         EagleCandidates,
         LayerSkipCandidates,
         MedusaCandidates,
+        MTPCandidates,
         NgramCandidates,
         NgramHistory,
+        PEagleCandidates,
     )
     from hf_specgen.decoding import SpeculativeOutput
     from hf_specgen.depth import (
@@ -54,18 +57,21 @@ __all__ = [
     "Candidates",
     "CombinedCandidates",
     "Controller",
+    "DFlashCandidates",
     "DraftModelCandidates",
     "DraftSession",
     "DraftTree",
     "EagleCandidates",
     "FixedDepth",
     "LayerSkipCandidates",
+    "MTPCandidates",
     "MedusaCandidates",
     "Monitor",
     "MonitorSession",
     "MovingWindow",
     "NgramCandidates",
     "NgramHistory",
+    "PEagleCandidates",
     "Policy",
     "PolicySession",
     "Schedule",
@@ -83,8 +89,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "candidates": "AutoCandidates Candidates CombinedCandidates DraftModelCandidates DraftSession EagleCandidates "
-    "LayerSkipCandidates MedusaCandidates NgramCandidates NgramHistory",
+    "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
+    "EagleCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates NgramHistory PEagleCandidates",
     "decoding": "SpeculativeOutput",
     "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
     "generate": "speculate",

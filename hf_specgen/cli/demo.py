@@ -19,20 +19,21 @@ from hf_specgen.candidates import (
     Candidates,
     DraftModelCandidates,
     LayerSkipCandidates,
-    MedusaCandidates,
     NgramCandidates,
 )
 from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.evaluation.measure import Total, Variant, interleave
 from hf_specgen.evaluation.provenance import provenance
+from hf_specgen.evaluation.strategies import head_strategy
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     DRAFT,
     EMBEDDED_ADAPTER,
+    EMBEDDED_DFLASH,
     EMBEDDED_DRAFT,
+    EMBEDDED_EAGLE,
     EMBEDDED_HEADS,
     GREEDY,
-    MEDUSA,
     NGRAM,
     OURS,
     PEER,
@@ -127,22 +128,24 @@ def _is_exact(settings: DemoSettings, generation: dict[str, Any]) -> bool:
 
 
 def _variants(settings: DemoSettings) -> list[Variant]:
-    draft, adapter, heads = settings.draft, settings.adapter, settings.heads
+    draft, adapter, heads = settings.draft, settings.adapter, [settings.heads] if settings.heads else []
     if not settings.model:
         draft, adapter = draft or str(EMBEDDED_DRAFT), adapter or str(EMBEDDED_ADAPTER)
-        heads = heads or str(EMBEDDED_HEADS)
+        shipped = (EMBEDDED_HEADS, EMBEDDED_EAGLE, EMBEDDED_DFLASH)
+        heads = heads or [str(folder) for folder in shipped if folder.exists()]
     strategies: dict[str, Candidates] = {NGRAM: NgramCandidates(k=settings.k, branches=settings.branches)}
     if draft:
         strategies[DRAFT] = DraftModelCandidates(draft, k=4, dtype=settings.dtype)
     if adapter:
         strategies[SKIP] = LayerSkipCandidates(exit_layer_of(adapter), k=1, adapter=adapter)
-    if heads:
-        strategies[MEDUSA] = MedusaCandidates(heads)
+    for folder in heads:
+        strategy = head_strategy(folder)
+        strategies[strategy.name] = strategy.candidates
     ours: Any = partial(dict, verification=settings.verification)
     return [
         Variant(PLAIN, dict),
         Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),
-        *(Variant(name, partial(ours, candidate_generator=strategy)) for name, strategy in strategies.items()),
+        *(Variant(name, partial(ours, candidate_generator=candidates)) for name, candidates in strategies.items()),
     ]
 
 
