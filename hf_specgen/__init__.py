@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hf_specgen.generate import speculate
     from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
     from hf_specgen.state import Call
-    from hf_specgen.statistics import Statistics
+    from hf_specgen.counters import Statistics
     from hf_specgen.tree import DraftTree
     from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
 
@@ -90,7 +90,7 @@ _MODULES = {
     "generate": "speculate",
     "monitoring.monitor": "Monitor MonitorSession SpeculationMonitor",
     "state": "Call",
-    "statistics": "Statistics",
+    "counters": "Statistics",
     "tree": "DraftTree",
     "verification": "VerificationResult VerificationSession Verifier",
 }

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.evaluation.memory import Peak, peak_memory, reset_peak_memory
-from hf_specgen.statistics import Statistics
+from hf_specgen.counters import Statistics
 
 
 @dataclass(frozen=True)

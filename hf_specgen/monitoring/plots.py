@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_specgen.monitoring.monitor import SpeculationMonitor
-    from hf_specgen.statistics import Statistics
+    from hf_specgen.counters import Statistics
 
 ACCEPTED, REJECTED = "#2a7f62", "#d9d9d9"
 

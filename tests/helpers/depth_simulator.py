@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel, Policy, StepRecord
-from hf_specgen.statistics import RowStep
+from hf_specgen.counters import RowStep
 
 PROMPT = 100
 Acceptance = Callable[[int, int, int], float]

@@ -17,7 +17,7 @@ from hf_specgen.evaluation.analysis import (
     speedup_limit,
 )
 from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
-from hf_specgen.statistics import RowStep, Statistics
+from hf_specgen.counters import RowStep, Statistics
 from tests.helpers import tiny_model
 
 ALPHAS = st.floats(0, 1)
