@@ -17,6 +17,7 @@ from hf_specgen.patch import install, uninstall
 from hf_specgen.version import __version__
 
 if TYPE_CHECKING:
+    from hf_specgen.attachment import attach, attached, detach, statistics
     from hf_specgen.candidates import (
         AutoCandidates,
         Candidates,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
     from hf_specgen.state import Call
     from hf_specgen.counters import Statistics
+    from hf_specgen.totals import CallTotals
     from hf_specgen.tree import DraftTree
     from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
 
@@ -51,6 +53,7 @@ __all__ = [
     "AdaptiveDepth",
     "AutoCandidates",
     "Call",
+    "CallTotals",
     "Candidates",
     "CombinedCandidates",
     "Controller",
@@ -77,12 +80,17 @@ __all__ = [
     "VerificationSession",
     "Verifier",
     "__version__",
+    "attach",
+    "attached",
+    "detach",
     "install",
     "speculate",
+    "statistics",
     "uninstall",
 ]
 
 _MODULES = {
+    "attachment": "attach attached detach statistics",
     "candidates": "AutoCandidates Candidates CombinedCandidates DraftModelCandidates DraftSession EagleCandidates "
     "LayerSkipCandidates MedusaCandidates NgramCandidates NgramHistory",
     "decoding": "SpeculativeOutput",
@@ -91,6 +99,7 @@ _MODULES = {
     "monitoring.monitor": "Monitor MonitorSession SpeculationMonitor",
     "state": "Call",
     "counters": "Statistics",
+    "totals": "CallTotals",
     "tree": "DraftTree",
     "verification": "VerificationResult VerificationSession Verifier",
 }

@@ -56,6 +56,7 @@ def speculative_decode(
     streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
     monitor: Monitor | None = None,
+    on_start: Callable[[Call], None] | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate as plain `generate` does, several tokens per forward pass of the target.
@@ -68,6 +69,7 @@ def speculative_decode(
         logits_processor, stopping_criteria, generation_config, streamer: as prepared by `generate`.
         policy: chooses draft depths; that of the candidates if left out.
         monitor: receives every step.
+        on_start: called once everything has been checked, before the first forward pass.
         model_kwargs: attention mask, positions, cache.
 
     Returns:
@@ -90,6 +92,8 @@ def speculative_decode(
     outputs = OutputCollector(call, stopping_criteria, streamer)
     with ExitStack() as stack:
         loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
+        if on_start is not None:
+            on_start(call)
         loop.prefill()
         with compat.optimized_for_decoding(model):
             loop.decode()
