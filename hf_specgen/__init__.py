@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         NgramCandidates,
         NgramHistory,
     )
+    from hf_specgen.counters import Statistics
     from hf_specgen.decoding import SpeculativeOutput
     from hf_specgen.depth import (
         AdaptiveDepth,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from hf_specgen.generate import speculate
     from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
     from hf_specgen.state import Call
-    from hf_specgen.counters import Statistics
     from hf_specgen.totals import CallTotals
     from hf_specgen.tree import DraftTree
     from hf_specgen.verification import VerificationResult, VerificationSession, Verifier

@@ -21,12 +21,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
+from hf_specgen.counters import RowStep, Statistics, StepPasses
 from hf_specgen.depth import Policy, PolicySession, StepRecord
 from hf_specgen.depth.schedules import context_length
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.state import Call, GenerationState
-from hf_specgen.counters import RowStep, Statistics, StepPasses
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length

@@ -198,7 +198,8 @@ def as_candidates(generator: Any) -> Candidates:
         return generator
     if isinstance(generator, CandidateGenerator):
         return NativeCandidates(generator)
-    raise TypeError(f"candidate_generator must be a "auto" or a CandidateGenerator such as NgramCandidates(k=5), got {generator!r}')
+    expected = '"auto" or a CandidateGenerator such as NgramCandidates(k=5)'
+    raise TypeError(f"candidate_generator must be {expected}, got {generator!r}")
 
 
 def _as_verifier(verification: Any) -> Verifier:

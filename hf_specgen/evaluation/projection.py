@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import mean
 
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.depth import LatencyModel
 from hf_specgen.counters import Statistics, StepPasses
+from hf_specgen.depth import LatencyModel
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`hf_specgen.attach`: every `generate` of a model speculates, through wrappers and copies, or falls back with a reason."""
+"""`hf_specgen.attach`: every `generate` of a model speculates, wrapped or copied too, or falls back with a reason."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_detach_restores_plain_generation(model: Any) -> None:
     hf_specgen.detach(hf_specgen.attach(model, "auto"))
     assert vars(model) == before and (model.config.to_dict(), model.generation_config.to_dict()) == config
     hf_specgen.detach(model)
-    with pytest.raises(ValueError, match="no strategy is attached to this LlamaForCausalLM; call hf_specgen.attach"):
+    with pytest.raises(ValueError, match=r"no strategy is attached to this LlamaForCausalLM; call hf_specgen\.attach"):
         hf_specgen.statistics(model)
 
 
