@@ -25,7 +25,15 @@ def required(help: str) -> Any:
 class DemoSettings(WorkloadSettings):
     """Options of `hf-specgen demo`."""
 
+    max_new_tokens: int = setting(64, "Tokens per answer.", min=1)
+    wide: int = setting(300, "Size of the second target, in million parameters; 0 for none.", min=0)
+    seconds: float = setting(60.0, "Start no further prompt after so many seconds, over both targets.", min=0)
     json_file: Path | None = setting(None, "Write the results to this file.", flag="--json")
+
+    @property
+    def widened(self) -> bool:
+        """Whether there is a second target: the embedded model, made wider."""
+        return self.wide > 0 and not self.model
 
 
 @dataclass(frozen=True)
