@@ -72,7 +72,7 @@ def one_answer(totals: dict[str, Total], tokenizer: PreTrainedTokenizerBase) -> 
     title = Text.from_markup(
         f"\nOne answer, with {name}. [{ACCEPTED}]Accepted draft tokens[/]; the rest is the target's.\n"
     )
-    return Group(title, coloured(tokenizer, best), "")
+    return Group(Text.from_markup(title), coloured(tokenizer, best), "")
 
 
 def coloured(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Text:
@@ -123,8 +123,8 @@ def _same_tokens(target: Measured) -> str:
         return f"{target.title}: the tokens of all {target.answers} answers are those of plain generate."
     name, d = target.differences[0]
     return (
-        f"[yellow]{target.title}: {len(target.differences)} of {target.answers} answers differ from plain generate; {name} first "
-        f"at position {d.position}, where plain took token {d.plain_token} (logit {d.plain_logit:.4f}) and ours "
+        f"[yellow]{target.title}: {len(target.differences)} of {target.answers} answers differ from plain generate; "
+        f"{name} first at position {d.position}, plain took token {d.plain_token} (logit {d.plain_logit:.4f}) and ours "
         f"{d.our_token} (logit {d.our_logit:.4f}).[/]"
     )
 
