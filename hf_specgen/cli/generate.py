@@ -1,4 +1,4 @@
-"""`hf-specgen generate`: answers the prompts of a file or dataset, in resumable batches, on one or several processes."""
+"""`hf-specgen generate`: answers the prompts of a file or dataset in resumable batches, on one or several processes."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def show(settings: GenerateSettings) -> None:
         _begin(parts, settings)
     processes.wait_for_everyone()
     known = read_answers(parts)
+    processes.wait_for_everyone()  # nobody writes before all have read, so that all divide the same batches
     dtype = "auto" if settings.dtype == "auto" else torch_dtype(settings.dtype)
     model, tokenizer = load_model(settings.model, dtype, settings.device or str(processes.device))
     batches = make_batches(rows, tokenizer, settings)
@@ -52,15 +53,18 @@ def show(settings: GenerateSettings) -> None:
     mine = open_batches[processes.process_index :: processes.num_processes]
     console.print(f"{len(rows)} rows, {len(known)} answered already, {processes.num_processes} processes")
     begin, tokens = perf_counter(), 0
-    with nullcontext() if settings.plain else attached(model, _strategy(settings)) as totals:
-        with (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file:
-            for number, batch in _progress(mine, console):
-                prompts = [rows[index][settings.column] for index in batch]
-                answers, count = answer(model, tokenizer, prompts, settings, settings.seed + number)
-                tokens += count
-                lines = [json.dumps([index, text]) + "\n" for index, text in zip(batch, answers, strict=True)]
-                file.write("".join(lines))
-                file.flush()
+    with (
+        nullcontext() if settings.plain else attached(model, _strategy(settings)) as totals,
+        (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file,
+    ):
+        file.write("\n")  # the last line may have been cut off
+        for number, batch in _progress(mine, console):
+            prompts = [rows[index][settings.column] for index in batch]
+            answers, count = answer(model, tokenizer, prompts, settings, settings.seed + number)
+            tokens += count
+            lines = [json.dumps([index, text]) + "\n" for index, text in zip(batch, answers, strict=True)]
+            file.write("".join(lines))
+            file.flush()
     processes.wait_for_everyone()
     if processes.is_main_process:
         write_output(settings, rows, read_answers(parts))
@@ -82,7 +86,7 @@ def read_rows(settings: GenerateSettings) -> list[Row]:
     if path.suffix in (".jsonl", ".json") or path.is_file():
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {settings.source!r}")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
         rows = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     else:
         rows = _dataset(settings)
@@ -134,7 +138,7 @@ def read_answers(parts: Path) -> dict[int, str]:
     """The answers that earlier processes have written, by row; a line that was cut off is left out."""
     known: dict[int, str] = {}
     for file in sorted(parts.glob("process-*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8").split("\n"):
             try:
                 index, text = json.loads(line)
             except ValueError:
@@ -165,12 +169,10 @@ def _begin(parts: Path, settings: GenerateSettings) -> None:
         file.write_text(json.dumps(run, indent=2), encoding="utf-8")
         return
     before = json.loads(file.read_text(encoding="utf-8"))
-    changed = [
-        f"{name} was {before.get(name)!r}, is {value!r}" for name, value in run.items() if before.get(name) != value
-    ]
+    changed = [f"{name} was {before.get(name)!r}, is {run[name]!r}" for name in run if before.get(name) != run[name]]
     if changed:
         raise ValueError(
-            f"{parts} belongs to a run with other settings ({'; '.join(changed)}); delete it to start anew"
+            f"{parts} belongs to a run with other settings ({'; '.join(changed)}); delete it to begin anew"
         )
 
 
