@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.paths import REFERENCE_LM
@@ -25,6 +26,12 @@ def model() -> Any:
 def prompt() -> str:
     """A prompt whose continuation n-grams can draft."""
     return CODE
+
+
+@pytest.fixture(autouse=True)
+def no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammar libraries compile their mask kernels, which takes longer than all tests together."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
 
 
 @pytest.fixture(autouse=True)
