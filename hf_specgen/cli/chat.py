@@ -50,8 +50,8 @@ class Answer:
         """One line: strategy, speed, and how many draft tokens were accepted."""
         parts = [self.strategy, f"{self.tokens} tokens", f"{self.tokens / self.seconds:.1f} tokens/s"]
         if self.speculation is not None:
-            parts.append(f"{self.speculation.tokens_per_step:.2f} tokens per step")
-            parts.append(f"{self.speculation.acceptance_rate:.0%} of draft tokens accepted")
+            parts.append(f"{self.speculation.tokens_per_step:.2f} per step")
+            parts.append(f"{self.speculation.acceptance_rate:.0%} of drafts accepted")
         return " · ".join(parts)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.paths import REFERENCE_LM
@@ -29,9 +28,10 @@ def prompt() -> str:
 
 
 @pytest.fixture(autouse=True)
-def no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_compilation() -> Iterator[None]:
     """Grammar libraries compile their mask kernels, which takes longer than all tests together."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture(autouse=True)
