@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import utils
 from transformers.utils.hub import cached_file
 
 
@@ -105,3 +106,14 @@ def uses_activation_checkpointing(model: PreTrainedModel) -> bool:
     """
     name = "is_activation_checkpointing"
     return bool(getattr(model, name if hasattr(type(model), name) else "is_gradient_checkpointing"))
+
+
+def is_sharded(model: PreTrainedModel) -> bool:
+    """Whether several processes hold parts of the parameters, so that all of them must run the same forward passes.
+
+    Symbols: `is_fsdp_managed_module`, `is_deepspeed_zero3_enabled` and `_get_torch_distributed_world_size`, as
+    `generate` uses them to decide on `synced_gpus`, which it does not pass on.
+    """
+    if utils._get_torch_distributed_world_size() == 1:
+        return False
+    return bool(utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model))

@@ -21,13 +21,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
+from hf_specgen.counters import RowStep, Statistics, StepPasses
 from hf_specgen.depth import Policy, PolicySession, StepRecord
 from hf_specgen.depth.schedules import context_length
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.padding import PaddingReader
 from hf_specgen.state import Call, GenerationState
-from hf_specgen.statistics import RowStep, Statistics, StepPasses
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
@@ -57,6 +57,7 @@ def speculative_decode(
     streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
     monitor: Monitor | None = None,
+    on_start: Callable[[Call], None] | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate as plain `generate` does, several tokens per forward pass of the target.
@@ -69,6 +70,7 @@ def speculative_decode(
         logits_processor, stopping_criteria, generation_config, streamer: as prepared by `generate`.
         policy: chooses draft depths; that of the candidates if left out.
         monitor: receives every step.
+        on_start: called once everything has been checked, before the first forward pass.
         model_kwargs: attention mask, positions, cache.
 
     Returns:
@@ -91,6 +93,8 @@ def speculative_decode(
     outputs = OutputCollector(call, stopping_criteria, streamer)
     with ExitStack() as stack:
         loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
+        if on_start is not None:
+            on_start(call)
         loop.prefill()
         with compat.optimized_for_decoding(model):
             loop.decode()

@@ -20,7 +20,7 @@ from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
 
 pytest_plugins = ["tests.helpers.recipes"]
 
-TIERS = ("unit", "integration", "slow")
+TIERS = ("unit", "integration", "integrations", "slow")
 _profile_directories = itertools.count()
 
 

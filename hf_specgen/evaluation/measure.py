@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specgen.counters import Statistics
 from hf_specgen.evaluation.memory import Peak, peak_memory, reset_peak_memory
-from hf_specgen.statistics import Statistics
 
 
 @dataclass(frozen=True)

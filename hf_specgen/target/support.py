@@ -23,7 +23,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise unless `model` can verify several draft tokens in one forward pass.
+    """Raise unless `model`, in its present mode, can verify several draft tokens in one forward pass.
 
     Args:
         model: a causal language model.
@@ -31,14 +31,29 @@ def check_model(model: PreTrainedModel) -> None:
     Raises:
         ValueError: what the model lacks and what to do.
     """
+    check_architecture(model)
+    name = type(model).__name__
+    if reason := _training_problem(model):
+        raise ValueError(f"{name} {reason}; call model.eval() before generate(), or leave candidate_generator out")
+    if compat.is_sharded(model):
+        raise ValueError(
+            f"the parameters of {name} are sharded over processes (FSDP, ZeRO-3), which must all run the same forward "
+            "passes; leave candidate_generator out"
+        )
+
+
+def check_architecture(model: PreTrainedModel) -> None:
+    """The part of `check_model` that does not change while a program runs: architecture and attention implementation.
+
+    Raises:
+        ValueError: as `check_model`.
+    """
     name = type(model).__name__
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{name} is an encoder-decoder model; candidate_generator= works with decoder-only models, so leave it out"
         )
-    if reason := _training_problem(model):
-        raise ValueError(f"{name} {reason}; call model.eval() before generate(), or leave candidate_generator out")
     layer_types = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(layer_types.difference(LAYER_TYPES))
     if compat.is_stateful(model) or unknown:
