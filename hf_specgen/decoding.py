@@ -89,7 +89,7 @@ def speculative_decode(
         keeps_logits=returns_dict and bool(generation_config.output_logits),
     )
     outputs = OutputCollector(call, stopping_criteria, streamer)
-    with ExitStack() as stack:
+    with compat.without_compilation(model), ExitStack() as stack:
         loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
         loop.prefill()
         with compat.optimized_for_decoding(model):
@@ -135,7 +135,7 @@ class _Loop:
         self._started = perf_counter()
         self.call, self.state, self.outputs = call, call.state, outputs
         requirements = call.candidates.target_requirements(call.model)
-        check_computation(call.model, requirements)
+        check_computation(call.model, requirements, input_ids, call.config, model_kwargs)
         self.target = make_target(requirements, call.model, input_ids, call.config, model_kwargs)
         stack.push(lambda kind, *_: self.target.abandon() if kind else None)
         check_length(call.model, self.target.first_positions, call.max_new_tokens)

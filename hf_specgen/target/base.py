@@ -13,13 +13,13 @@ from hf_specgen import compat
 from hf_specgen.target import masks
 from hf_specgen.target.attention import grouped_attention
 from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.step_inputs import StepInputs
 from hf_specgen.target.step_masks import StepMasks
 from hf_specgen.target.support import last_position
 from hf_specgen.tree import DraftTree
 
 MAX_DRAFT_SLOTS = 64
 """Slots for draft tokens beyond the maximum length of the text."""
-OWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
 
 
 class Target:
@@ -46,8 +46,8 @@ class Target:
         self._generation_config = generation_config
         self._kwargs = model_kwargs
         self._config = model.config.get_text_config()
-        self.device = model.device
-        self._extra = _extra_arguments(model_kwargs)
+        self.device = compat.input_device(model)
+        self._inputs = StepInputs(model, input_ids, model_kwargs)
         given = model_kwargs.get("past_key_values")
         self._given_cache = given if compat.is_user_defined(given) else None
         self._masks = StepMasks(model, _padding(model_kwargs.get("attention_mask")))
@@ -59,10 +59,19 @@ class Target:
         self._prompt_slots: tuple[int, ...] = ()
         self._starts: tuple[int, ...] = ()
         self._present = list(range(len(input_ids)))
-        last = model_kwargs["position_ids"][..., -1].expand(len(input_ids)).tolist()
-        self.first_positions = tuple(position + 1 for position in last)
+        self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
+
+    @property
+    def batch(self) -> int:
+        """Rows of the prompt."""
+        return len(self._input_ids)
+
+    @property
+    def verifies_chains_only(self) -> bool:
+        """Whether a draft must be a chain: a state that follows one path cannot follow several."""
+        return False
 
     @property
     def supports_prefill_drafts(self) -> bool:
@@ -70,7 +79,8 @@ class Target:
         mask = self._kwargs.get("attention_mask")
         width = compat.mask_length(self._generation_config) if mask is None else mask.shape[1]
         nothing_unread = width == self._input_ids.shape[1] <= max(self.cache.lengths, default=0)
-        return self._generation_config.prefill_chunk_size is None and not nothing_unread
+        text_only = not self._inputs.accompanies_text
+        return self._generation_config.prefill_chunk_size is None and text_only and not nothing_unread
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
         """Read the prompt, and a draft that was made before it was read.
@@ -206,11 +216,11 @@ class Target:
             return module(
                 **inputs,
                 attention_mask=self._masks.of_step(tree, depth, lengths, cached, self.cache.first_visible),
-                position_ids=positions,
+                position_ids=self._inputs.positions(positions),
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
-                **self._extra,
+                **self._inputs.extra(self.cache, positions.shape[1]),
             )
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
@@ -230,12 +240,13 @@ class Target:
         """
         places = [place for place, row in enumerate(self._present) if needed[row]]
         rows, ended = len(self._present), len(self._present) - len(places)
-        if not places or ended < (rows / 4 if rows > 4 else rows / 2):
+        if not places or ended < (rows / 4 if rows > 4 else rows / 2) or not self._inputs.divisible:
             return
         self._present = [self._present[place] for place in places]
         self._offsets = tuple(self._offsets[place] for place in places)
         self._prompt_slots = tuple(self._prompt_slots[place] for place in places)
         self._masks.select_rows(places)
+        self._inputs.select_rows(places)
         self.cache.batch_select_indices(torch.tensor(places))
 
     def finish(self) -> Any:
@@ -278,11 +289,3 @@ def _padding(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     if attention_mask is None or bool((attention_mask != 0).all()):
         return None
     return attention_mask != 0
-
-
-def _extra_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    extra = {name: value for name, value in model_kwargs.items() if name not in OWN_ARGUMENTS and value is not None}
-    for name, value in extra.items():
-        if isinstance(value, torch.Tensor):
-            raise ValueError(f"candidate_generator= works with text-only inputs; leave out {name}")
-    return extra

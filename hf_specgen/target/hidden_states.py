@@ -102,7 +102,7 @@ class HiddenStateTarget(Target):
 
         def keep(place: int, value: Any) -> None:
             if threading.get_ident() == thread:
-                captured[place].append(value if isinstance(value, torch.Tensor) else value[0])
+                captured[place].append((value if isinstance(value, torch.Tensor) else value[0]).to(self.device))
 
         handles = []
         try:

@@ -28,7 +28,8 @@ class StepMasks:
         self._eager = compat.attention_implementation(self._config) == "eager"
         self._kinds = masks.layer_kinds(self._config)
         windows = {"sliding_attention": getattr(self._config, "sliding_window", None)}
-        self._templates = {kind: ChainMasks(model.device, windows.get(kind)) for kind in self._kinds}
+        device = compat.input_device(model)
+        self._templates = {kind: ChainMasks(device, windows.get(kind)) for kind in self._kinds}
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""

@@ -39,6 +39,11 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if reason := _training_problem(model):
         raise ValueError(f"{name} {reason}; call model.eval() before generate(), or leave candidate_generator out")
+    if compat.has_virtual_tokens(model):
+        raise ValueError(
+            f"{name} is used with prefix or prompt tuning (PEFT), whose virtual tokens take positions of their own; "
+            "call generate() without candidate_generator="
+        )
     layer_types = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(layer_types.difference(LAYER_TYPES))
     if compat.is_stateful(model) or unknown:
