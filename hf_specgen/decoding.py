@@ -21,6 +21,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
+from hf_specgen.candidates.chains import ChainSession
 from hf_specgen.depth import Policy, PolicySession, StepRecord
 from hf_specgen.depth.schedules import context_length
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
@@ -95,7 +96,7 @@ def speculative_decode(
         with compat.optimized_for_decoding(model):
             loop.decode()
             loop.padding.read_all()
-        past_key_values = loop.target.finish()
+        past_key_values = loop.target.finish() if loop.padding.is_visible else None
     if streamer is not None:
         streamer.end()
     candidates.speculation = call.statistics
@@ -149,6 +150,8 @@ class _Loop:
         self.drafter = call.candidates.start(
             replace(call, target=self.target, verification=self.verification, depth=depth)
         )
+        if self.target.verifies_chains_only:
+            self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
         self._seconds = dict.fromkeys(MEASURED_PARTS, 0.0)
         self._tokens_from_prefill = [1] * self.state.batch

@@ -13,9 +13,11 @@ from hf_specgen import compat
 from hf_specgen.target import masks
 from hf_specgen.target.attention import grouped_attention
 from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.state_layers import has_special_layers, keeps_state, make_layers
 from hf_specgen.target.step_inputs import StepInputs
 from hf_specgen.target.step_masks import StepMasks
 from hf_specgen.target.support import last_position
+from hf_specgen.target.unread import MAX_UNREAD, UnreadTokens
 from hf_specgen.tree import DraftTree
 
 MAX_DRAFT_SLOTS = 64
@@ -55,10 +57,12 @@ class Target:
         self._given_lengths = self.cache.lengths
         if self.cache is self._given_cache:
             self.cache.protect()
+        self._is_exact = True
         self._offsets: tuple[int, ...] = ()
         self._prompt_slots: tuple[int, ...] = ()
         self._starts: tuple[int, ...] = ()
         self._present = list(range(len(input_ids)))
+        self._unread = UnreadTokens(len(input_ids)) if keeps_state(self._config) else None
         self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
@@ -71,7 +75,7 @@ class Target:
     @property
     def verifies_chains_only(self) -> bool:
         """Whether a draft must be a chain: a state that follows one path cannot follow several."""
-        return False
+        return self._unread is not None
 
     @property
     def supports_prefill_drafts(self) -> bool:
@@ -79,8 +83,8 @@ class Target:
         mask = self._kwargs.get("attention_mask")
         width = compat.mask_length(self._generation_config) if mask is None else mask.shape[1]
         nothing_unread = width == self._input_ids.shape[1] <= max(self.cache.lengths, default=0)
-        text_only = not self._inputs.accompanies_text
-        return self._generation_config.prefill_chunk_size is None and text_only and not nothing_unread
+        plain = not self._inputs.accompanies_text and self._unread is None
+        return self._generation_config.prefill_chunk_size is None and plain and not nothing_unread
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
         """Read the prompt, and a draft that was made before it was read.
@@ -149,11 +153,35 @@ class Target:
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the pending token, then after each node.
         """
-        device = self.device
-        first = torch.as_tensor(pending, device=device)[:, None]
-        input_ids = torch.cat([first, tree.tokens.to(device)], dim=1) if tree.nodes else first
+        if self._tracks_unread and self._unread is not None:
+            if max(map(len, self._unread.tokens)) > MAX_UNREAD:
+                self._read_unread()
+            tree, pending = self._unread.put_first(tree, torch.as_tensor(pending).tolist(), active)
+        logits = self._run(self.model, tree, {"input_ids": self._step_tokens(tree, pending)}, active).logits
+        return self._of_draft(logits, tree.batch)
+
+    def _step_tokens(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """`[batch, 1 + nodes]` what a step reads; also notes where it begins."""
         self._starts = self.cache.lengths
-        return self._for_all_rows(self._run(self.model, tree, {"input_ids": input_ids}, active).logits, tree.batch)
+        first = torch.as_tensor(pending, device=self.device)[:, None]
+        return torch.cat([first, tree.tokens.to(self.device)], dim=1) if tree.nodes else first
+
+    @property
+    def _tracks_unread(self) -> bool:
+        """Whether the model has a recurrent state, which is known once the prompt has been read."""
+        return self._unread is not None and self.cache.has_recurrent_state
+
+    def _read_unread(self) -> None:
+        """Read all unread tokens, with as few passes as rows have different numbers of them."""
+        assert self._unread is not None
+        while any(self._unread.tokens):
+            rows = self._unread.to_read()
+            count = max(len(tokens or ()) for tokens in rows)
+            chains = DraftTree.chains([(tokens or [0] * count)[1:] for tokens in rows])
+            tokens = self._step_tokens(chains, [(tokens or [0])[0] for tokens in rows])
+            self._run(self.model, chains, {"input_ids": tokens}, [row is not None for row in rows])
+            kept = [None if tokens is None else list(range(count - 1)) for tokens in rows]
+            self.cache.keep_accepted(self._starts, [kept[row] for row in self._present])
 
     def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
         """Score further nodes of a tree whose root and first nodes have been read: for drafters that expand a tree.
@@ -172,6 +200,11 @@ class Target:
         cached = 1 + tree.nodes - new
         self._starts = tuple(length - cached for length in self.cache.lengths)
         return self._for_all_rows(self._run(self.model, tree, inputs, active, cached).logits, tree.batch)
+
+    def _of_draft(self, values: torch.Tensor, batch: int) -> torch.Tensor:
+        """Results of a pass `[present, …]` to `[batch, 1 + nodes, …]` of the pending token and the draft."""
+        values = self._for_all_rows(values, batch)
+        return self._unread.align(values) if self._tracks_unread and self._unread is not None else values
 
     def _for_all_rows(self, values: torch.Tensor, batch: int) -> torch.Tensor:
         """`[present, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
@@ -225,12 +258,27 @@ class Target:
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
+        if self._unread is not None and self._unread.is_in_pass:
+            paths = self._unread.keep(paths)
         self.cache.keep_accepted(self._starts, [paths[row] for row in self._present])
 
     def rewind(self, read: Sequence[int]) -> None:
         """Keep of each row the prompt and the first `read` generated tokens."""
         kept = [read[row] for row in self._present]
-        self.cache.set_lengths([first + n for first, n in zip(self._prompt_slots, kept, strict=True)])
+        lengths = [first + n for first, n in zip(self._prompt_slots, kept, strict=True)]
+        self.cache.set_lengths(self._reachable(lengths) if self._tracks_unread else lengths)
+
+    def _reachable(self, lengths: Sequence[int]) -> list[int]:
+        """Where a recurrent state can return to, before these lengths or at them; the tokens between stay unread."""
+        assert self._unread is not None
+        if self._unread.is_in_pass:
+            self.commit([None] * self.batch)
+        reachable = []
+        for row, now, wanted in zip(self._present, self.cache.lengths, lengths, strict=True):
+            removed = self._unread.remove(row, now + len(self._unread.tokens[row]) - wanted)
+            self._is_exact = self._is_exact and removed is not None
+            reachable.append(now - (removed or 0))
+        return reachable
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
         """Remove rows that have ended from the batch, once enough of them have.
@@ -250,7 +298,15 @@ class Target:
         self.cache.batch_select_indices(torch.tensor(places))
 
     def finish(self) -> Any:
-        """Hand the cache back: the user's own object if one was given, with the new text in it."""
+        """Hand the cache back: the user's own object if one was given, with the new text in it.
+
+        None where a recurrent state has read more than the text, because a stopping criterion cut off what was
+        accepted in an earlier step.
+        """
+        if self._tracks_unread:
+            self._read_unread()
+        if not self._is_exact:
+            return None
         if isinstance(self._given_cache, DynamicCache):
             self.cache.to_dynamic(self._given_cache)
             return self._given_cache
@@ -270,9 +326,12 @@ class Target:
 def _own_cache(given: Any, user_owned: bool, config: Any, max_slots: int | None) -> RaggedCache:
     if isinstance(given, RaggedCache):
         return given
-    if given is None or (type(given) is DynamicCache and not given.offloading):
-        if given is not None and user_owned:
+    copied = given is not None and user_owned and given.get_seq_length() and has_special_layers(config)
+    if given is None or (type(given) is DynamicCache and not given.offloading and not copied):
+        if given is not None and user_owned and not has_special_layers(config):
             return RaggedCache.from_dynamic(given, max_slots)
+        if has_special_layers(config):
+            return RaggedCache(layers=make_layers(config, max_slots))
         return RaggedCache(masks.layer_windows(config), max_slots)
     raise ValueError(
         f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
