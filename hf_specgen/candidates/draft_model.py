@@ -23,6 +23,7 @@ from hf_specgen.state import Call
 from hf_specgen.target.base import Target
 from hf_specgen.target.requirements import TargetRequirements
 from hf_specgen.target.self_check import check_computation
+from hf_specgen.target.state_layers import keeps_state
 from hf_specgen.target.support import check_model
 from hf_specgen.tree import DraftTree
 
@@ -82,6 +83,11 @@ class DraftModelCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         draft = self._load(call.model)
         check_model(draft)
+        if keeps_state(draft.config.get_text_config()):
+            raise ValueError(
+                f"{type(draft).__name__} keeps a state that draft trees cannot branch from; use a draft model with "
+                "attention layers only"
+            )
         check_computation(draft, TargetRequirements())
         if call.model is not None:
             check_vocabularies(draft, call.model)
