@@ -232,10 +232,10 @@ def _target(model: Any) -> PreTrainedModel:
     Raises:
         TypeError: if there is none.
     """
-    inner = model
+    inner: Any = model
     while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):  # PEFT
-            inner = inner.get_base_model()
+            inner = cast(Any, inner).get_base_model()
             continue
         inner = next((inner._modules[name] for name in WRAPPED if name in inner._modules), None)
     if not isinstance(inner, PreTrainedModel) or not hasattr(inner, "generate"):

@@ -72,7 +72,7 @@ def one_answer(totals: dict[str, Total], tokenizer: PreTrainedTokenizerBase) -> 
     title = Text.from_markup(
         f"\nOne answer, with {name}. [{ACCEPTED}]Accepted draft tokens[/]; the rest is the target's.\n"
     )
-    return Group(Text.from_markup(title), coloured(tokenizer, best), "")
+    return Group(title, coloured(tokenizer, best), "")
 
 
 def coloured(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Text:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specgen import compat
 from hf_specgen.evaluation.measure import Sample
 from hf_specgen.evaluation.settings import DTYPES
 from hf_specgen.evaluation.settings import WorkloadSettings as WorkloadSettings
@@ -192,6 +193,6 @@ def first_difference(model: PreTrainedModel, plain: Sample, ours: Sample) -> Dif
         return None
     row, position = min(((int(r), int(p)) for r, p in differs), key=lambda place: place[1])
     with torch.no_grad():
-        logits = model(plain.ids[row : row + 1, :position].to(model.device)).logits[0, -1].float()
+        logits = model(plain.ids[row : row + 1, :position].to(compat.input_device(model))).logits[0, -1].float()
     tokens = int(plain.ids[row, position]), int(ours.ids[row, position])
     return Difference(row, position, *tokens, *(float(logits[token]) for token in tokens))
