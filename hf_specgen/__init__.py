@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         DraftModelCandidates,
         DraftSession,
         EagleCandidates,
+        GemmaAssistantCandidates,
         LayerSkipCandidates,
         MedusaCandidates,
         MTPCandidates,
@@ -63,6 +64,7 @@ __all__ = [
     "DraftTree",
     "EagleCandidates",
     "FixedDepth",
+    "GemmaAssistantCandidates",
     "LayerSkipCandidates",
     "MTPCandidates",
     "MedusaCandidates",
@@ -90,7 +92,8 @@ __all__ = [
 
 _MODULES = {
     "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
-    "EagleCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates NgramHistory PEagleCandidates",
+    "EagleCandidates GemmaAssistantCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates "
+    "NgramHistory PEagleCandidates",
     "decoding": "SpeculativeOutput",
     "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
     "generate": "speculate",
