@@ -17,6 +17,7 @@ from hf_specgen.patch import install, uninstall
 from hf_specgen.version import __version__
 
 if TYPE_CHECKING:
+    from hf_specgen.attachment import attach, attached, detach, statistics
     from hf_specgen.candidates import (
         AutoCandidates,
         Candidates,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         NgramHistory,
         PEagleCandidates,
     )
+    from hf_specgen.counters import Statistics
     from hf_specgen.decoding import SpeculativeOutput
     from hf_specgen.depth import (
         AdaptiveDepth,
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from hf_specgen.generate import speculate
     from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
     from hf_specgen.state import Call
-    from hf_specgen.statistics import Statistics
+    from hf_specgen.totals import CallTotals
     from hf_specgen.tree import DraftTree
     from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
 
@@ -55,6 +57,7 @@ __all__ = [
     "AdaptiveDepth",
     "AutoCandidates",
     "Call",
+    "CallTotals",
     "Candidates",
     "CombinedCandidates",
     "Controller",
@@ -85,12 +88,17 @@ __all__ = [
     "VerificationSession",
     "Verifier",
     "__version__",
+    "attach",
+    "attached",
+    "detach",
     "install",
     "speculate",
+    "statistics",
     "uninstall",
 ]
 
 _MODULES = {
+    "attachment": "attach attached detach statistics",
     "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
     "EagleCandidates GemmaAssistantCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates "
     "NgramHistory PEagleCandidates",
@@ -99,7 +107,8 @@ _MODULES = {
     "generate": "speculate",
     "monitoring.monitor": "Monitor MonitorSession SpeculationMonitor",
     "state": "Call",
-    "statistics": "Statistics",
+    "counters": "Statistics",
+    "totals": "CallTotals",
     "tree": "DraftTree",
     "verification": "VerificationResult VerificationSession Verifier",
 }

@@ -21,13 +21,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
+from hf_specgen.candidates.chains import ChainSession
+from hf_specgen.counters import RowStep, Statistics, StepPasses
 from hf_specgen.depth import Policy, PolicySession, StepRecord
 from hf_specgen.depth.schedules import context_length
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.padding import PaddingReader
 from hf_specgen.state import Call, GenerationState
-from hf_specgen.statistics import RowStep, Statistics, StepPasses
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
@@ -57,6 +58,7 @@ def speculative_decode(
     streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
     monitor: Monitor | None = None,
+    on_start: Callable[[Call], None] | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | torch.Tensor:
     """Generate as plain `generate` does, several tokens per forward pass of the target.
@@ -69,6 +71,7 @@ def speculative_decode(
         logits_processor, stopping_criteria, generation_config, streamer: as prepared by `generate`.
         policy: chooses draft depths; that of the candidates if left out.
         monitor: receives every step.
+        on_start: called once everything has been checked, before the first forward pass.
         model_kwargs: attention mask, positions, cache.
 
     Returns:
@@ -89,13 +92,15 @@ def speculative_decode(
         keeps_logits=returns_dict and bool(generation_config.output_logits),
     )
     outputs = OutputCollector(call, stopping_criteria, streamer)
-    with ExitStack() as stack:
+    with compat.without_compilation(model), ExitStack() as stack:
         loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
+        if on_start is not None:
+            on_start(call)
         loop.prefill()
         with compat.optimized_for_decoding(model):
             loop.decode()
             loop.padding.read_all()
-        past_key_values = loop.target.finish()
+        past_key_values = loop.target.finish() if loop.padding.is_visible else None
     if streamer is not None:
         streamer.end()
     candidates.speculation = call.statistics
@@ -135,7 +140,7 @@ class _Loop:
         self._started = perf_counter()
         self.call, self.state, self.outputs = call, call.state, outputs
         requirements = call.candidates.target_requirements(call.model)
-        check_computation(call.model, requirements)
+        check_computation(call.model, requirements, input_ids, call.config, model_kwargs)
         self.target = make_target(requirements, call.model, input_ids, call.config, model_kwargs)
         stack.push(lambda kind, *_: self.target.abandon() if kind else None)
         check_length(call.model, self.target.first_positions, call.max_new_tokens)
@@ -149,6 +154,8 @@ class _Loop:
         self.drafter = call.candidates.start(
             replace(call, target=self.target, verification=self.verification, depth=depth)
         )
+        if self.target.verifies_chains_only:
+            self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
         self._seconds = dict.fromkeys(MEASURED_PARTS, 0.0)
         self._tokens_from_prefill = [1] * self.state.batch
@@ -186,7 +193,7 @@ class _Loop:
         statistics.seconds = self._seconds
 
     def _draft(self, draft: Callable[[Sequence[int]], DraftTree], active: Sequence[bool]) -> DraftTree:
-        drafts = not self.padding.needs_single_columns
+        drafts = not self.padding.needs_plain_steps
         room = [self._room(row) if is_active and drafts else 0 for row, is_active in enumerate(active)]
         with self._timed("policy"):
             budget = self.policy.budget(room)

@@ -31,9 +31,15 @@ class PaddingReader:
         self.is_visible = bool(call.config.return_dict_in_generate) or target.returns_cache
 
     @property
-    def needs_single_columns(self) -> bool:
-        """Whether steps must not draft: a stopping criterion may end a row in any column, and padding follows it."""
-        return self._call.processes_padding and self._outputs.has_custom_criteria
+    def needs_plain_steps(self) -> bool:
+        """Whether steps must not draft, because what follows in an ended row's padding could not be scored.
+
+        A stopping criterion may end a row in any column of a draft, and an early exit has run on other tokens.
+        """
+        if not self._call.processes_padding:
+            return False
+        ended = any(self._state.has_ended(row) for row in range(self._state.batch))
+        return self._outputs.has_custom_criteria or (self._target.reuses_drafter_states and ended)
 
     def pending(self) -> list[int]:
         """The token of each row that the target reads next; padding behind a row that has ended."""

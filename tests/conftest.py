@@ -20,23 +20,20 @@ from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
 
 pytest_plugins = ["tests.helpers.recipes"]
 
-TIERS = ("unit", "integration", "slow")
+TIERS = ("unit", "integration", "integrations", "slow")
 _profile_directories = itertools.count()
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test with the name of its folder; doctests count as unit tests.
 
-    Tests that share one benchmark run go to one process. The full matrix of architectures runs only if asked for.
+    The full matrix of architectures runs only if asked for.
     """
     if not config.getoption("all_architectures"):
         left_out = [item for item in items if item.get_closest_marker("all_architectures")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("all_architectures")]
     for item in items:
-        if "finished" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("benchmark run"))
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.unit)
         for tier in TIERS:

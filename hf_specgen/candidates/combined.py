@@ -90,7 +90,7 @@ class _CombinedSession(DraftSession):
 
     def observe(self, result: VerificationResult) -> None:
         for (_, session), tree in zip(self._members, self._drafts, strict=True):
-            session.observe(_for_member(result, tree))
+            session.observe(result_for(result, tree))
 
     def end(self) -> None:
         for _, session in self._members:
@@ -105,8 +105,8 @@ def _passes(session: DraftSession, tree: DraftTree) -> Sequence[int]:
     return [rows] * max((max(depths(parents), default=0) for parents in tree.parents), default=0)
 
 
-def _for_member(result: VerificationResult, tree: DraftTree) -> VerificationResult:
-    """The outcome as a member's own draft sees it: its nodes along the emitted tokens."""
+def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResult:
+    """The outcome as the session that proposed `tree` sees it: the nodes of its own tree along the emitted tokens."""
     tokens = tree.tokens.tolist()
     paths: list[list[int] | None] = []
     for row, path in enumerate(result.paths):

@@ -92,6 +92,7 @@ class AdaptiveSession(PolicySession):
         self._profile: Profile | None = None
         self._group: Any = None
         self._fixed, self._wants_plain_step, self._exploring, self._exploration = True, False, False, 0.0
+        self.remembers = policy.latency is None
         if policy.latency is not None:
             self.latency = policy.latency.select(str(key[0]), cheap)
         else:
