@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         DraftModelCandidates,
         DraftSession,
         EagleCandidates,
+        GemmaAssistantCandidates,
         LayerSkipCandidates,
         MedusaCandidates,
         MTPCandidates,
@@ -66,6 +67,7 @@ __all__ = [
     "DraftTree",
     "EagleCandidates",
     "FixedDepth",
+    "GemmaAssistantCandidates",
     "LayerSkipCandidates",
     "MTPCandidates",
     "MedusaCandidates",
@@ -98,7 +100,8 @@ __all__ = [
 _MODULES = {
     "attachment": "attach attached detach statistics",
     "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
-    "EagleCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates NgramHistory PEagleCandidates",
+    "EagleCandidates GemmaAssistantCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates "
+    "NgramHistory PEagleCandidates",
     "decoding": "SpeculativeOutput",
     "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
     "generate": "speculate",

@@ -6,6 +6,7 @@ from hf_specgen.candidates.combined import CombinedCandidates
 from hf_specgen.candidates.dflash import DFlashCandidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.eagle import EagleCandidates
+from hf_specgen.candidates.gemma import GemmaAssistantCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
 from hf_specgen.candidates.mtp import MTPCandidates
@@ -21,6 +22,7 @@ __all__ = [
     "DraftModelCandidates",
     "DraftSession",
     "EagleCandidates",
+    "GemmaAssistantCandidates",
     "LayerSkipCandidates",
     "MTPCandidates",
     "MedusaCandidates",

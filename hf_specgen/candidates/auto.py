@@ -13,6 +13,7 @@ from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.dflash import DFlashCandidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.eagle import EagleCandidates
+from hf_specgen.candidates.gemma import GemmaAssistantCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
 from hf_specgen.candidates.mtp import MTPCandidates
@@ -58,11 +59,11 @@ class AutoCandidates:
 
         Returns:
             `EagleCandidates`, `PEagleCandidates`, `DFlashCandidates`, `MTPCandidates` (for a target's own checkpoint),
-            `MedusaCandidates`, `LayerSkipCandidates` or `DraftModelCandidates`.
+            `GemmaAssistantCandidates`, `MedusaCandidates`, `LayerSkipCandidates` or `DraftModelCandidates`.
 
         Raises:
             FileNotFoundError: if there is no such folder or repository.
-            ValueError: if the format is unknown, is known but has no strategy yet, or a file is damaged.
+            ValueError: if the format is unknown, or a file is damaged.
             TypeError: for a setting that the strategy does not have.
 
         Example:
@@ -89,7 +90,10 @@ def _strategy(source: Source) -> Build:
         if _is_causal_model(checkpoint):
             return DraftModelCandidates
         if speculators_type(checkpoint) == "mtp":
-            raise ValueError(_no_strategy(checkpoint, "speculators mtp")) from None
+            raise ValueError(
+                f"{checkpoint.source} is an MTP layer in the format of speculators, which has no strategy; use "
+                "MTPCandidates() with a target that has the layer in its own checkpoint"
+            ) from None
         known = "; ".join(
             ("exit adapters", "Medusa heads", "MTP layers", "causal language models", *(f.name for f in FORMATS))
         )
@@ -99,14 +103,7 @@ def _strategy(source: Source) -> Build:
     if found.load in (load_eagle1, load_eagle3):
         parallel = any(name.endswith("mask_hidden") for name in checkpoint.tensors)
         return PEagleCandidates if parallel else EagleCandidates
-    raise ValueError(_no_strategy(checkpoint, found.name))
-
-
-def _no_strategy(checkpoint: Checkpoint, name: str) -> str:
-    return (
-        f"{checkpoint.source} is recognised as a head of the format {name}, for which there is no strategy yet; "
-        "use a head of another format"
-    )
+    return GemmaAssistantCandidates
 
 
 def _is_causal_model(checkpoint: Checkpoint) -> bool:

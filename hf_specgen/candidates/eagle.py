@@ -17,7 +17,7 @@ import torch
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Depth, DraftSession, Tree
-from hf_specgen.candidates.features import UnreadFeatures, rows_to_draft
+from hf_specgen.candidates.features import UnreadFeatures, unfinished_rows
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import AttachedHead, DraftHead
@@ -114,7 +114,7 @@ class EagleSession(AutoregressiveSession):
         if self._has_read_prompt:
             self.passes.append(sum(map(len, tokens)))
         self._has_read_prompt = True
-        return self.reader.logits(self.reader.read(features, tokens, rows_to_draft(self.call)).output)[:, 0]
+        return self.reader.logits(self.reader.read(features, tokens, unfinished_rows(self.call)).output)[:, 0]
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
         return self.reader.logits(self.reader.expand(tree, new).output)

@@ -68,6 +68,6 @@ class UnreadFeatures:
         return prompt[first : first + count] + generated[begin:end]
 
 
-def rows_to_draft(call: Call) -> Sequence[bool]:
+def unfinished_rows(call: Call) -> Sequence[bool]:
     """Which rows of a call have not ended."""
     return [not call.state.has_ended(row) for row in range(call.state.batch)]

@@ -3,8 +3,8 @@
 The best combinations of the depths' tokens form a tree; since nothing has to be run for a node, the whole tree is
 chosen after one pass of the head.
 
-Sources: Cai et al., "Medusa" (2024), section 2.3.3, for the trees of given heads; "Accelerating Speculative Decoding
-with Block Diffusion Draft Trees" (2026), for best-first trees over the marginals of a block.
+Sources: Cai et al., "Medusa" (2024), section 2.3.3, for trees of heads; DDTree (2026), https://arxiv.org/abs/2604.12989,
+for best-first trees over the distributions of a block.
 """
 
 from __future__ import annotations

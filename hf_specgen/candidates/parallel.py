@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from hf_specgen.candidates.features import UnreadFeatures, rows_to_draft
+from hf_specgen.candidates.features import UnreadFeatures, unfinished_rows
 from hf_specgen.candidates.marginals import MarginalSession
 from hf_specgen.heads.acceptance import RANKS
 from hf_specgen.heads.base import AttachedHead
@@ -70,6 +70,6 @@ class ParallelSession(MarginalSession):
     def depth_logits(self, depth: int) -> torch.Tensor:
         """Read the text since the last draft with the target's features, and draft; ended rows are dropped."""
         features, tokens = self._unread.take()
-        needed = rows_to_draft(self.call)
+        needed = unfinished_rows(self.call)
         self.passes = [sum(needed) * depth]
         return self.reader.draft(features, tokens, needed, depth).float()

@@ -13,6 +13,7 @@ from hf_specgen.candidates import (
     DFlashCandidates,
     DraftModelCandidates,
     EagleCandidates,
+    GemmaAssistantCandidates,
     LayerSkipCandidates,
     MedusaCandidates,
     MTPCandidates,
@@ -20,7 +21,7 @@ from hf_specgen.candidates import (
     PEagleCandidates,
 )
 from hf_specgen.evaluation.measure import Variant
-from hf_specgen.evaluation.workloads import DFLASH, DRAFT, EAGLE, MEDUSA, MTP, NGRAM, PEAGLE, SKIP
+from hf_specgen.evaluation.workloads import ASSISTANT, DFLASH, DRAFT, EAGLE, MEDUSA, MTP, NGRAM, PEAGLE, SKIP
 from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.heads.files import check_source
 
@@ -31,6 +32,7 @@ HEAD_NAMES: dict[type[Candidates], str] = {
     PEagleCandidates: PEAGLE,
     DFlashCandidates: DFLASH,
     MTPCandidates: MTP,
+    GemmaAssistantCandidates: ASSISTANT,
 }
 
 

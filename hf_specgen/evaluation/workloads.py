@@ -39,8 +39,8 @@ NOT_INSTALLED = (
     "--prompt"
 )
 PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
-EAGLE, PEAGLE, DFLASH, MTP = "EAGLE", "P-EAGLE", "DFlash", "MTP"
-OURS = (NGRAM, DRAFT, SKIP, MEDUSA, EAGLE, PEAGLE, DFLASH, MTP)
+EAGLE, PEAGLE, DFLASH, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "DFlash", "MTP", "Gemma assistant"
+OURS = (NGRAM, DRAFT, SKIP, MEDUSA, EAGLE, PEAGLE, DFLASH, MTP, ASSISTANT)
 
 # Greedy decoding of a small model falls into repetition where the answer is open, which favours every n-gram method:
 # those domains are sampled with a seed, so that tokens can still be compared one by one.

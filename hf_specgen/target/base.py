@@ -71,6 +71,16 @@ class Target:
         self.last_position = last_position(self._config, self.first_positions)
 
     @property
+    def rows(self) -> list[int]:
+        """The rows of the call that are in the cache; the others have ended and were dropped."""
+        return self._present
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """How many slots of each row of the cache, at its beginning, are padding."""
+        return tuple(max(0, -offset) for offset in self._offsets)
+
+    @property
     def batch(self) -> int:
         """Rows of the prompt."""
         return len(self._input_ids)
