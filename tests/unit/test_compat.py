@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import utils as generation_utils
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import hub
 
@@ -42,6 +43,7 @@ SET_BY_GENERATE = {
 }
 PRIVATE = {
     "_attn_implementation",
+    "_get_torch_distributed_world_size",
     "_is_stateful",
     "_is_user_defined",
     "_mask_length",
@@ -54,7 +56,6 @@ PRIVATE = {
 }
 """Of Transformers."""
 OF_OTHER_LIBRARIES = {
-    "__self__",
     "_compiled_call_impl",
     "_getframe",
     "_hf_hook",
@@ -153,7 +154,17 @@ def test_compat_uses_only_symbols_that_are_checked_here() -> None:
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     names |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
     names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    assert {name for name in names if name.startswith("_") and name.isidentifier()} == PRIVATE | OF_OTHER_LIBRARIES
+    private = {name for name in names if name.startswith("_") and name.isidentifier() and not name.startswith("__")}
+    own = {name for name in private if name.startswith("_hf_specgen_")}
+    assert private - own == PRIVATE | OF_OTHER_LIBRARIES
+
+
+@pytest.mark.parametrize(
+    "name", ["_get_torch_distributed_world_size", "is_fsdp_managed_module", "is_deepspeed_zero3_enabled"]
+)
+def test_symbols_that_tell_sharded_models_exist(name: str) -> None:
+    assert hasattr(generation_utils, name), missing(f"transformers.generation.utils.{name}")
+    assert not compat.is_sharded(tiny_model("llama"))
 
 
 def test_without_compilation_finds_every_way_to_compile() -> None:
