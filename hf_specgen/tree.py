@@ -34,6 +34,8 @@ class DraftTree:
             siblings were taken out of it (siblings are drawn one after the other, without replacement). The
             vocabulary may be smaller than the target's (the rest has probability 0), not larger. A node with all
             zeros, and every node where q is ``None``, is a deterministic proposal (a point mass).
+        joint: of each row's nodes, the estimated probability that the node and all nodes above it are accepted; None
+            if nothing was estimated. Strategies are combined by it.
 
     Raises:
         ValueError: if a parent does not come before its child, or the shapes do not fit.
@@ -47,6 +49,7 @@ class DraftTree:
     tokens: torch.Tensor
     parents: tuple[Parents, ...]
     q: torch.Tensor | None = None
+    joint: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         batch, nodes = self.tokens.shape
@@ -99,9 +102,11 @@ class DraftTree:
         return cls(_pad(rows), tuple(chain_parents(len(row)) for row in rows))
 
     @classmethod
-    def from_nodes(cls, rows: Sequence[tuple[Sequence[int], Parents]]) -> DraftTree:
-        """From a pair (tokens, parents) per row."""
-        return cls(_pad([tokens for tokens, _ in rows]), tuple(parents for _, parents in rows))
+    def from_nodes(
+        cls, rows: Sequence[tuple[Sequence[int], Parents]], joint: tuple[tuple[float, ...], ...] | None = None
+    ) -> DraftTree:
+        """From a pair (tokens, parents) per row; see above for `joint`."""
+        return cls(_pad([tokens for tokens, _ in rows]), tuple(parents for _, parents in rows), joint=joint)
 
     @classmethod
     def from_paths(cls, rows: Sequence[Sequence[Sequence[int]]]) -> DraftTree:

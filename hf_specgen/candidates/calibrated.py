@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.tree_builder import TreeBuilder
-from hf_specgen.candidates.tree_shape import Chain, FastestSize, FixedSize, TreeShape
+from hf_specgen.candidates.tree_shape import TreeShape, tree_shape
 from hf_specgen.depth.calibration import Calibration, calibration_memory
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
@@ -86,15 +86,7 @@ class CalibratedSession(DraftSession):
             size: a number of nodes; "auto" for the fastest; None for a chain.
             depths: `[rows]` maximum depths.
         """
-        if isinstance(size, int):
-            return FixedSize(size)
-        latency = None if self.call.depth is None else self.call.depth.latency
-        if size is None or latency is None:
-            return Chain()
-        rows = sum(depth > 0 for depth in depths)
-        state = self.call.state
-        context = max(len(p) + len(g) for p, g in zip(state.prompts, state.generated, strict=True))
-        return FastestSize(latency.at(rows, context), rows)
+        return tree_shape(size, self.call, depths)
 
     @property
     def _mode(self) -> str:

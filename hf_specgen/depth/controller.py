@@ -132,7 +132,7 @@ class AdaptiveSession(PolicySession):
         if self._unread % REPLAN_EVERY == 0:
             self._remember()
         self._exploring = self._exploration >= cost
-        return (self._k if self._candidates.adaptive_tree else 1) if self._exploring else 0
+        return (self._candidates.k if self._candidates.adaptive_tree else 1) if self._exploring else 0
 
     def observe(self, step: StepRecord) -> None:
         """Count acceptance; times only enter the latency model, as long as that is being learnt."""
@@ -174,7 +174,7 @@ class AdaptiveSession(PolicySession):
         accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
         plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
         if self._candidates.adaptive_tree:
-            plan = plan._replace(depths=[self._k if depth else 0 for depth in plan.depths])
+            plan = plan._replace(depths=[self._candidates.k if depth else 0 for depth in plan.depths])
         self._plan, self._plan_age, self._active, self._renew = plan, 0, active, False
 
     def _remember(self) -> None:
