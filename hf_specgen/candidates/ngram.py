@@ -94,7 +94,9 @@ class NgramCandidates(Candidates):
 
     def __repr__(self) -> str:
         defaults = {"tree": None, "min_ngram": 1, "max_ngram": MAX_MATCH_LENGTH, "branches": None, "history": None}
-        values = [f", {name}={getattr(self, name)!r}" for name, usual in defaults.items() if getattr(self, name) != usual]
+        values = [
+            f", {name}={getattr(self, name)!r}" for name, usual in defaults.items() if getattr(self, name) != usual
+        ]
         return f"NgramCandidates(k={self.k}{''.join(values)}{self._show_policy()})"
 
 

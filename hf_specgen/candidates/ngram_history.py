@@ -136,9 +136,7 @@ class NgramHistory:
         with TemporaryDirectory() as folder:
             self.save(Path(folder) / FILE_NAME)
             return str(
-                api.upload_file(
-                    path_or_fileobj=str(Path(folder) / FILE_NAME), path_in_repo=FILE_NAME, repo_id=repo_id
-                )
+                api.upload_file(path_or_fileobj=str(Path(folder) / FILE_NAME), path_in_repo=FILE_NAME, repo_id=repo_id)
             )
 
     @classmethod
@@ -150,7 +148,9 @@ class NgramHistory:
             download: such as `revision` and `token`, see `hf_hub_download`.
         """
         folder = Path(name_or_path)
-        return cls.load(folder / FILE_NAME if folder.is_dir() else hf_hub_download(str(name_or_path), FILE_NAME, **download))
+        return cls.load(
+            folder / FILE_NAME if folder.is_dir() else hf_hub_download(str(name_or_path), FILE_NAME, **download)
+        )
 
     def __repr__(self) -> str:
         return f"NgramHistory(max_tokens={self.max_tokens})"

@@ -167,7 +167,7 @@ class NgramIndex:
             end += 1
         self.end = end
 
-    def _append_in_bulk(self, part: Sequence[int]) -> None:
+    def _append_in_bulk(self, part: Sequence[int] | NDArray[np.int32]) -> None:
         """The same as one by one, with numpy: a prompt of 100,000 tokens takes some hundredths of a second."""
         first, end = self.end, self.end + len(part)
         np.frombuffer(self.tokens, dtype=np.int32)[first:end] = part
@@ -196,9 +196,8 @@ class NgramIndex:
     def _allocate(self, capacity: int) -> None:
         """Positions are stored as one more than they are, so that zeros, which take no memory yet, stand for none."""
         self._capacity = capacity
-        self.tokens = memoryview(np.zeros(capacity, dtype=np.int32))
-        self._links = [memoryview(np.zeros(capacity, dtype=np.int32)) for _ in ORDERS]
-        self._heads = [memoryview(np.zeros(capacity, dtype=np.int32)) for _ in ORDERS]
+        self.tokens, *views = (np.zeros(capacity, dtype=np.int32).data for _ in range(1 + 2 * len(ORDERS)))
+        self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
 
 
 def _enter(hashes: NDArray[np.uint64], first: int, links: memoryview, heads: memoryview) -> None:

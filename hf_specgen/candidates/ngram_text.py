@@ -131,11 +131,11 @@ class RowText:
         return self._source >= 0 and 0 <= position - self._source <= NEAR_TOKENS
 
     def _resumed(self) -> list[int]:
-        """Where to go on copying after a mismatch: as many tokens were inserted as differed, or replaced."""
+        """Where to go on copying after a mismatch: the tokens that differed were replaced, or inserted."""
         if not self._skipped:
             return []
-        places = {self._source, self._source + self._skipped}
-        return [place for place in sorted(places) if place < self.index.end]
+        places = (self._source + self._skipped, self._source)
+        return [place for place in places if place < self.index.end]
 
     def _follow_source(self, tokens: Sequence[int]) -> None:
         """Note where the new tokens were copied from: the occurrence that proposed most of them, and is the nearest."""

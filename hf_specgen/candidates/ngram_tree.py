@@ -21,13 +21,13 @@ class Occurrence(NamedTuple):
     """A place in a text after tokens that equal the last ones of a row.
 
     Args:
-        index: of the text.
+        text: the text.
         position: of the token that followed.
         length: of the match.
         kind: that of `MatchOdds`.
     """
 
-    index: NgramIndex
+    text: NgramIndex
     position: int
     length: int
     kind: int
@@ -138,9 +138,7 @@ def grow_tree(
 
 
 def _voters(occurrences: Sequence[Occurrence]) -> Voters:
-    return [
-        (index.tokens, index.end, position, _CLASSES[kind], length) for index, position, length, kind in occurrences
-    ]
+    return [(text.tokens, text.end, position, _CLASSES[kind], length) for text, position, length, kind in occurrences]
 
 
 def _vote(voters: Voters, depth: int, odds: Sequence[float]) -> list[_Child]:

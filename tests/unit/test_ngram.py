@@ -149,11 +149,20 @@ def test_draft_of_equally_long_matches_follows_the_majority() -> None:
 
 
 def test_draft_length_grows_with_the_match() -> None:
-    """Would catch: a long match that is trusted no more than a short one. Without bounds, 40 tokens and more follow."""
+    """Would catch: a long match that is trusted no more than a short one."""
     prompt, lengths = list(range(100, 200)), []
     for matched in (1, 3, 8, 30):
         lengths.append(len(ngram_draft(NgramCandidates(k=64), prompt + prompt[:matched])[0]))
-    assert lengths == sorted(set(lengths)) and lengths[-1] >= 40
+    assert lengths == sorted(set(lengths)) and lengths[-1] > 12
+
+
+def test_draft_of_a_text_being_copied_is_40_tokens_and_more() -> None:
+    """Would catch: a draft that a constant cuts short, although dozens of tokens were accepted."""
+    text = RowText([*range(100, 200)], MatchOdds())
+    for first in range(100, 132, 4):
+        text.propose(Limits(64, 64, 0.05))
+        text.extend([*range(first, first + 4)])
+    assert text.propose(Limits(64, 64, 0.05)).tokens[:40] == [*range(132, 172)]
 
 
 @pytest.mark.parametrize("branches", [1, 3])
@@ -177,7 +186,9 @@ def test_draft_with_min_ngram_ignores_shorter_matches() -> None:
 
 def test_draft_with_max_ngram_counts_longer_matches_as_that_long() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6]
-    assert len(ngram_draft(NgramCandidates(k=9, max_ngram=1), text)[0]) < len(ngram_draft(NgramCandidates(k=9), text)[0])
+    assert len(ngram_draft(NgramCandidates(k=9, max_ngram=1), text)[0]) < len(
+        ngram_draft(NgramCandidates(k=9), text)[0]
+    )
 
 
 def test_draft_of_rows_uses_their_own_texts() -> None:

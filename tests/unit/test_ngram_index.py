@@ -85,7 +85,9 @@ def test_occurrences_collision_of_hashes_is_no_match(monkeypatch: pytest.MonkeyP
 
 
 def test_occurrences_beyond_the_limit_are_the_most_recent_of_the_longest_ngrams() -> None:
-    assert list(index_of([5] * 9 + [6] + [5] * 9).occurrences([6, 5, 5], limit=3)) == [12, 18, 17]
+    """Would catch: recent short matches before an old long one; of 4 tokens there is one, of 2 there are many."""
+    text = [7, 5, 6, 5, *[5] * 9, 9]
+    assert list(index_of(text).occurrences([7, 5, 6, 5], limit=3)) == [4, 13, 12]
 
 
 def executed_lines(function: Callable[[], Any]) -> int:
@@ -112,7 +114,7 @@ def executed_lines(function: Callable[[], Any]) -> int:
 def test_occurrences_cost_does_not_grow_with_the_text(period: int) -> None:
     """Would catch: a lookup that visits every occurrence, where everything matches."""
     costs = []
-    for repeats in (40, 4000):
+    for repeats in (100, 4000):
         index = index_of([*range(5, 5 + period)] * repeats)
         tail = index.tokens[: index.end].tolist()[-MAX_MATCH_LENGTH:]
         costs.append(executed_lines(lambda index=index, tail=tail: index.occurrences(tail, limit=8)))
