@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         MedusaCandidates,
         NgramCandidates,
         NgramHistory,
+        RecyclingCandidates,
+        RecyclingTable,
     )
     from hf_specgen.decoding import SpeculativeOutput
     from hf_specgen.depth import (
@@ -68,6 +70,8 @@ __all__ = [
     "NgramHistory",
     "Policy",
     "PolicySession",
+    "RecyclingCandidates",
+    "RecyclingTable",
     "Schedule",
     "SpeculationMonitor",
     "SpeculativeOutput",
@@ -84,7 +88,7 @@ __all__ = [
 
 _MODULES = {
     "candidates": "AutoCandidates Candidates CombinedCandidates DraftModelCandidates DraftSession EagleCandidates "
-    "LayerSkipCandidates MedusaCandidates NgramCandidates NgramHistory",
+    "LayerSkipCandidates MedusaCandidates NgramCandidates NgramHistory RecyclingCandidates RecyclingTable",
     "decoding": "SpeculativeOutput",
     "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
     "generate": "speculate",

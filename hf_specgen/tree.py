@@ -283,3 +283,27 @@ def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]
             path.append(child)
             emitted.append(chosen[child + 1])
     return path, emitted
+
+
+def judged_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
+    """The nodes that the emitted tokens judge, and whether each was accepted: the children of what the text reached.
+
+    Args:
+        tokens: the token of each node.
+        parents: the parent of each node, -1 for those that continue the row.
+        emitted: the tokens of the row in this step.
+
+    Example:
+        >>> judged_nodes([5, 6, 7, 8], [-1, -1, 1, 0], emitted=[6, 9])  # 8 follows 5, which was rejected
+        [(0, False), (1, True), (2, False)]
+    """
+    below: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        below.setdefault(parent, []).append(node)
+    judged: list[tuple[int, bool]] = []
+    reached = -1
+    for token in emitted:
+        outcomes = [(node, tokens[node] == token) for node in below.get(reached, ())]
+        judged += outcomes
+        reached = next((node for node, accepted in outcomes if accepted), len(tokens))
+    return judged

@@ -9,6 +9,8 @@ from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
 from hf_specgen.candidates.native import NativeCandidates
 from hf_specgen.candidates.ngram import NgramCandidates, NgramHistory
+from hf_specgen.candidates.recycling import RecyclingCandidates
+from hf_specgen.candidates.recycling_table import RecyclingTable
 
 __all__ = [
     "AutoCandidates",
@@ -22,4 +24,6 @@ __all__ = [
     "NativeCandidates",
     "NgramCandidates",
     "NgramHistory",
+    "RecyclingCandidates",
+    "RecyclingTable",
 ]

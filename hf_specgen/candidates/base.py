@@ -53,6 +53,9 @@ class DraftSession(ABC):
     """Tokens, over all rows, in each forward pass of the drafter for the last draft, without the pass that reads its
     prompt. Empty if drafting needs no forward pass; None if unknown: then one pass for each level of the draft is
     assumed, with one token per row."""
+    top_tokens: int = 0
+    """How many of the target's most likely tokens after every token that it read `observe` receives, with
+    `VerificationResult.top_tokens`; if any, `observe` is called after a prefill without a draft too."""
 
     def __init__(self, call: Call):
         self.call = call

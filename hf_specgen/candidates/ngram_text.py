@@ -10,6 +10,7 @@ from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
 from hf_specgen.candidates.ngram_odds import NEAR, OWN, MatchOdds
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree, Occurrence, grow_tree
+from hf_specgen.tree import judged_nodes
 
 MAX_OCCURRENCES = 24
 """Occurrences that vote at most, in the row's text and in the history each: 16 yield 1% fewer tokens per step."""
@@ -111,21 +112,8 @@ class RowText:
             tree: what was proposed.
             emitted: the tokens; the children of a node are judged if the text has reached the node.
         """
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(tree.parents):
-            children.setdefault(parent, []).append(node)
-        reached = -1
-        for token in emitted:
-            siblings, reached_next = children.get(reached), -1
-            if siblings is None:
-                return
-            for node in siblings:
-                accepted = tree.tokens[node] == token
-                self._odds.observe(tree.classes[node], tree.expected[node], accepted)
-                reached_next = node if accepted else reached_next
-            if reached_next < 0:
-                return
-            reached = reached_next
+        for node, accepted in judged_nodes(tree.tokens, tree.parents, emitted):
+            self._odds.observe(tree.classes[node], tree.expected[node], accepted)
 
     def _is_near(self, position: int) -> bool:
         return self._source >= 0 and 0 <= position - self._source <= NEAR_TOKENS

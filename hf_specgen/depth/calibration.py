@@ -21,6 +21,7 @@ Floats = NDArray[np.floating[Any]]
 
 EDGES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95, 0.985])
 """Bounds of the confidence bins: finer towards both ends, where a factor matters more than a difference."""
+BIN_CENTERS = (np.append(0.0, EDGES) + np.append(EDGES, 1.0)) / 2
 RANKS = 4
 """Ranks that are told apart; later ones share the last."""
 PRIOR_WEIGHT = 6.0
@@ -64,6 +65,10 @@ class Calibration:
         estimate = np.minimum.accumulate(estimate, axis=-1)
         before = np.cumsum(estimate, axis=-1) - estimate
         return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))
+
+    def by_bin(self) -> Floats:
+        """`[RANKS, bins]` acceptance of a token by its rank and the bin of its confidence."""
+        return (self.accepted + PRIOR_WEIGHT * BIN_CENTERS) / (self.seen + PRIOR_WEIGHT)
 
     def observe(self, rank: NDArray[np.integer[Any]], confidence: Floats, accepted: NDArray[np.bool_]) -> None:
         """Count tokens whose parent was accepted; three `[tokens]` arrays."""
