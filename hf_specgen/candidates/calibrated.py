@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,13 @@ class CalibratedSession(DraftSession):
             nodes: the builder's index of each of its nodes, by row.
             confidence: `[rows, nodes of the builder]`.
         """
-        self._tree = tree
         self._features = [
             (builder.rank[row, index], confidence[row, index], builder.depth[row, index])
             for row, index in enumerate(nodes)
         ]
-        return tree
+        joint = tuple(tuple(builder.joint[row, index].tolist()) for row, index in enumerate(nodes))
+        self._tree = replace(tree, joint=joint)
+        return self._tree
 
     def not_drafted(self, batch: int) -> DraftTree:
         """An empty draft."""

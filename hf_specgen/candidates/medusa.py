@@ -173,7 +173,7 @@ class MedusaSession(CalibratedSession):
         """
         generated = self.call.state.generated
         pending = torch.tensor([text[-1] for text in generated])
-        logits = self._reader.logits(self._target.states, pending).float()  # [batch, heads, vocab]
+        logits = self._reader.logits(self._target.states_of((OUTPUT_STATE,)), pending).float()  # [batch, heads, vocab]
         verification, processors = self.call.verification, self.call.processors
         assert verification is not None and processors is not None
         scores = processors.warp(logits.flatten(0, 1)).view(logits.shape)

@@ -22,11 +22,12 @@ from hf_specgen.candidates.recycling_table import SUCCESSORS, RecyclingTable
 from hf_specgen.candidates.tree_builder import MAX_JOINT, TreeBuilder
 from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
 from hf_specgen.depth import Policy
-from hf_specgen.depth.calibration import RANKS, calibration_memory
+from hf_specgen.depth.calibration import BIN_CENTERS, RANKS, calibration_memory
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree, Parents, judged_nodes
 from hf_specgen.verification import VerificationResult
 
+CENTERS: list[float] = BIN_CENTERS.tolist()
 MAX_DEPTH = 8
 """Maximum depth of k="auto": the template of the paper has 6 levels."""
 
@@ -107,6 +108,7 @@ class RecyclingSession(DraftSession):
 
     passes = ()
     top_tokens = SUCCESSORS
+    knows_successors = True
 
     def __init__(self, settings: RecyclingCandidates, call: Call, table: RecyclingTable):
         super().__init__(call)
@@ -121,6 +123,10 @@ class RecyclingSession(DraftSession):
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
         return self._draft(budget, 1)  # the prefill pass verifies chains
+
+    def successors(self, token: int) -> list[tuple[int, float]]:
+        tokens, bins = self._table.row(token)
+        return [(successor, CENTERS[place]) for successor, place in zip(tokens, bins, strict=True)]
 
     def observe(self, result: VerificationResult) -> None:
         """Count which ranks and confidences were accepted, and learn the successors of every token that was read."""

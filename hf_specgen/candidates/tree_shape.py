@@ -127,6 +127,20 @@ class FastestSize:
         # Each node adds its probability to the tokens of a step, of which there is at least one for each row.
         return max(MIN_GAIN, float((np.diff(self._target) / self._target[1:]).min()))
 
+    def rate(self, builder: TreeBuilder) -> float:
+        """Expected tokens per second of the fastest tree."""
+        return self._best(builder)[1]
+
+    def rate_of(self, gain: float, nodes: float, drafting: float) -> float:
+        """Expected tokens per second of a step.
+
+        Args:
+            gain: draft tokens that are expected to be accepted, over all rows.
+            nodes: of a row.
+            drafting: seconds that the passes of the drafter take.
+        """
+        return (self.rows + gain) / (float(self._target[min(round(nodes), self.max_nodes)]) + drafting)
+
     def _best(self, builder: TreeBuilder) -> tuple[float, float, int]:
         """Expected tokens of all rows, tokens per second, and nodes of the fastest tree so far."""
         joint = builder.sorted_joint(self.max_nodes).sum(axis=0)
