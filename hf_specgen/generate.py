@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -15,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
+from hf_specgen.candidates.combined import CombinedCandidates
 from hf_specgen.candidates.native import NativeCandidates
 from hf_specgen.decoding import SpeculativeOutput, speculative_decode
 from hf_specgen.depth import Policy
@@ -75,7 +77,7 @@ class Speculation:
 
 
 def speculate(
-    candidate_generator: CandidateGenerator,
+    candidate_generator: CandidateGenerator | Literal["auto"],
     *,
     verification: str | Verifier = "exact",
     streamer: BaseStreamer | None = None,
@@ -85,7 +87,8 @@ def speculate(
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
     Args:
-        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`.
+        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; "auto" for `CombinedCandidates()`, the
+            best strategy that needs neither a model nor training.
         verification: "exact" (the tokens of plain `generate`, also when sampling with a seed), "rejection" (the same
             distribution, but not the same seed), "typical" (LOSSY: accepts what the target finds plausible), or a
             `Verifier`.
@@ -156,12 +159,23 @@ def _stop_strings_as_criteria(
     return {"stop_strings": None, "stopping_criteria": criteria}
 
 
+@cache
+def automatic_candidates() -> Candidates:
+    """What `candidate_generator="auto"` means: n-grams and Token Recycling, with what earlier calls have learnt."""
+    return CombinedCandidates()
+
+
 def _as_candidates(generator: Any) -> Candidates:
+    if generator == "auto":
+        return automatic_candidates()
     if isinstance(generator, Candidates):
         return generator
     if isinstance(generator, CandidateGenerator):
         return NativeCandidates(generator)
-    raise TypeError(f"candidate_generator must be a CandidateGenerator such as NgramCandidates(k=5), got {generator!r}")
+    raise TypeError(
+        'candidate_generator must be "auto" or a CandidateGenerator such as NgramCandidates(k=5), got '
+        + repr(generator)
+    )
 
 
 def _as_verifier(verification: Any) -> Verifier:

@@ -1,7 +1,7 @@
 """Several strategies whose proposals are ranked by estimated acceptance in one draft tree, in every step.
 
-Source: Hu et al., "SAM Decoding: Speculative Decoding via Suffix Automaton" (2024), for combining copied text with Token
-Recycling or EAGLE; there one of them drafts a step, here both do.
+Source: Hu et al., "SAM Decoding: Speculative Decoding via Suffix Automaton" (2024), for combining copied text with
+Token Recycling or EAGLE; there one of them drafts a step, here both do.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class _CombinedSession(DraftSession):
         self._key = (settings.profile_key(), "combined", call.do_sample, round(call.temperature, 2))
         self._calibration = calibration_memory.recall(None if self._wants_q else call.model, self._key)
         self._trees: list[UnionTree] = []
+        self._has_drafted = False
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         return self._combine(budget, lambda session: session.draft, is_prefill=False)
@@ -126,7 +127,7 @@ class _CombinedSession(DraftSession):
                 self._calibration.accepted[place] += accepted
         self._trees = []
         for member in self._members:
-            if member.draft.nodes or member.session.top_tokens or self._verified_any:
+            if member.draft.nodes or member.session.top_tokens or self._has_drafted:
                 member.session.observe(_for_member(result, member.draft))
 
     def end(self) -> None:
@@ -161,7 +162,7 @@ class _CombinedSession(DraftSession):
                 self._measure(member, shape)
         self.passes = [tokens for member in self._members for tokens in _passes(member.session, member.draft)]
         tree = self._ranked(shape, budget, is_prefill) if ranks and shape is not None else self._merged()
-        self._verified_any = tree.nodes > 0
+        self._has_drafted = tree.nodes > 0
         return tree
 
     def _merged(self) -> DraftTree:

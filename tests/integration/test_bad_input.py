@@ -64,7 +64,7 @@ def test_generate_with_assistant_model_raises() -> None:
 
 
 def test_generate_with_no_candidate_generator_object_raises() -> None:
-    with pytest.raises(TypeError, match=r"candidate_generator must be a CandidateGenerator .* got 5"):
+    with pytest.raises(TypeError, match=r"must be \"auto\" or a CandidateGenerator .* got 5"):
         tiny_model("llama").generate(**prompts(1), candidate_generator=5)
 
 
