@@ -89,6 +89,7 @@ def run_suite(options: Namespace) -> int:
 
     from benchmarks.harness.runner import run
     from benchmarks.report import page
+    from benchmarks.report.decision import overview, sentence
     from benchmarks.report.results import differing, result
     from benchmarks.report.tables import show
     from benchmarks.suites import SUITES
@@ -104,12 +105,14 @@ def run_suite(options: Namespace) -> int:
         return 0
     found = result(outcome, options.name)
     written = page.write(found, options.out)
-    for name in suite.tables:
-        if name in found["tables"]:
-            show(console, name, found["tables"][name])
+    if (view := overview(found)) is not None:
+        console.print(view)
+        console.print(f"\n{sentence(found)}", markup=False, highlight=False)
+    elif suite.table in found["tables"]:
+        show(console, suite.table, found["tables"][suite.table])
     for note in outcome.notes:
         console.print(note, style="yellow", markup=False)
-    console.print(f"report: {written}")
+    console.print(f"report: {written}", soft_wrap=True)
     if (wrong := differing(outcome)) and plan.dtype == "float32":
         console.print(f"tokens differ from plain decoding: {', '.join(wrong)}", style="red")
         return TOKENS_DIFFER

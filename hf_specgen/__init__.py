@@ -17,20 +17,25 @@ from hf_specgen.patch import install, uninstall
 from hf_specgen.version import __version__
 
 if TYPE_CHECKING:
+    from hf_specgen.attachment import attach, attached, detach, statistics
     from hf_specgen.candidates import (
         AutoCandidates,
         Candidates,
         CombinedCandidates,
+        DFlashCandidates,
         DraftModelCandidates,
         DraftSession,
         EagleCandidates,
         LayerSkipCandidates,
         MedusaCandidates,
+        MTPCandidates,
         NgramCandidates,
         NgramHistory,
+        PEagleCandidates,
         RecyclingCandidates,
         RecyclingTable,
     )
+    from hf_specgen.counters import Statistics
     from hf_specgen.decoding import SpeculativeOutput
     from hf_specgen.depth import (
         AdaptiveDepth,
@@ -45,7 +50,7 @@ if TYPE_CHECKING:
     from hf_specgen.generate import speculate
     from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
     from hf_specgen.state import Call
-    from hf_specgen.statistics import Statistics
+    from hf_specgen.totals import CallTotals
     from hf_specgen.tree import DraftTree
     from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
 
@@ -53,21 +58,25 @@ __all__ = [
     "AdaptiveDepth",
     "AutoCandidates",
     "Call",
+    "CallTotals",
     "Candidates",
     "CombinedCandidates",
     "Controller",
+    "DFlashCandidates",
     "DraftModelCandidates",
     "DraftSession",
     "DraftTree",
     "EagleCandidates",
     "FixedDepth",
     "LayerSkipCandidates",
+    "MTPCandidates",
     "MedusaCandidates",
     "Monitor",
     "MonitorSession",
     "MovingWindow",
     "NgramCandidates",
     "NgramHistory",
+    "PEagleCandidates",
     "Policy",
     "PolicySession",
     "RecyclingCandidates",
@@ -81,20 +90,27 @@ __all__ = [
     "VerificationSession",
     "Verifier",
     "__version__",
+    "attach",
+    "attached",
+    "detach",
     "install",
     "speculate",
+    "statistics",
     "uninstall",
 ]
 
 _MODULES = {
-    "candidates": "AutoCandidates Candidates CombinedCandidates DraftModelCandidates DraftSession EagleCandidates "
-    "LayerSkipCandidates MedusaCandidates NgramCandidates NgramHistory RecyclingCandidates RecyclingTable",
+    "attachment": "attach attached detach statistics",
+    "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
+    "EagleCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates NgramHistory PEagleCandidates "
+    "RecyclingCandidates RecyclingTable",
     "decoding": "SpeculativeOutput",
     "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
     "generate": "speculate",
     "monitoring.monitor": "Monitor MonitorSession SpeculationMonitor",
     "state": "Call",
-    "statistics": "Statistics",
+    "counters": "Statistics",
+    "totals": "CallTotals",
     "tree": "DraftTree",
     "verification": "VerificationResult VerificationSession Verifier",
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -16,11 +15,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.combined import CombinedCandidates
+from hf_specgen.candidates.default import default_candidates
 from hf_specgen.candidates.native import NativeCandidates
 from hf_specgen.decoding import SpeculativeOutput, speculative_decode
 from hf_specgen.depth import Policy
 from hf_specgen.monitoring.monitor import Monitor
+from hf_specgen.state import Call
 from hf_specgen.target.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
@@ -45,6 +45,12 @@ class Speculation:
         self.policy, self.monitor = policy, monitor
         _as_verifier(verification)
 
+    def checking(self, model: PreTrainedModel) -> None:
+        """Called when `generate` has prepared a call, before it is checked."""
+
+    def starting(self, call: Call) -> None:
+        """Called when a call has passed all checks, before the first forward pass."""
+
     def __call__(
         self,
         model: PreTrainedModel,
@@ -55,12 +61,17 @@ class Speculation:
         **model_kwargs: Any,
     ) -> SpeculativeOutput | torch.Tensor:
         assert generation_config is not None
+        self.checking(model)
         check_model(model)
         _check_call(input_ids, generation_config, model_kwargs)
         streamer = compat.local_of_generate("streamer")  # which `generate` has given the prompt already
-        if streamer is None and self.streamer is not None:
-            streamer = self.streamer
-            streamer.put(input_ids.cpu())
+        unread = streamer is None and self.streamer is not None
+
+        def start(call: Call) -> None:
+            self.starting(call)
+            if self.streamer is not None and unread:
+                self.streamer.put(input_ids.cpu())
+
         return speculative_decode(
             model,
             input_ids,
@@ -69,9 +80,10 @@ class Speculation:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
-            streamer=streamer,
+            streamer=self.streamer if unread else streamer,
             policy=self.policy,
             monitor=self.monitor,
+            on_start=start,
             **model_kwargs,
         )
 
@@ -108,7 +120,7 @@ def speculate(
     """
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
-    return Speculation(_as_candidates(candidate_generator), verification, streamer, policy, monitor)
+    return Speculation(as_candidates(candidate_generator), verification, streamer, policy, monitor)
 
 
 def generate_speculatively(
@@ -134,16 +146,32 @@ def _generate(
     original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: Any
 ) -> Any:
     """Call `generate` with our decoding method, seeing to the arguments that it does not pass on."""
-    names = list(inspect.signature(original).parameters)[1:]
-    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    if kwargs.get("assistant_model") is not None:
-        raise ValueError("both candidate_generator= and assistant_model= were given; leave one out")
-    if kwargs.pop("synced_gpus", False):
-        raise ValueError("candidate_generator= does not work with synced_gpus=True (FSDP, ZeRO-3); leave it out")
+    kwargs = by_name(original, args, kwargs)
+    if reason := unsupported_argument(kwargs):
+        raise ValueError(reason)
+    kwargs.pop("synced_gpus", None)
     tokenizer = kwargs.pop("tokenizer", None)
     if tokenizer is not None:
         kwargs.update(_stop_strings_as_criteria(model, kwargs.get("generation_config"), tokenizer, kwargs))
     return original(model, **{**kwargs, "custom_generate": method})
+
+
+def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a `generate` call, those given by position included."""
+    names = list(inspect.signature(original).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def unsupported_argument(arguments: dict[str, Any]) -> str | None:
+    """Why a call with these arguments cannot speculate, as far as `generate` would not pass them on to us."""
+    if arguments.get("assistant_model") is not None:
+        return "both candidate_generator= and assistant_model= were given; leave one out"
+    if arguments.get("synced_gpus"):
+        return "candidate_generator= does not work with synced_gpus=True (FSDP, ZeRO-3); leave it out"
+    config = arguments.get("generation_config")
+    if "paged" in (arguments.get("cache_implementation"), getattr(config, "cache_implementation", None)):
+        return "candidate_generator= does not work with continuous batching (cache_implementation='paged')"
+    return None
 
 
 def _stop_strings_as_criteria(
@@ -159,23 +187,20 @@ def _stop_strings_as_criteria(
     return {"stop_strings": None, "stopping_criteria": criteria}
 
 
-@cache
-def automatic_candidates() -> Candidates:
-    """What `candidate_generator="auto"` means: n-grams and Token Recycling, with what earlier calls have learnt."""
-    return CombinedCandidates()
+def as_candidates(generator: Any) -> Candidates:
+    """The strategy that a user gave: one of ours, a generator of Transformers, or "auto".
 
-
-def _as_candidates(generator: Any) -> Candidates:
-    if generator == "auto":
-        return automatic_candidates()
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(generator, str) and generator == "auto":
+        return default_candidates()
     if isinstance(generator, Candidates):
         return generator
     if isinstance(generator, CandidateGenerator):
         return NativeCandidates(generator)
-    raise TypeError(
-        'candidate_generator must be "auto" or a CandidateGenerator such as NgramCandidates(k=5), got '
-        + repr(generator)
-    )
+    expected = '"auto" or a CandidateGenerator such as NgramCandidates(k=5)'
+    raise TypeError(f"candidate_generator must be {expected}, got {generator!r}")
 
 
 def _as_verifier(verification: Any) -> Verifier:
@@ -208,5 +233,8 @@ def _check_call(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs:
     if config.output_attentions or config.output_hidden_states:
         raise ValueError("output_attentions and output_hidden_states are not available with candidate_generator=")
     position_ids = model_kwargs.get("position_ids")
-    if position_ids is None or position_ids.dim() != 2:
-        raise ValueError("candidate_generator= works with text-only models that take 2-D position_ids")
+    if position_ids is None or position_ids.dim() not in (2, 3):
+        raise ValueError(
+            "candidate_generator= works with models that take position_ids of shape [batch, tokens] or "
+            f"[axes, batch, tokens], got {'none' if position_ids is None else tuple(position_ids.shape)}"
+        )

@@ -17,6 +17,8 @@ from typing import Any
 
 GENERATION = "transformers.generation.utils"
 """The module that defines `GenerationMixin`."""
+ATTACHMENT = "_hf_specgen_attachment"
+"""Attribute of a model that a strategy is attached to, see `hf_specgen.attachment`."""
 
 
 def install() -> None:
@@ -59,13 +61,16 @@ def _with_keyword(original: Callable[..., Any]) -> Any:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not patched._hf_specgen_enabled:
             return original(self, *args, **kwargs)
-        _check_configs(getattr(self, "generation_config", None), kwargs.get("generation_config"))
-        if kwargs.get("candidate_generator") is None and not _is_speculation(kwargs.get("custom_generate")):
-            kwargs.pop("candidate_generator", None)
-            return original(self, *args, **kwargs)
-        from hf_specgen.generate import generate_speculatively
+        _check_configs(getattr(self, "generation_config", None), kwargs.get("generation_config"), *args[1:2])
+        if kwargs.get("candidate_generator") is not None or _is_speculation(kwargs.get("custom_generate")):
+            from hf_specgen.generate import generate_speculatively
 
-        return generate_speculatively(original, self, args, kwargs)
+            return generate_speculatively(original, self, args, kwargs)
+        attachment = None if "candidate_generator" in kwargs else getattr(self, ATTACHMENT, None)
+        kwargs.pop("candidate_generator", None)
+        if attachment is None:
+            return original(self, *args, **kwargs)
+        return attachment.generate(original, self, args, kwargs)
 
     patched: Any = generate
     patched._hf_specgen_original, patched._hf_specgen_patched = original, patched
@@ -77,8 +82,9 @@ def _check_configs(*configs: Any) -> None:
     for config in configs:
         if getattr(config, "candidate_generator", None) is not None:
             raise ValueError(
-                "candidate_generator belongs to generate(candidate_generator=…), not into a GenerationConfig: there it "
-                "would be ignored, and the config could not be saved"
+                "a GenerationConfig cannot hold candidate_generator: it would be ignored, and the config could not be "
+                "saved. Give it to generate(candidate_generator=…), or call hf_specgen.attach(model, …) once, so that "
+                "every model.generate() speculates"
             )
 
 

@@ -13,8 +13,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 
 if TYPE_CHECKING:
     from hf_specgen.candidates.base import Candidates
+    from hf_specgen.counters import Statistics
     from hf_specgen.depth.policy import PolicySession
-    from hf_specgen.statistics import Statistics
     from hf_specgen.target.base import Target
     from hf_specgen.verification.base import VerificationSession
     from hf_specgen.verification.processors import LogitsPipeline
@@ -204,6 +204,15 @@ class Call:
         """The sampling temperature; 0.0 for greedy decoding."""
         temperature = self.config.temperature
         return float(1.0 if temperature is None else temperature) if self.do_sample else 0.0
+
+    @property
+    def processes_padding(self) -> bool:
+        """Whether each step also scores the padding of ended rows, as plain `generate` does.
+
+        Only where the caller sees it: scores are returned, by processors that need all rows of a column at once.
+        """
+        lockstep = self.processors is not None and self.processors.lockstep
+        return self.keeps_scores and lockstep and self.state.pad_id is not None
 
     @property
     def max_new_tokens(self) -> float:

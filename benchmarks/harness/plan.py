@@ -79,12 +79,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Suite:
-    """A plan, and which of its tables are printed on the terminal; the report has all of them.
+    """A plan, and the table that is printed on the terminal; the report has all of them.
 
     Args:
         plan: default settings.
-        tables: names of tables; see `benchmarks.report.results.tables`.
+        table: printed if the suite does not measure domains; see `benchmarks.report.results.tables`.
     """
 
     plan: Plan
-    tables: tuple[str, ...] = ("by domain", "acceptance", "limits")
+    table: str = "acceptance"

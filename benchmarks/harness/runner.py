@@ -25,12 +25,12 @@ from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.micro.trace_replay import trace_replay
 from benchmarks.workloads.domains import Domain
 from benchmarks.workloads.prompts import first_turns
-from benchmarks.workloads.widen import widen
 from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.projection import latency_for, project
+from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from benchmarks.report.decision import choices
 from benchmarks.report.figures import figures, inline, save
 from benchmarks.report.summary import ALL
 from benchmarks.report.tables import Rows, cell, columns, short_commit, tables_of
@@ -57,7 +58,8 @@ def html(result: dict[str, Any], svg: dict[str, str]) -> str:
         style=Markup((FOLDER / "report.css").read_text(encoding="utf-8")),
         figures={name: Markup(text) for name, text in svg.items()},
         target=_target(result["plan"]),
-        best=_best(result),
+        choices=choices(result),
+        differing=bool(tables.get("differences")),
         speeds={(row["variant"], row["domain"]): row for row in tables.get("speed", [])},
         positions=_positions(tables.get("acceptance", [])),
         provenance=json.dumps({name: result[name] for name in ("seed", "chosen", "provenance", "plan")}, indent=2),
@@ -69,14 +71,6 @@ def html(result: dict[str, Any], svg: dict[str, str]) -> str:
 def _target(plan: dict[str, Any]) -> str:
     name = Path(plan["model"]).name or "the embedded model"
     return f"{name} widened to {plan['widen'] / 1e6:.0f}M parameters (the same function)" if plan["widen"] else name
-
-
-def _best(result: dict[str, Any]) -> dict[str, Any] | None:
-    """The row of this package's fastest variant over all domains."""
-    rows = [
-        row for row in result["tables"].get("speed", []) if row["domain"] == ALL and row["variant"] in result["ours"]
-    ]
-    return max(rows, key=lambda row: row["speedup"], default=None)
 
 
 def _positions(acceptance: Rows) -> Rows:

@@ -17,5 +17,5 @@ SUITE = Suite(
         contexts=(),
         trace_texts=0,
     ),
-    tables=("batch",),
+    table="batch",
 )

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from benchmarks.harness.plan import Plan, Suite
 
-SUITE = Suite(Plan(), tables=("by domain", "projected by domain", "acceptance", "limits", "batch"))
+SUITE = Suite(Plan())

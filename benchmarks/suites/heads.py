@@ -15,5 +15,4 @@ SUITE = Suite(
         contexts=(),
         trace_texts=0,
     ),
-    tables=("by domain", "acceptance", "limits", "batch"),
 )

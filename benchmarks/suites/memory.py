@@ -6,5 +6,5 @@ from benchmarks.harness.plan import Plan, Suite
 
 SUITE = Suite(
     Plan(peers=(), domains=(), batches=(), temperatures=(), contexts=(), trace_texts=0, memory_context=8000),
-    tables=("memory",),
+    table="memory",
 )

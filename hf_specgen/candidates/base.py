@@ -14,9 +14,9 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_specgen.counters import Statistics
 from hf_specgen.depth import Controller, FixedDepth, Policy
 from hf_specgen.state import Call, GenerationState
-from hf_specgen.statistics import Statistics
 from hf_specgen.target.requirements import TargetRequirements
 from hf_specgen.tree import DraftTree
 

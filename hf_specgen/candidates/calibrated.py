@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.tree_builder import TreeBuilder
-from hf_specgen.candidates.tree_shape import TreeShape, tree_shape
+from hf_specgen.candidates.tree_shape import MAX_CHILDREN, TreeShape, tree_shape
 from hf_specgen.depth.calibration import Calibration, calibration_memory
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
@@ -30,7 +30,10 @@ class CalibratedSession(DraftSession):
         super().__init__(call)
         temperature = round(call.temperature, 2)
         self._keys = [(call.candidates.profile_key(), self._mode, temperature, index) for index in range(calibrations)]
-        self.calibrations: list[Calibration] = [calibration_memory.recall(call.model, key) for key in self._keys]
+        # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
+        self._remembers = not self.wants_q and (call.depth is None or call.depth.remembers)
+        known = call.model if self._remembers else None
+        self.calibrations: list[Calibration] = [calibration_memory.recall(known, key) for key in self._keys]
         self._tree = DraftTree.empty(call.state.batch)
         self._features: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
 
@@ -76,19 +79,19 @@ class CalibratedSession(DraftSession):
                 calibration.observe(rank[chosen], confidence[chosen], accepted[chosen])
 
     def end(self) -> None:
-        if self.wants_q:  # in rejection sampling the text depends on the draft: not on earlier calls too
-            return
-        for key, calibration in zip(self._keys, self.calibrations, strict=True):
-            calibration_memory.store(self.call.model, key, calibration)
+        if self._remembers:
+            for key, calibration in zip(self._keys, self.calibrations, strict=True):
+                calibration_memory.store(self.call.model, key, calibration)
 
-    def shape(self, size: str | int | None, depths: Sequence[int]) -> TreeShape:
+    def shape(self, size: str | int | None, depths: Sequence[int], children: int = MAX_CHILDREN) -> TreeShape:
         """How the next tree grows.
 
         Args:
             size: a number of nodes; "auto" for the fastest; None for a chain.
             depths: `[rows]` maximum depths.
+            children: of a node at most.
         """
-        return tree_shape(size, self.call, depths)
+        return tree_shape(size, self.call, depths, children)
 
     @property
     def _mode(self) -> str:

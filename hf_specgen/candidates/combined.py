@@ -128,7 +128,7 @@ class _CombinedSession(DraftSession):
         self._trees = []
         for member in self._members:
             if member.draft.nodes or member.session.top_tokens or self._has_drafted:
-                member.session.observe(_for_member(result, member.draft))
+                member.session.observe(result_for(result, member.draft))
 
     def end(self) -> None:
         if not self._wants_q:
@@ -232,8 +232,8 @@ def _passes(session: DraftSession, tree: DraftTree) -> Sequence[int]:
     return [rows] * max((max(depths(parents), default=0) for parents in tree.parents), default=0)
 
 
-def _for_member(result: VerificationResult, tree: DraftTree) -> VerificationResult:
-    """The outcome as a member's own draft sees it: its nodes along the emitted tokens."""
+def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResult:
+    """The outcome as the session that proposed `tree` sees it: the nodes of its own tree along the emitted tokens."""
     tokens = tree.tokens.tolist()
     paths: list[list[int] | None] = []
     for row, path in enumerate(result.paths):

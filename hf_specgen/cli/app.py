@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 
 from hf_specgen.cli.options import command, errors
-from hf_specgen.cli.settings import DemoSettings, DoctorSettings, ExportSettings, TuneSettings
+from hf_specgen.cli.settings import (
+    ChatSettings,
+    DemoSettings,
+    DoctorSettings,
+    ExportSettings,
+    GenerateSettings,
+    TuneSettings,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Lossless speculative decoding for Transformers.")
 profile = typer.Typer(help="List, show, export and delete latency profiles, by which draft depths are chosen.")
@@ -22,7 +29,7 @@ def main() -> None:
 
 @command(app, DemoSettings)
 def demo(settings: DemoSettings) -> None:
-    """Compare plain generate, Transformers' prompt lookup and our strategies on the same prompts.
+    """Compare plain generate and every strategy on two targets, live; about a minute.
 
     Exit code 1 if a token differs in float32.
     """
@@ -30,6 +37,22 @@ def demo(settings: DemoSettings) -> None:
 
     if not show(settings):
         raise typer.Exit(1)
+
+
+@command(app, ChatSettings)
+def chat(settings: ChatSettings) -> None:
+    """Chat with a model; accepted draft tokens are coloured. /strategy and /plain compare."""
+    from hf_specgen.cli.chat import show
+
+    show(settings)
+
+
+@command(app, GenerateSettings)
+def generate(settings: GenerateSettings) -> None:
+    """Answer the prompts of a file or dataset: batched by length, resumable, sharded by `accelerate launch`."""
+    from hf_specgen.cli.generate import show
+
+    show(settings)
 
 
 @command(app, TuneSettings)
@@ -45,18 +68,10 @@ def tune(settings: TuneSettings) -> None:
 
 @command(app, ExportSettings)
 def export(settings: ExportSettings) -> None:
-    """Write Medusa heads in the format of the original Medusa, TGI or vLLM."""
-    from transformers import AutoModelForCausalLM
+    """Write heads in the layout that another program reads."""
+    from hf_specgen.cli.export import export_heads
 
-    from hf_specgen.heads import load_medusa
-    from hf_specgen.heads.export import export_medusa
-    from hf_specgen.heads.files import source_errors
-
-    model = None
-    if settings.target:
-        with source_errors(settings.target):
-            model = AutoModelForCausalLM.from_pretrained(settings.target, dtype="auto")
-    for file in export_medusa(load_medusa(settings.heads, model), settings.output, settings.to, model):
+    for file in export_heads(settings):
         typer.echo(file)
 
 

@@ -1,68 +1,69 @@
-"""`hf-specgen demo`: plain `generate`, Transformers' prompt lookup and our strategies on the same prompts."""
+"""`hf-specgen demo`: plain `generate` and every strategy on two targets, measured side by side while you watch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from itertools import chain, zip_longest
+from time import perf_counter
+from typing import Any, cast
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+from rich.live import Live
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates import (
-    Candidates,
-    DraftModelCandidates,
-    LayerSkipCandidates,
-    MedusaCandidates,
-    NgramCandidates,
-)
+from hf_specgen.candidates import Candidates, NgramCandidates
+from hf_specgen.cli.demo_view import closing_lines, comparison, one_answer
 from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.evaluation.measure import Total, Variant, interleave
 from hf_specgen.evaluation.provenance import provenance
+from hf_specgen.evaluation.strategies import head_strategy, strategies
+from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
-    DRAFT,
     EMBEDDED_ADAPTER,
+    EMBEDDED_DFLASH,
     EMBEDDED_DRAFT,
+    EMBEDDED_EAGLE,
     EMBEDDED_HEADS,
     GREEDY,
-    MEDUSA,
     NGRAM,
-    OURS,
     PEER,
     PLAIN,
-    SKIP,
     Difference,
     domain_prompts,
     encode,
     first_difference,
     load,
+    torch_dtype,
 )
-from hf_specgen.heads.exit_head import exit_layer_of
 
 WARM_UP = "Write a function that adds two numbers."
+WIDE_DTYPE = "bfloat16"
+WIDE_SHARE = 2 / 3
+"""Share of the time for the widened target, which takes longer for each prompt."""
 
 
 @dataclass
-class DomainResult:
-    """The totals of every variant in one domain, and the first differences from plain `generate`.
+class Target:
+    """A target and what was measured on it.
 
     Args:
-        domain: its name.
+        title: above its column.
+        dtype: of its weights.
         totals: by variant.
-        exact: whether the verification mode promises the tokens of plain `generate` in this domain.
-        differences: (variant, difference), where tokens differ although `exact`.
+        domains: the same, by domain and variant.
+        answers: how many answers of ours must be those of plain `generate`.
+        differences: (variant, difference): those that are not.
     """
 
-    domain: str
+    title: str
+    dtype: str
     totals: dict[str, Total]
-    exact: bool = True
+    domains: dict[str, dict[str, Total]] = field(default_factory=dict)
+    answers: int = 0
     differences: list[tuple[str, Difference]] = field(default_factory=list)
 
 
@@ -76,49 +77,118 @@ def show(settings: DemoSettings) -> bool:
         OSError, ValueError: for models, prompts or settings that cannot be used.
     """
     console = Console()
-    results, example = run_demo(settings, console)
-    console.print(table(results))
-    console.print("\nOne answer. [black on green]Accepted draft tokens[/]; the others are the target's own.\n")
-    console.print(example)
-    differences = [(result.domain, *found) for result in results for found in result.differences]
-    for domain, name, d in differences:
-        console.print(
-            f"[yellow]{domain}, {name}: first difference at position {d.position}: plain {d.plain_token} (logit "
-            f"{d.plain_logit:.4f}), ours {d.our_token} (logit {d.our_logit:.4f})[/]"
-        )
+    with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
+        targets, tokenizer = run_demo(settings, lambda found: live.update(comparison(found), refresh=True))
+    if not console.is_terminal:
+        console.print(comparison(targets))
+    for line in closing_lines(targets, settings.widened):
+        console.print(line, highlight=False)
+    console.print(one_answer(targets[-1].totals, tokenizer))
     if settings.json_file is not None:
-        settings.json_file.write_text(json.dumps(to_json(settings, results), indent=2, default=str), encoding="utf-8")
-    return not (differences and settings.dtype == "float32")
+        settings.json_file.write_text(json.dumps(to_json(settings, targets), indent=2, default=str), encoding="utf-8")
+    return not any(target.differences for target in targets if target.dtype == "float32")
 
 
-def run_demo(settings: DemoSettings, console: Console) -> tuple[list[DomainResult], Text]:
-    """Run all variants in all domains.
+def run_demo(
+    settings: DemoSettings, on_change: Callable[[list[Target]], None]
+) -> tuple[list[Target], PreTrainedTokenizerBase]:
+    """Measure all variants on every target.
 
-    Returns:
-        the results per domain, and one answer with its accepted draft tokens coloured.
+    Args:
+        settings: of the demo.
+        on_change: receives the targets after every prompt.
     """
-    variants = _variants(settings)
-    domains = domain_prompts(settings)
+    compared = variants(settings)
+    prompts = list(_alternating(domain_prompts(settings)))
     model, tokenizer = load(settings)
-    results: list[DomainResult] = []
-    _warm_up(model, tokenizer, variants, settings)
-    columns = (TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=sum(len(prompts) for prompts in domains.values()))
-        for domain, prompts in domains.items():
-            progress.update(task, description=domain)
-            generation = {"max_new_tokens": settings.max_new_tokens, **DOMAINS.get(domain, GREEDY)}
-            result = DomainResult(domain, {c.name: Total() for c in variants}, _is_exact(settings, generation))
-            batches = encode(tokenizer, prompts, settings.batch_size)
-            for samples in interleave(model, batches, variants, generation, settings.seed):
-                for name, sample in samples.items():
-                    result.totals[name].add(sample, samples[PLAIN])
-                for name in (name for name in OURS if result.exact and name in samples):
-                    if difference := first_difference(model, samples[PLAIN], samples[name]):
-                        result.differences.append((name, difference))
-                progress.advance(task, len(samples[PLAIN].ids))
-            results.append(result)
-    return results, coloured_example(tokenizer, results)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    targets = [_empty(f"{_millions(size)} {settings.dtype}", settings.dtype, compared)]
+    if settings.widened:
+        targets.append(_empty(f"{settings.wide}M {WIDE_DTYPE}", WIDE_DTYPE, compared))
+    on_change(targets)
+    seconds = settings.seconds * (1 - WIDE_SHARE if settings.widened else 1)
+    for target in targets:
+        if target is not targets[0]:
+            model = cast(Any, widen(model, settings.wide * 10**6)).to(torch_dtype(WIDE_DTYPE))
+            seconds = settings.seconds * WIDE_SHARE
+        _measure(target, model, tokenizer, compared, prompts, settings, seconds, lambda: on_change(targets))
+    return targets, tokenizer
+
+
+def _measure(
+    target: Target,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    compared: Sequence[Variant],
+    prompts: Sequence[tuple[str, str]],
+    settings: DemoSettings,
+    seconds: float,
+    on_change: Callable[[], None],
+) -> None:
+    """Run all variants on one prompt after the other, until the time is up."""
+    size = settings.batch_size
+    for _ in interleave(model, encode(tokenizer, [WARM_UP] * size, size), compared, {"max_new_tokens": 16}):
+        pass
+    begin = perf_counter()
+    for number, (domain, texts) in enumerate(_batches(prompts, size)):
+        if number and perf_counter() - begin > seconds:
+            break
+        generation = {"max_new_tokens": settings.max_new_tokens, **DOMAINS.get(domain, GREEDY)}
+        exact = _is_exact(settings, generation)
+        batches = encode(tokenizer, texts, size)
+        for samples in interleave(model, batches, compared, generation, settings.seed + number):
+            totals = target.domains.setdefault(domain, {variant.name: Total() for variant in compared})
+            for name, sample in samples.items():
+                totals[name].add(sample, samples[PLAIN])
+                target.totals[name].add(sample, samples[PLAIN])
+                if name not in (PLAIN, PEER) and exact:
+                    target.answers += 1
+                    difference = first_difference(model, samples[PLAIN], sample)
+                    target.differences += [(name, difference)] if difference else []
+        on_change()
+
+
+def variants(settings: DemoSettings) -> list[Variant]:
+    """Plain `generate`, Transformers' prompt lookup, then our strategies, in the order of their cost."""
+    draft, adapter, heads = settings.draft, settings.adapter, [settings.heads] if settings.heads else []
+    if not settings.model:
+        draft, adapter = draft or str(EMBEDDED_DRAFT), adapter or str(EMBEDDED_ADAPTER)
+        shipped = (EMBEDDED_HEADS, EMBEDDED_EAGLE, EMBEDDED_DFLASH)
+        heads = heads or [str(folder) for folder in shipped if folder.exists()]
+    built = [*strategies(draft, "", adapter, dtype=settings.dtype), *map(head_strategy, heads)]
+    found: dict[str, Candidates] = {strategy.name: strategy.candidates for strategy in built}
+    found[NGRAM] = NgramCandidates(k=settings.k, branches=settings.branches)
+    ours: Any = partial(dict, verification=settings.verification)
+    return [
+        Variant(PLAIN, dict),
+        Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),
+        *(Variant(name, partial(ours, candidate_generator=strategy)) for name, strategy in found.items()),
+    ]
+
+
+def to_json(settings: DemoSettings, targets: Sequence[Target]) -> dict[str, Any]:
+    """All numbers, with their provenance."""
+    return {
+        "provenance": provenance(),
+        "settings": asdict(settings),
+        "targets": {
+            target.title: {
+                "variants": _numbers(target.totals),
+                "domains": {domain: _numbers(totals) for domain, totals in target.domains.items()},
+                "differences": [{"variant": name, **asdict(difference)} for name, difference in target.differences],
+            }
+            for target in targets
+        },
+    }
+
+
+def _numbers(totals: dict[str, Total]) -> dict[str, dict[str, Any]]:
+    fields = ("tokens", "seconds", "tokens_per_second", "tokens_per_step", "acceptance_rate", "identical")
+    return {name: {field: getattr(total, field) for field in fields} for name, total in totals.items()}
+
+
+def _empty(title: str, dtype: str, compared: Sequence[Variant]) -> Target:
+    return Target(title, dtype, {variant.name: Total() for variant in compared})
 
 
 def _is_exact(settings: DemoSettings, generation: dict[str, Any]) -> bool:
@@ -126,95 +196,21 @@ def _is_exact(settings: DemoSettings, generation: dict[str, Any]) -> bool:
     return settings.verification == "exact" or (settings.verification == "rejection" and greedy)
 
 
-def _variants(settings: DemoSettings) -> list[Variant]:
-    draft, adapter, heads = settings.draft, settings.adapter, settings.heads
-    if not settings.model:
-        draft, adapter = draft or str(EMBEDDED_DRAFT), adapter or str(EMBEDDED_ADAPTER)
-        heads = heads or str(EMBEDDED_HEADS)
-    strategies: dict[str, Candidates] = {NGRAM: NgramCandidates(k=settings.k, branches=settings.branches)}
-    if draft:
-        strategies[DRAFT] = DraftModelCandidates(draft, k=4, dtype=settings.dtype)
-    if adapter:
-        strategies[SKIP] = LayerSkipCandidates(exit_layer_of(adapter), k=1, adapter=adapter)
-    if heads:
-        strategies[MEDUSA] = MedusaCandidates(heads)
-    ours: Any = partial(dict, verification=settings.verification)
-    return [
-        Variant(PLAIN, dict),
-        Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),
-        *(Variant(name, partial(ours, candidate_generator=strategy)) for name, strategy in strategies.items()),
-    ]
+def _alternating(domains: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
+    """The first prompt of every domain, then the second of every domain, and so on."""
+    columns = [[(domain, prompt) for prompt in prompts] for domain, prompts in domains.items()]
+    yield from (pair for pair in chain.from_iterable(zip_longest(*columns)) if pair is not None)
 
 
-def _warm_up(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, variants: Sequence[Variant], settings: DemoSettings
-) -> None:
-    batches = encode(tokenizer, [WARM_UP] * settings.batch_size, settings.batch_size)
-    for _ in interleave(model, batches, variants, {"max_new_tokens": 16}):
-        pass
+def _batches(prompts: Sequence[tuple[str, str]], size: int) -> Iterator[tuple[str, list[str]]]:
+    """Prompts of one domain at a time."""
+    waiting: dict[str, list[str]] = {}
+    for domain, prompt in prompts:
+        waiting.setdefault(domain, []).append(prompt)
+        if len(waiting[domain]) == size:
+            yield domain, waiting.pop(domain)
+    yield from waiting.items()
 
 
-def coloured_example(tokenizer: PreTrainedTokenizerBase, results: Sequence[DomainResult]) -> Text:
-    """The n-gram answer with the most tokens per step, its accepted draft tokens on green."""
-    samples = [sample for result in results for sample in result.totals[NGRAM].samples]
-    best = max(samples, key=lambda sample: sample.speculation.tokens_per_step if sample.speculation else 0)
-    assert best.speculation is not None
-    text = Text()
-    answer = best.ids[0, best.ids.shape[1] - max(best.speculation.lengths) :].tolist()
-    for token, accepted in zip(answer, best.speculation.origins(0), strict=False):
-        text.append(str(tokenizer.decode([token])), style="black on green" if accepted else "")
-    return text
-
-
-def table(results: Sequence[DomainResult]) -> Table:
-    """A row per domain and one over all."""
-    names = list(results[0].totals)
-    rows = [(result.domain, result.totals, result.exact) for result in results]
-    if len(rows) > 1:
-        sums = {name: sum((totals[name] for _, totals, _ in rows), Total()) for name in names}
-        rows.append(("all", sums, all(exact for *_, exact in rows)))
-    view = Table(
-        title="tokens per second, and speedup over plain generate",
-        title_style="bold",
-        box=SIMPLE,
-        pad_edge=False,
-        collapse_padding=True,
-        leading=1,
-    )
-    view.add_column("domain", no_wrap=True)
-    for name in names:
-        view.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
-    view.add_column("same\ntokens", justify="right", no_wrap=True)
-    for domain, totals, exact in rows:
-        identical = all(totals[name].identical for name in OURS if name in totals)
-        same = ("[green]yes[/]" if identical else "[red]no[/]") if exact else "not\npromised"
-        cells = [_cell(totals[name], totals[PLAIN]) for name in names]
-        view.add_row(domain, *cells, same, style="bold" if domain == "all" else "")
-    view.caption = "last line of a cell: tokens per step, and acceptance rate of draft tokens"
-    return view
-
-
-def _cell(total: Total, plain: Total) -> str:
-    if not total.tokens:
-        return "one row\nonly"
-    lines = [f"{total.tokens_per_second:.0f}"]
-    if total is not plain:
-        lines.append(f"{total.tokens_per_second / plain.tokens_per_second:.2f}x")
-    if total.steps:
-        lines.append(f"{total.tokens_per_step:.2f}, {total.acceptance_rate:.0%}")
-    return "\n".join(lines)
-
-
-def to_json(settings: DemoSettings, results: Sequence[DomainResult]) -> dict[str, Any]:
-    """All numbers of the table, with their provenance."""
-    fields = ("tokens", "seconds", "tokens_per_second", "tokens_per_step", "acceptance_rate", "identical")
-    domains = {
-        result.domain: {
-            "variants": {
-                name: {field: getattr(total, field) for field in fields} for name, total in result.totals.items()
-            },
-            "differences": [{"variant": name, **asdict(difference)} for name, difference in result.differences],
-        }
-        for result in results
-    }
-    return {"provenance": provenance(), "settings": asdict(settings), "domains": domains}
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e6:.0f}M"

@@ -16,25 +16,33 @@ def argument(help: str) -> Any:
     return field(metadata={"help": help, "argument": True})
 
 
-def required(help: str) -> Any:
-    """A required option."""
-    return field(metadata={"help": help})
+def required(help: str, **more: Any) -> Any:
+    """A required option; `more` as for `setting`."""
+    return field(metadata={"help": help, **more})
 
 
 @dataclass(frozen=True)
 class DemoSettings(WorkloadSettings):
     """Options of `hf-specgen demo`."""
 
+    max_new_tokens: int = setting(64, "Tokens per answer.", min=1)
+    wide: int = setting(300, "Size of the second target, in million parameters; 0 for none.", min=0)
+    seconds: float = setting(60.0, "Start no further prompt after so many seconds, over both targets.", min=0)
     json_file: Path | None = setting(None, "Write the results to this file.", flag="--json")
+
+    @property
+    def widened(self) -> bool:
+        """Whether there is a second target: the embedded model, made wider."""
+        return self.wide > 0 and not self.model
 
 
 @dataclass(frozen=True)
 class DoctorSettings:
     """Options of `hf-specgen doctor`."""
 
-    model: str = required("Hub id or folder of the target.")
+    model: str = required("Hub id or folder of the target.", flags=("--model", "--target"))
     draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of Medusa heads.")
+    heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
     prompt: tuple[str, ...] = setting((), "A prompt like yours; may be given several times.")
     batch_size: int = setting(1, "Prompts per generate call.", min=1)
     length: int = setting(2048, "Tokens per row, prompt included, that must fit into memory.", min=1)
@@ -53,7 +61,7 @@ class TuneSettings:
 
     model: str = argument("Hub id or folder of the target.")
     draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of Medusa heads.")
+    heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
     adapter: str = setting("", "Hub id or folder of an exit adapter.")
     output: Path | None = setting(None, "Measure the heads' acceptance too, and write them to this folder.")
     prompts: Path | None = setting(None, "JSONL rows {prompt, domain} for acceptance; the embedded ones if left out.")
@@ -70,7 +78,50 @@ class TuneSettings:
 class ExportSettings:
     """Options of `hf-specgen export`."""
 
-    heads: str = argument("Hub id or folder of Medusa heads.")
-    to: str = required("Format: medusa, tgi or vllm.")
+    heads: str = argument("Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash.")
+    to: str = required(
+        "Program that reads them: medusa, tgi or vllm for Medusa heads; eagle, sglang or vllm for others."
+    )
     output: Path = required("Folder to write to.")
-    target: str = setting("", "Hub id or folder of the target, where its output matrix is needed.")
+    target: str = setting("", "Hub id or folder of the target, where its output matrix is needed (Medusa).")
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """Options of `hf-specgen chat`."""
+
+    model: str = argument("Hub id or folder of the target.")
+    draft: str = setting("", "Hub id or folder of a draft model.")
+    heads: str = setting("", "Hub id or folder of draft heads of any format.")
+    adapter: str = setting("", "Hub id or folder of an exit adapter.")
+    system: str = setting("", "System prompt.")
+    max_new_tokens: int = setting(512, "Tokens per answer.", min=1)
+    temperature: float = setting(0.0, "Sampling temperature; 0 for greedy decoding.", min=0)
+    seed: int = setting(0, "Seed of every answer, so that all strategies give the same one.")
+    dtype: str = setting("auto", "Data type of the target; auto for that of the checkpoint.", choices=("auto", *DTYPES))
+    device: str = setting("cpu", DEVICE)
+
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    """Options of `hf-specgen generate`."""
+
+    model: str = argument("Hub id or folder of the target.")
+    source: str = argument("JSONL file of prompts, or the id of a dataset of the Hub.")
+    output: Path = argument("JSONL file to write: the rows of the source with their answers.")
+    column: str = setting("prompt", "Column of the prompts: texts, or lists of chat messages.")
+    answer_column: str = setting("answer", "Column to write.")
+    split: str = setting("train", "Split of a dataset.")
+    name: str = setting("", "Configuration of a dataset.")
+    limit: int = setting(0, "Rows to use; 0 for all.", min=0)
+    draft: str = setting("", "Hub id or folder of a draft model.")
+    heads: str = setting("", "Hub id or folder of draft heads of any format.")
+    adapter: str = setting("", "Hub id or folder of an exit adapter.")
+    plain: bool = setting(False, "Generate without a strategy.")
+    chat: bool = setting(True, "Put texts into the model's chat format, if it has one.")
+    batch_size: int = setting(8, "Prompts per generate call, of similar length.", min=1)
+    max_new_tokens: int = setting(256, "Tokens per answer.", min=1)
+    temperature: float = setting(0.0, "Sampling temperature; 0 for greedy decoding.", min=0)
+    seed: int = setting(0, "Seed; each batch has its own, derived from it.")
+    dtype: str = setting("auto", "Data type of the target; auto for that of the checkpoint.", choices=("auto", *DTYPES))
+    device: str = setting("", "cpu, cuda:1 …; the process's own if left out.")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hf_specgen.counters import RowStep
 from hf_specgen.depth.latency import LatencyModel
-from hf_specgen.statistics import RowStep
 
 if TYPE_CHECKING:
     from hf_specgen.state import Call
@@ -55,6 +55,8 @@ class PolicySession(ABC):
 
     latency: LatencyModel | None = None
     """The latency model in use, for strategies that size their own trees; None if the policy has none."""
+    remembers: bool = True
+    """Whether what was counted in earlier calls may be used; if not, equal calls draft alike."""
 
     @abstractmethod
     def depths(self, room: Sequence[int]) -> list[int]:

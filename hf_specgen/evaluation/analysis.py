@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hf_specgen.statistics import Statistics
+    from hf_specgen.counters import Statistics
 
 Acceptance = float | Sequence[float]
 Cost = Callable[[int], float]
@@ -142,7 +142,7 @@ def estimated_alpha(statistics: Statistics) -> float:
     were accepted completely, or cut off by a stop, contain no rejection.
 
     Example:
-        >>> from hf_specgen.statistics import RowStep, Statistics
+        >>> from hf_specgen.counters import RowStep, Statistics
         >>> estimated_alpha(Statistics([[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2)]]))  # 4 accepted, 1 rejection
         0.8
     """

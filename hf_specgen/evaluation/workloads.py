@@ -5,25 +5,42 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specgen import compat
 from hf_specgen.evaluation.measure import Sample
 from hf_specgen.evaluation.settings import DTYPES
 from hf_specgen.evaluation.settings import WorkloadSettings as WorkloadSettings
 from hf_specgen.heads.files import source_errors
 
-ASSETS = Path(__file__).resolve().parents[2] / "benchmarks" / "assets"
+
+def _assets() -> Path:
+    """The embedded models and prompts: in a clone of the repository, otherwise in the package `hf-specgen-demo`."""
+    clone = Path(__file__).resolve().parents[2] / "benchmarks" / "assets"
+    installed = None if clone.is_dir() else find_spec("hf_specgen_demo")
+    return clone if installed is None or installed.origin is None else Path(installed.origin).parent
+
+
+ASSETS = _assets()
 EMBEDDED_MODEL = ASSETS / "reference-lm"
 EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
 EMBEDDED_DRAFT = ASSETS / "draft-lm"
 EMBEDDED_ADAPTER = ASSETS / "exit-adapter"
 EMBEDDED_HEADS = ASSETS / "medusa-heads"
+EMBEDDED_EAGLE = ASSETS / "eagle3-head"
+EMBEDDED_DFLASH = ASSETS / "dflash-head"
+NOT_INSTALLED = (
+    "the embedded models and prompts are a package of their own: pip install 'hf-specgen[demo]'; or give --model and "
+    "--prompt"
+)
 PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
-OURS = (NGRAM, DRAFT, SKIP, MEDUSA)
+EAGLE, PEAGLE, DFLASH, MTP = "EAGLE", "P-EAGLE", "DFlash", "MTP"
+OURS = (NGRAM, DRAFT, SKIP, MEDUSA, EAGLE, PEAGLE, DFLASH, MTP)
 
 # Greedy decoding of a small model falls into repetition where the answer is open, which favours every n-gram method:
 # those domains are sampled with a seed, so that tokens can still be compared one by one.
@@ -55,7 +72,7 @@ def load(settings: WorkloadSettings) -> tuple[PreTrainedModel, PreTrainedTokeniz
         ValueError: for an unknown dtype or device, or damaged files.
     """
     if not settings.model and not EMBEDDED_MODEL.exists():
-        raise FileNotFoundError("the embedded model comes with the repository, not the package; name one with --model")
+        raise FileNotFoundError(NOT_INSTALLED)
     return load_model(settings.model or str(EMBEDDED_MODEL), torch_dtype(settings.dtype), settings.device)
 
 
@@ -111,6 +128,8 @@ def domain_prompts(settings: WorkloadSettings) -> dict[str, list[str]]:
     """
     if settings.prompt:
         return {OWN_PROMPTS: list(settings.prompt)}
+    if settings.prompts is None and not EMBEDDED_PROMPTS.exists():
+        raise FileNotFoundError(NOT_INSTALLED)
     found = read_prompts(settings.prompts or EMBEDDED_PROMPTS, settings.prompts_per_domain)
     return {domain: found[domain] for domain in (*DOMAINS, *found) if domain in found}
 
@@ -174,6 +193,6 @@ def first_difference(model: PreTrainedModel, plain: Sample, ours: Sample) -> Dif
         return None
     row, position = min(((int(r), int(p)) for r, p in differs), key=lambda place: place[1])
     with torch.no_grad():
-        logits = model(plain.ids[row : row + 1, :position].to(model.device)).logits[0, -1].float()
+        logits = model(plain.ids[row : row + 1, :position].to(compat.input_device(model))).logits[0, -1].float()
     tokens = int(plain.ids[row, position]), int(ours.ids[row, position])
     return Difference(row, position, *tokens, *(float(logits[token]) for token in tokens))

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hf_specgen import compat
 from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
 from hf_specgen.heads.mtp import LINKS, MTPConfig, MTPHead, MTPLayer
 
@@ -70,6 +71,20 @@ def load_mtp(
         return _assemble(decoder, checkpoint, first)
     except ValueError as error:
         raise ValueError(f"{checkpoint.source}: {error}") from None
+
+
+def has_mtp_layers(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is that of a target with MTP layers of a known layout of its own.
+
+    They are seen from the tensors that link a layer to the state before it; heads of other formats have neither.
+    """
+    if "speculators_model_type" in checkpoint.config:
+        return False
+    extra = (EXTRA_LAYER.match(name) for name in checkpoint.tensors)
+    of_extra_layer = any(match is not None and match["part"] == "eh_proj.weight" for match in extra)
+    return of_extra_layer or any(
+        match is not None and match["part"] == "fc.weight" for match in map(MTP_LAYER.match, checkpoint.tensors)
+    )
 
 
 def _is_mtp_name(name: str, first: int) -> bool:
@@ -131,7 +146,9 @@ def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
         num_target_layers=first,
         num_layers=len(layers),
     )
-    head = MTPHead(head_config, mtp_layers, blocks.rotary_emb, blocks.config._attn_implementation == "eager")
+    head = MTPHead(
+        head_config, mtp_layers, blocks.rotary_emb, compat.attention_implementation(blocks.config) == "eager"
+    )
     like = next(decoder.layers[-1].parameters())
     return head.to(device=like.device).eval().requires_grad_(False)
 
@@ -165,7 +182,7 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) 
     config = layer_config(decoder.config, len(layers), any(".experts." in name for name in names))
     state = {name: tensors[names[name]] for name in names}
     state |= {"embed_tokens.weight": torch.zeros(1, config.hidden_size), "norm.weight": torch.zeros(config.hidden_size)}
-    implementation = decoder.config._attn_implementation
+    implementation = compat.attention_implementation(decoder.config)
     try:
         blocks, report = type(decoder).from_pretrained(
             None,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_specgen.counters import Statistics
     from hf_specgen.monitoring.monitor import SpeculationMonitor
-    from hf_specgen.statistics import Statistics
 
 ACCEPTED, REJECTED = "#2a7f62", "#d9d9d9"
 

@@ -3,7 +3,7 @@
 Drafting a token runs layers 0 to E-1 on it, which write their own keys and values where they belong, and keeps the
 state that goes into layer E. Verification starts from those states: nothing of the first layers is computed twice.
 
-    draft:   embed ─► layer 0 … E-1 ─┬─► norm ─► head ─► next guess
+    draft:   embed ─► layer 0 … E-1 ─┬─► norm ─► head ─► draft token
                                      └─ kept
     verify:                             kept ─► layer E … L-1 ─► norm ─► head ─► logits
 
@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen.target.base import Target
 from hf_specgen.target.model_parts import decoder, decoder_layers
+from hf_specgen.target.state_layers import keeps_state
 from hf_specgen.tree import DraftTree
 
 IN_USE = (
@@ -41,6 +42,8 @@ class EarlyExitTarget(Target):
     Raises:
         ValueError: if the model has no layer E, or cannot be divided.
     """
+
+    reuses_drafter_states = True
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class EarlyExitTarget(Target):
         return seen[:, -1:], logits[:, -1:]
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
-        """Read the prompt and the guesses behind it, starting from the states that drafting has left, if it has."""
+        """Read the prompt and the draft tokens behind it, from the states that drafting has left, if it has."""
         if not self._states:
             with self._noting_form():
                 return super().prefill(draft)
@@ -220,6 +223,11 @@ def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
         ValueError: one sentence on why it cannot.
     """
     layers = decoder_layers(model)
+    if keeps_state(model.config.get_text_config()):
+        raise ValueError(
+            f"{type(model).__name__} has layers with convolutions or recurrent states, which would read rejected draft "
+            "tokens before verification; use another candidate generator than LayerSkipCandidates"
+        )
     if not 1 <= exit_layer < len(layers):
         raise ValueError(f"exit_layer must be from 1 to {len(layers) - 1} for {type(model).__name__}, got {exit_layer}")
     return layers

@@ -65,7 +65,7 @@ class HiddenStateTarget(Target):
         with self._capturing() as captured:
             logits = super().forward(tree, pending, active)
         states = torch.cat([parts[-1] for parts in captured], dim=-1)
-        self.pass_states = self._step_states = self._for_all_rows(states, tree.batch)
+        self.pass_states = self._step_states = self._of_draft(states, tree.batch)
         return logits
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
@@ -106,7 +106,7 @@ class HiddenStateTarget(Target):
 
         def keep(place: int, value: Any) -> None:
             if threading.get_ident() == thread:
-                captured[place].append(value if isinstance(value, torch.Tensor) else value[0])
+                captured[place].append((value if isinstance(value, torch.Tensor) else value[0]).to(self.device))
 
         handles = []
         try:

@@ -28,7 +28,8 @@ class StepMasks:
         self._eager = compat.attention_implementation(self._config) == "eager"
         self._kinds = masks.layer_kinds(self._config)
         windows = {"sliding_attention": getattr(self._config, "sliding_window", None)}
-        self._templates = {kind: ChainMasks(model.device, windows.get(kind)) for kind in self._kinds}
+        device = compat.input_device(model)
+        self._templates = {kind: ChainMasks(device, windows.get(kind)) for kind in self._kinds}
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
@@ -44,7 +45,7 @@ class StepMasks:
             depths: `[batch, 1 + nodes]` depth of each of these tokens.
             lengths: cached slots of each row before the pending token.
             cached: how many of these tokens are cached already; the mask is for the others.
-            first_visible: slots that sliding-window layers have dropped.
+            first_visible: slots that layers with a sliding window or chunks have dropped.
 
         Returns:
             a tensor, or one for each kind of layer; None where a mask would hide nothing.
@@ -62,13 +63,17 @@ class StepMasks:
                 width=max(lengths) + 1 + tree.nodes,
             )
             made = {kind: self._of_tree(kind, layout) for kind in self._kinds}
-        first = {"sliding_attention": first_visible}
-        ready = {kind: self._ready(mask, cached, first.get(kind, 0)) for kind, mask in made.items()}
-        return ready if hasattr(self._config, "layer_types") else next(iter(ready.values()))
+        first = {"sliding_attention": first_visible, "chunked_attention": first_visible}
+        ready = {kind: self._ready(mask, tree.batch, cached, first.get(kind, 0)) for kind, mask in made.items()}
+        if not hasattr(self._config, "layer_types"):
+            return next(iter(ready.values()))
+        # No generated token is padding, so convolutions and recurrent states need no mask.
+        return {"conv": None, "linear_attention": None, **ready}
 
     def _of_chains(self, kind: str, lengths: tuple[int, ...], queries: int) -> torch.Tensor | None:
         template = self._templates[kind]
-        if self._visible is None and template.is_all_seen(lengths, queries):
+        is_needed = kind == "indexed_attention"  # an indexer reads the mask as numbers
+        if self._visible is None and not is_needed and template.is_all_seen(lengths, queries):
             return None
         return template.cut(lengths, queries, self._visible)
 
@@ -79,8 +84,11 @@ class StepMasks:
             return masks.chunked_mask(layout, self._config.attention_chunk_size)
         return masks.full_mask(layout)
 
-    def _ready(self, mask: torch.Tensor | None, cached: int, first_visible: int) -> torch.Tensor | None:
+    def _ready(self, mask: torch.Tensor | None, batch: int, cached: int, first_visible: int) -> torch.Tensor | None:
         if mask is None:
             return None
         mask = mask[:, :, cached:, first_visible:]
-        return masks.additive(mask, self._dtype) if self._eager else mask
+        if not self._eager:
+            return mask
+        # Attention written by hand may demand the full size where SDPA takes one mask for all rows.
+        return masks.additive(mask, self._dtype).expand(batch, -1, -1, -1)

@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.target.masks import layer_kinds
 from hf_specgen.target.model_parts import decoder
+from hf_specgen.target.state_layers import INDEXED_TYPES, STATE_TYPES, WITHOUT_CACHE
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STATE_TYPES, *INDEXED_TYPES, *WITHOUT_CACHE)
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise unless `model` can verify several draft tokens in one forward pass.
+    """Raise unless `model`, in its present mode, can verify several draft tokens in one forward pass.
 
     Args:
         model: a causal language model.
@@ -31,20 +32,41 @@ def check_model(model: PreTrainedModel) -> None:
     Raises:
         ValueError: what the model lacks and what to do.
     """
+    check_architecture(model)
+    name = type(model).__name__
+    if reason := _training_problem(model):
+        raise ValueError(f"{name} {reason}; call model.eval() before generate(), or leave candidate_generator out")
+    if compat.is_sharded(model):
+        raise ValueError(
+            f"the parameters of {name} are sharded over processes (FSDP, ZeRO-3), which must all run the same forward "
+            "passes; leave candidate_generator out"
+        )
+
+
+def check_architecture(model: PreTrainedModel) -> None:
+    """The part of `check_model` that does not change while a program runs: architecture and attention implementation.
+
+    Raises:
+        ValueError: as `check_model`.
+    """
     name = type(model).__name__
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{name} is an encoder-decoder model; candidate_generator= works with decoder-only models, so leave it out"
         )
-    if reason := _training_problem(model):
-        raise ValueError(f"{name} {reason}; call model.eval() before generate(), or leave candidate_generator out")
+    if compat.has_virtual_tokens(model):
+        raise ValueError(
+            f"{name} is used with prefix or prompt tuning (PEFT), whose virtual tokens take positions of their own; "
+            "call generate() without candidate_generator="
+        )
     layer_types = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(layer_types.difference(LAYER_TYPES))
-    if compat.is_stateful(model) or unknown:
-        kinds = f" (layer types {', '.join(unknown)})" if unknown else ""
+    outside = compat.is_stateful(model) and "past_key_values" not in inspect.signature(model.forward).parameters
+    if outside or unknown:
+        kinds = "outside of a cache" if outside else f"in layers of type {', '.join(unknown)}"
         raise ValueError(
-            f"{name} keeps a state that cannot be rolled back when a draft token is rejected{kinds}; "
+            f"{name} keeps a state {kinds}, which is not rolled back when a draft token is rejected; "
             "call generate() without candidate_generator="
         )
     implementation = compat.attention_implementation(config)

@@ -14,8 +14,10 @@ from hf_specgen.cli.app import app
 from hf_specgen.evaluation.measure import Sample, Total
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_PROMPTS,
+    Difference,
     WorkloadSettings,
     domain_prompts,
+    first_difference,
     load,
     read_prompts,
     torch_dtype,
@@ -30,22 +32,46 @@ def output_of(*arguments: str, exit_code: int = 0) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
-def test_demo_prints_identical_rows_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+OURS = {"n-grams", "Medusa", "layer skip", "draft model", "n-grams + draft"}
+
+
+def test_demo_shows_two_targets_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a wrapped or cut table, a strategy left out, tokens that differ, time limits that are ignored."""
     monkeypatch.setenv("COLUMNS", "80")
-    command = ["demo", "--prompts-per-domain", "1", "--max-new-tokens", "12", "--json", str(tmp_path / "demo.json")]
-    result = CliRunner().invoke(app, command)
+    command = ["demo", "--max-new-tokens", "8", "--wide", "40", "--seconds", "0"]
+    result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "demo.json")])
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "demo.json").read_text())
-    assert set(saved["domains"]) == {"math", "code", "edit", "json", "prose"}
-    variants = [d["variants"][name] for d in saved["domains"].values() for name in demo.OURS]
-    assert len(variants) == 5 * len(demo.OURS) and all(variant["identical"] for variant in variants)
+    assert list(saved["targets"]) == ["16M float32", "40M bfloat16"]
+    for title, target in saved["targets"].items():
+        assert set(target["variants"]) == {"plain", "prompt lookup", *OURS} and list(target["domains"]) == ["math"]
+        assert title in result.output and all(variant["tokens"] <= 8 for variant in target["variants"].values())
+    embedded = saved["targets"]["16M float32"]
+    assert all(embedded["variants"][name]["identical"] for name in OURS) and embedded["differences"] == []
     assert {"commit", "versions", "machine", "argv"} <= set(saved["provenance"])
-    assert saved["settings"]["prompts_per_domain"] == 1
-    for domain in saved["domains"]:
-        assert domain in result.output
-    assert max(map(len, result.output.splitlines())) <= 80
-    assert "…" not in result.output.split("One answer.")[0], "the table does not fit 80 columns"
-    assert "guess" not in result.output.lower()
+    assert max(map(len, result.output.splitlines())) <= 80 and "…" not in result.output
+    order = [line.strip()[:7] for line in result.output.splitlines() if "█" in line]
+    assert order[:2] == ["plain  ", "HF prom"] and len(order) == 7
+    assert "16M float32: the tokens of all 5 answers are those of plain generate" in " ".join(result.output.split())
+    assert "a latency model of a larger target" in " ".join(result.output.split())
+
+
+def test_demo_without_the_embedded_models_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Would catch: a traceback in an installed wheel, which has no clone around it."""
+    from hf_specgen.evaluation import workloads
+
+    monkeypatch.setattr(workloads, "EMBEDDED_PROMPTS", tmp_path / "none.jsonl")
+    assert "pip install 'hf-specgen[demo]'" in output_of("demo", exit_code=2)
+
+
+def test_embedded_models_of_the_data_package_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from hf_specgen.evaluation import workloads
+
+    (tmp_path / "hf_specgen_demo").mkdir()
+    (tmp_path / "hf_specgen_demo" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(workloads, "__file__", str(tmp_path / "site-packages" / "hf_specgen" / "evaluation" / "x.py"))
+    assert workloads._assets() == tmp_path / "hf_specgen_demo"
 
 
 def test_demo_with_own_prompts_in_a_batch() -> None:
@@ -60,13 +86,13 @@ def test_demo_with_prompts_from_a_file_and_a_mode_that_is_not_exact(tmp_path: Pa
     file.write_text(json.dumps({"domain": "prose", "prompt": "Tell a story."}) + "\n")
     command = ["demo", "--model", str(REFERENCE_LM), "--prompts", str(file), "--max-new-tokens", "8"]
     output = output_of(*command, "--verification", "rejection")
-    assert "prose" in output and "promised" in output and "first difference" not in output
+    assert "does not promise the tokens" in output and "first at position" not in output
 
 
 def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "first_difference", lambda *_: demo.Difference(0, 9, 1, 2, 0.5, 0.25))
-    output = output_of("demo", "--prompt", "Hello.", "--max-new-tokens", "4", exit_code=1)
-    assert "first difference at position 9" in output
+    monkeypatch.setattr(demo, "first_difference", lambda *_: Difference(0, 9, 1, 2, 0.5, 0.25))
+    output = output_of("demo", "--prompt", "Hello.", "--max-new-tokens", "4", "--wide", "0", exit_code=1)
+    assert "answers differ from plain generate" in output and "first at position 9" in output
 
 
 @pytest.mark.parametrize(
@@ -136,9 +162,9 @@ def test_first_difference_is_the_earliest_position_of_any_row(reference_model) -
     other = ids.clone()
     other[1, 3] = 4
     plain, ours = Sample(4, 1.0, ids, None), Sample(4, 1.0, other, None)
-    found = demo.first_difference(reference_model, plain, ours)
+    found = first_difference(reference_model, plain, ours)
     assert (found.row, found.position, found.plain_token, found.our_token) == (1, 3, 9, 4)
-    assert demo.first_difference(reference_model, plain, plain) is None
+    assert first_difference(reference_model, plain, plain) is None
 
 
 def test_totals_are_sums_of_tokens_over_sums_of_time() -> None:

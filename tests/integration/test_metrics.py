@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import metrics
+from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation.intervals import Interval, speedup_interval
-from hf_specgen.statistics import RowStep, Statistics
 
 pytest.importorskip("evaluate", reason="the metrics need evaluate")
 

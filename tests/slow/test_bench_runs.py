@@ -228,7 +228,11 @@ def test_bench_runs_the_module_of_the_clone_and_leaves_the_path_alone(monkeypatc
     monkeypatch.chdir(ROOT)
     before = list(sys.path)
     CliRunner().invoke(app, ["bench", "drafting", "--help"])
-    assert called == [[sys.executable, "-m", "benchmarks", "suite", "drafting", "--help"]] and sys.path == before
+    CliRunner().invoke(app, ["bench", "--quick"])
+    CliRunner().invoke(app, ["bench", "--widen=0"])
+    suite = [sys.executable, "-m", "benchmarks", "suite"]
+    assert called == [[*suite, "drafting", "--help"], [*suite, "--wide", "--quick"], [*suite, "--widen=0"]]
+    assert sys.path == before
 
 
 def test_help_is_that_of_the_script(capsys: pytest.CaptureFixture) -> None:

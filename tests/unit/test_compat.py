@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.utils import hub
 import hf_specgen
 from hf_specgen import compat
 from tests.helpers import RecordingStreamer, prompts, tiny_model
+from tests.helpers.models import fresh_model
 
 PACKAGE = Path(hf_specgen.__file__).parent
 PARAMETERS = {
@@ -24,6 +26,11 @@ PARAMETERS = {
         GenerationMixin,
         "_prefill",
         ["self", "input_ids", "generation_config", "model_kwargs"],
+    ),
+    "GenerationMixin._update_model_kwargs_for_generation": (
+        GenerationMixin,
+        "_update_model_kwargs_for_generation",
+        ["self", "outputs", "model_kwargs"],
     ),
     "GenerationMixin._supports_logits_to_keep": (GenerationMixin, "_supports_logits_to_keep", ["self"]),
     "GenerationMixin._optimize_model_for_decode": (GenerationMixin, "_optimize_model_for_decode", ["self"]),
@@ -35,14 +42,19 @@ SET_BY_GENERATE = {
 }
 PRIVATE = {
     "_attn_implementation",
+    "_compiled_call_impl",
+    "_hf_hook",
     "_is_stateful",
     "_is_user_defined",
     "_mask_length",
     "_optimize_model_for_decode",
+    "_orig_mod",
     "_pad_token_tensor",
     "_prefill",
     "_raise_exceptions_for_missing_entries",
     "_supports_logits_to_keep",
+    "_torchdynamo_orig_callable",
+    "_update_model_kwargs_for_generation",
 }
 
 
@@ -136,6 +148,29 @@ def test_compat_uses_only_symbols_that_are_checked_here() -> None:
     names |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
     names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     assert {name for name in names if name.startswith("_") and name.isidentifier()} == PRIVATE | {"_getframe"}
+
+
+def test_without_compilation_finds_every_way_to_compile() -> None:
+    """Would catch: names that `torch.compile` no longer leaves behind, so that every step compiles anew."""
+    for make in (torch.compile, lambda linear: torch.nn.Sequential(torch.compile(linear))):
+        assert not isinstance(compat.without_compilation(make(torch.nn.Linear(2, 2))), nullcontext)
+    module = torch.nn.Linear(2, 2)
+    assert isinstance(compat.without_compilation(module), nullcontext)
+    module.compile()
+    assert not isinstance(compat.without_compilation(module), nullcontext), missing("Module._compiled_call_impl")
+    module = torch.nn.Linear(2, 2)
+    module.forward = torch.compile(module.forward)
+    assert not isinstance(compat.without_compilation(module), nullcontext), missing("_torchdynamo_orig_callable")
+    assert compat.unwrapped(torch.compile(module)) is module, missing("OptimizedModule._orig_mod")
+
+
+def test_input_device_of_offloaded_embeddings_is_where_they_compute() -> None:
+    """Would catch: inputs on the "meta" device."""
+    accelerate = pytest.importorskip("accelerate")
+    model = fresh_model("llama")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.device.type == "meta" and compat.input_device(model) == torch.device("cpu")
+    assert hasattr(model.get_input_embeddings(), "_hf_hook"), missing("_hf_hook of accelerate")
 
 
 def test_set_mask_length_is_read_by_mask_length() -> None:

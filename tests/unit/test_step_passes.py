@@ -17,7 +17,7 @@ from hf_specgen import (
     LayerSkipCandidates,
     NgramCandidates,
 )
-from hf_specgen.statistics import Statistics, StepPasses
+from hf_specgen.counters import Statistics, StepPasses
 from tests.helpers import prompts, tiny_model
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import evaluate
 
-from hf_specgen.statistics import Statistics
+from hf_specgen.counters import Statistics
 
 _DESCRIPTION = """Acceptance rate: accepted draft tokens over verified draft tokens."""
 _INPUTS = """

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import evaluate
 
-from hf_specgen.statistics import Statistics
+from hf_specgen.counters import Statistics
 
 _DESCRIPTION = """Mean accepted length, in both definitions in use, each under its own name."""
 _INPUTS = """

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import evaluate
 
-from hf_specgen.statistics import Statistics
+from hf_specgen.counters import Statistics
 
 _DESCRIPTION = (
     """Acceptance by position in the draft: share of the drafts that reach a position in which it was accepted."""

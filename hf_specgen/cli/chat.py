@@ -1,0 +1,224 @@
+"""`hf-specgen chat`: a streaming chat that shows which tokens were drafted, and compares strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specgen.candidates import Candidates
+from hf_specgen.candidates.default import default_candidates
+from hf_specgen.cli.chat_stream import ACCEPTED, ColouredStreamer
+from hf_specgen.cli.settings import ChatSettings
+from hf_specgen.counters import Statistics
+from hf_specgen.evaluation.strategies import strategies
+from hf_specgen.evaluation.workloads import PLAIN, load_model, torch_dtype
+
+AUTO = "auto"
+HELP = """\
+/plain            answer with plain generate from now on
+/strategy [NAME]  answer with this strategy; without a name, list them
+/again            answer the last question again, to compare strategies
+/new              forget the conversation
+/quit             leave (or Ctrl-D)"""
+
+
+@dataclass
+class Answer:
+    """An answer, and how it was generated.
+
+    Args:
+        text: of the answer.
+        strategy: its name.
+        tokens: generated, the end-of-turn token included.
+        seconds: wall time.
+        speculation: None for plain generation.
+    """
+
+    text: str
+    strategy: str
+    tokens: int
+    seconds: float
+    speculation: Statistics | None
+
+    def status(self) -> str:
+        """One line: strategy, speed, and how many draft tokens were accepted."""
+        parts = [self.strategy, f"{self.tokens} tokens", f"{self.tokens / self.seconds:.1f} tokens/s"]
+        if self.speculation is not None:
+            parts.append(f"{self.speculation.tokens_per_step:.2f} per step")
+            parts.append(f"{self.speculation.acceptance_rate:.0%} of drafts accepted")
+        return " · ".join(parts)
+
+
+@dataclass
+class Conversation:
+    """Messages, and the key/value cache of the tokens that were read and generated for them.
+
+    Args:
+        model, tokenizer: the target.
+        generation: arguments of `generate` for every answer.
+        seed: of every answer, so that strategies give the same one.
+        system: the system prompt; "" for none.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    generation: dict[str, Any]
+    seed: int = 0
+    system: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+    read: torch.Tensor | None = None
+    cache: Any = None
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything but the system prompt."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.forget_cache()
+
+    def forget_cache(self) -> None:
+        """Read the conversation anew for the next answer."""
+        self.read = self.cache = None
+
+    def take_back_answer(self) -> bool:
+        """Remove the last answer, so that it can be given again; False if there is none."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            return False
+        self.messages.pop()
+        self.forget_cache()
+        return True
+
+    def answer(self, name: str, candidates: Candidates | None, write: Callable[[str, bool], None]) -> Answer:
+        """Answer the last message.
+
+        Args:
+            name: of the strategy.
+            candidates: the strategy; None for plain generation.
+            write: receives the text piece by piece, and whether it is an accepted draft token.
+        """
+        ids = self._prompt()
+        read = self.read
+        if read is None or ids.shape[1] <= read.shape[1] or not torch.equal(ids[:, : read.shape[1]], read):
+            self.forget_cache()  # the template or the tokenizer writes earlier turns in another way now
+        streamer = ColouredStreamer(self.tokenizer, write)
+        arguments = {**self.generation, "past_key_values": self.cache, "return_dict_in_generate": True}
+        if candidates is not None:
+            arguments.update(candidate_generator=candidates, monitor=streamer.monitor)
+        torch.manual_seed(self.seed)
+        begin = perf_counter()
+        output = cast(Any, self.model).generate(
+            ids, attention_mask=torch.ones_like(ids), streamer=streamer, **arguments
+        )
+        seconds = perf_counter() - begin
+        self.read, self.cache = output.sequences, output.past_key_values
+        generated = output.sequences[0, ids.shape[1] :]
+        text = str(self.tokenizer.decode(generated, skip_special_tokens=True))
+        self.messages.append({"role": "assistant", "content": text})
+        return Answer(text, name, len(generated), seconds, getattr(output, "speculation", None))
+
+    def _prompt(self) -> torch.Tensor:
+        """`[1, tokens]` the conversation so far, in the model's chat format if it has one."""
+        if self.tokenizer.chat_template:
+            ids: Any = self.tokenizer.apply_chat_template(
+                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        else:
+            ids = self.tokenizer("\n".join(message["content"] for message in self.messages), return_tensors="pt")
+        return cast(torch.Tensor, ids["input_ids"]).to(self.model.device)
+
+
+class Chat:
+    """Reads lines, answers them, and carries out commands that begin with a slash.
+
+    Args:
+        conversation: with the target.
+        choices: strategies by name; None for plain generation.
+        console: for output.
+    """
+
+    def __init__(self, conversation: Conversation, choices: dict[str, Candidates | None], console: Console):
+        self.conversation, self.choices, self.console = conversation, choices, console
+        self.strategy = next(reversed(choices))
+
+    def run(self, read: Callable[[], str]) -> None:
+        """Chat until `read` raises EOFError or KeyboardInterrupt, or until /quit."""
+        while True:
+            try:
+                line = read().strip()
+            except (EOFError, KeyboardInterrupt):
+                self.console.print()
+                return
+            if line in ("/quit", "/exit"):
+                return
+            if line.startswith("/"):
+                self._command(*line[1:].split(maxsplit=1))
+            elif line:
+                self.conversation.messages.append({"role": "user", "content": line})
+                self._answer()
+
+    def _answer(self) -> None:
+        def write(text: str, accepted: bool) -> None:
+            self.console.print(
+                text, style=ACCEPTED if accepted else None, end="", markup=False, highlight=False, soft_wrap=True
+            )
+
+        try:
+            answer = self.conversation.answer(self.strategy, self.choices[self.strategy], write)
+        except KeyboardInterrupt:
+            self.conversation.messages.pop()
+            self.conversation.forget_cache()
+            self.console.print("\n[dim]interrupted; the question is forgotten[/]\n")
+            return
+        except ValueError as error:
+            self.conversation.messages.pop()
+            self.console.print(f"[red]error:[/] {self.strategy} cannot be used: {error}\n", highlight=False)
+            return
+        self.console.print(f"\n[dim]{answer.status()}[/]\n", highlight=False)
+
+    def _command(self, name: str = "", argument: str = "") -> None:
+        if name == "plain":
+            name, argument = "strategy", PLAIN
+        if name == "strategy" and argument in self.choices:
+            self.strategy = argument
+            self.console.print(f"[dim]strategy: {argument}[/]\n")
+        elif name == "strategy":
+            unknown = f"there is no strategy {argument!r}; " if argument else ""
+            self.console.print(f"[dim]{unknown}strategies: {', '.join(self.choices)}; now: {self.strategy}[/]\n")
+        elif name == "again" and self.conversation.take_back_answer():
+            self._answer()
+        elif name == "again":
+            self.console.print("[dim]there is no answer to repeat[/]\n")
+        elif name == "new":
+            self.conversation.clear()
+            self.console.print("[dim]a new conversation[/]\n")
+        else:
+            self.console.print(f"[dim]{HELP}[/]\n", highlight=False)
+
+
+def show(settings: ChatSettings) -> None:
+    """Load the models and chat on the terminal.
+
+    Raises:
+        OSError, ValueError: for models or settings that cannot be used.
+    """
+    dtype = "auto" if settings.dtype == "auto" else torch_dtype(settings.dtype)
+    named = strategies(settings.draft, settings.heads, settings.adapter)[1:]
+    model, tokenizer = load_model(settings.model, dtype, settings.device)
+    choices: dict[str, Candidates | None] = {PLAIN: None, AUTO: default_candidates()}
+    choices.update({strategy.name: strategy.candidates for strategy in named})
+    generation: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0}
+    if settings.temperature > 0:
+        generation["temperature"] = settings.temperature
+    console = Console()
+    console.print(
+        f"[bold]{settings.model}[/]. [{ACCEPTED}]Accepted draft tokens[/] are coloured; /help lists commands.\n"
+    )
+    conversation = Conversation(model, tokenizer, generation, settings.seed, settings.system)
+    Chat(conversation, choices, console).run(lambda: console.input("[bold cyan]>[/] "))

@@ -1,0 +1,101 @@
+"""Streams text while it is generated, and tells accepted draft tokens from the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specgen.depth import StepRecord
+from hf_specgen.monitoring.monitor import Monitor, MonitorSession
+from hf_specgen.state import Call
+
+ACCEPTED = "green"
+"""Style of accepted draft tokens."""
+INCOMPLETE = "\ufffd"
+"""What a tokenizer decodes the first bytes of a character to."""
+
+
+class ColouredStreamer(BaseStreamer):
+    """Writes the text of one row piece by piece.
+
+    With the monitor, tokens wait for the report of their step, which says how many of them were draft tokens; without
+    it, every token is written at once as the target's own.
+
+    Args:
+        tokenizer: of the target.
+        write: receives each piece of text, and whether its last token is an accepted draft token.
+
+    Attributes:
+        monitor: for `generate(monitor=…)`; None is right for plain generation.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], None]):
+        self._tokenizer, self._write = tokenizer, write
+        self._has_prompt = False
+        self._waiting: list[int] = []
+        self._line: list[int] = []
+        self._written = ""
+        self._waits = False
+        self.monitor = _StepMonitor(self)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Receive the prompt, then every token."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            return
+        self._waiting += value.flatten().tolist()
+        if not self._waits:
+            self._flush(0, 0)
+
+    def end(self) -> None:
+        """Write what is left."""
+        self._flush(0, 0)
+        self._decode(False, final=True)
+
+    def wait_for_steps(self) -> None:
+        """From now on, hold tokens until `step`."""
+        self._waits = True
+
+    def step(self, accepted: int, emitted: int) -> None:
+        """The last `emitted` tokens are those of a step that accepted so many draft tokens."""
+        self._flush(accepted, emitted)
+
+    def _flush(self, accepted: int, emitted: int) -> None:
+        before = len(self._waiting) - emitted
+        for place, token in enumerate(self._waiting):
+            self._line.append(token)
+            self._decode(before <= place < before + accepted)
+        self._waiting = []
+
+    def _decode(self, accepted: bool, *, final: bool = False) -> None:
+        """Write what the last token adds to the text, once its characters are complete."""
+        text = str(self._tokenizer.decode(self._line, skip_special_tokens=True))
+        if text.endswith(INCOMPLETE) and not final:
+            return
+        if text[len(self._written) :]:
+            self._write(text[len(self._written) :], accepted)
+        self._written = text
+        if text.endswith("\n"):
+            self._line, self._written = [], ""
+
+
+class _StepMonitor(Monitor):
+    def __init__(self, streamer: ColouredStreamer):
+        self._streamer = streamer
+
+    def start(self, call: Call) -> MonitorSession:
+        self._streamer.wait_for_steps()
+        return _StepSession(self._streamer)
+
+
+class _StepSession(MonitorSession):
+    def __init__(self, streamer: ColouredStreamer):
+        self._streamer = streamer
+
+    def observe(self, step: StepRecord) -> None:
+        row = step.rows[0]
+        if row is not None:
+            self._streamer.step(row.accepted, row.emitted)

@@ -1,0 +1,218 @@
+"""`hf-specgen generate`: answers the prompts of a file or dataset in resumable batches, on one or several processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specgen.attachment import attached
+from hf_specgen.candidates import Candidates
+from hf_specgen.candidates.default import default_candidates
+from hf_specgen.cli.settings import GenerateSettings
+from hf_specgen.evaluation.strategies import strategies
+from hf_specgen.evaluation.workloads import load_model, torch_dtype
+
+Row = dict[str, Any]
+RESUMABLE = ("plain", "draft", "heads", "adapter", "device")
+"""Settings that may differ when a run is resumed: they do not change the answers."""
+
+
+def show(settings: GenerateSettings) -> None:
+    """Write the answers of all prompts that have none yet.
+
+    Raises:
+        OSError, ValueError: for models, rows or settings that cannot be used.
+    """
+    processes = PartialState(cpu=settings.device == "cpu" or not torch.accelerator.is_available())
+    console = Console(quiet=not processes.is_main_process)
+    rows = read_rows(settings)
+    if settings.output.exists():
+        raise ValueError(f"{settings.output} exists already; delete it or name another file")
+    parts = settings.output.with_name(settings.output.name + ".parts")
+    if processes.is_main_process:
+        _begin(parts, settings)
+    processes.wait_for_everyone()
+    known = read_answers(parts)
+    processes.wait_for_everyone()  # nobody writes before all have read, so that all divide the same batches
+    dtype = "auto" if settings.dtype == "auto" else torch_dtype(settings.dtype)
+    model, tokenizer = load_model(settings.model, dtype, settings.device or str(processes.device))
+    batches = make_batches(rows, tokenizer, settings)
+    open_batches = [(number, batch) for number, batch in enumerate(batches) if not known.keys() >= set(batch)]
+    mine = open_batches[processes.process_index :: processes.num_processes]
+    console.print(f"{len(rows)} rows, {len(known)} answered already, {processes.num_processes} processes")
+    begin, tokens = perf_counter(), 0
+    with (
+        nullcontext() if settings.plain else attached(model, _strategy(settings)) as totals,
+        (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file,
+    ):
+        file.write("\n")  # the last line may have been cut off
+        for number, batch in _progress(mine, console):
+            prompts = [rows[index][settings.column] for index in batch]
+            answers, count = answer(model, tokenizer, prompts, settings, settings.seed + number)
+            tokens += count
+            lines = [json.dumps([index, text]) + "\n" for index, text in zip(batch, answers, strict=True)]
+            file.write("".join(lines))
+            file.flush()
+    processes.wait_for_everyone()
+    if processes.is_main_process:
+        write_output(settings, rows, read_answers(parts))
+        shutil.rmtree(parts)
+    speed = tokens / max(perf_counter() - begin, 1e-9)
+    console.print(f"{settings.output}: {len(rows)} rows; this process: {tokens} tokens, {speed:.1f} tokens/s")
+    if totals is not None:
+        console.print(totals.summary(), highlight=False)
+
+
+def read_rows(settings: GenerateSettings) -> list[Row]:
+    """The rows of a JSONL file or of a dataset.
+
+    Raises:
+        FileNotFoundError: if there is no such file or dataset.
+        ValueError: if a row has no prompt.
+    """
+    path = Path(settings.source)
+    if path.suffix in (".jsonl", ".json") or path.is_file():
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {settings.source!r}")
+        lines = path.read_text(encoding="utf-8").split("\n")
+        rows = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    else:
+        rows = _dataset(settings)
+    rows = rows[: settings.limit or None]
+    if not rows:
+        raise ValueError(f"{settings.source} has no rows")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get(settings.column), str | list) or not row[settings.column]:
+            columns = ", ".join(row)
+            raise ValueError(
+                f"row {number} of {settings.source} has no prompt in column {settings.column!r}; its columns are "
+                f"{columns}; name one with --column"
+            )
+    return rows
+
+
+def make_batches(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, settings: GenerateSettings
+) -> list[list[int]]:
+    """Indices of rows, longest prompts first, in batches of similar length. The same for any number of processes."""
+    lengths = [len(_text(row[settings.column], tokenizer, settings.chat)) for row in rows]
+    order = sorted(range(len(rows)), key=lambda index: (-lengths[index], index))
+    return [order[first : first + settings.batch_size] for first in range(0, len(order), settings.batch_size)]
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Any],
+    settings: GenerateSettings,
+    seed: int,
+) -> tuple[list[str], int]:
+    """The answers to a batch of prompts, and how many tokens were generated for them."""
+    texts = [_text(prompt, tokenizer, settings.chat) for prompt in prompts]
+    formatted = bool(tokenizer.chat_template) and settings.chat
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not formatted)
+    inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    sampling: dict[str, Any] = {"do_sample": settings.temperature > 0}
+    if settings.temperature > 0:
+        sampling["temperature"] = settings.temperature
+    torch.manual_seed(seed)
+    ids = cast(Any, model).generate(**inputs, max_new_tokens=settings.max_new_tokens, **sampling)
+    generated = ids[:, inputs["input_ids"].shape[1] :]
+    answers = tokenizer.batch_decode(generated, skip_special_tokens=True)
+    return answers, int((generated != tokenizer.pad_token_id).sum())
+
+
+def read_answers(parts: Path) -> dict[int, str]:
+    """The answers that earlier processes have written, by row; a line that was cut off is left out."""
+    known: dict[int, str] = {}
+    for file in sorted(parts.glob("process-*.jsonl")):
+        for line in file.read_text(encoding="utf-8").split("\n"):
+            try:
+                index, text = json.loads(line)
+            except ValueError:
+                continue
+            known[index] = text
+    return known
+
+
+def write_output(settings: GenerateSettings, rows: Sequence[Row], answers: dict[int, str]) -> None:
+    """Write all rows with their answers, in the order of the source; the file appears when it is complete."""
+    unfinished = settings.output.with_name(settings.output.name + ".unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        for index, row in enumerate(rows):
+            file.write(json.dumps({**row, settings.answer_column: answers[index]}, ensure_ascii=False) + "\n")
+    unfinished.replace(settings.output)
+
+
+def _begin(parts: Path, settings: GenerateSettings) -> None:
+    """Create the folder of partial answers, or check that it belongs to the same run.
+
+    Raises:
+        ValueError: if it was written with settings that give other answers.
+    """
+    parts.mkdir(parents=True, exist_ok=True)
+    run = {name: str(value) for name, value in asdict(settings).items() if name not in RESUMABLE}
+    file = parts / "settings.json"
+    if not file.exists():
+        file.write_text(json.dumps(run, indent=2), encoding="utf-8")
+        return
+    before = json.loads(file.read_text(encoding="utf-8"))
+    changed = [f"{name} was {before.get(name)!r}, is {run[name]!r}" for name in run if before.get(name) != run[name]]
+    if changed:
+        raise ValueError(
+            f"{parts} belongs to a run with other settings ({'; '.join(changed)}); delete it to begin anew"
+        )
+
+
+def _strategy(settings: GenerateSettings) -> Candidates:
+    """The last strategy that was named; without names, the default."""
+    named = strategies(settings.draft, settings.heads, settings.adapter)[1:]
+    return named[-1].candidates if named else default_candidates()
+
+
+def _progress(batches: Sequence[tuple[int, list[int]]], console: Console) -> Iterator[tuple[int, list[int]]]:
+    columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield from progress.track(batches)
+
+
+def _text(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
+    """A prompt as the model reads it."""
+    if isinstance(prompt, str) and not (chat and tokenizer.chat_template):
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return cast(str, tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+def _parsed(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r}")
+    return row
+
+
+def _dataset(settings: GenerateSettings) -> list[Row]:
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError:
+        raise ImportError("a dataset of the Hub needs datasets: pip install datasets") from None
+    try:
+        return [dict(row) for row in load_dataset(settings.source, settings.name or None, split=settings.split)]
+    except (OSError, ValueError, ConnectionError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise FileNotFoundError(f"cannot load the dataset {settings.source!r}: {reason}") from error

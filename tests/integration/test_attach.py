@@ -1,0 +1,387 @@
+"""`hf_specgen.attach`: every `generate` of a model speculates, wrapped or copied too, or falls back with a reason."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig, StaticCache, pipeline
+from transformers.generation.logits_process import LogitsProcessor
+
+import hf_specgen
+from hf_specgen import CombinedCandidates, DraftModelCandidates, NgramCandidates, SpeculationMonitor, speculate
+from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
+
+NEW = 16
+
+
+@pytest.fixture
+def model() -> Any:
+    return fresh_model("llama", num_hidden_layers=2)
+
+
+@pytest.fixture(autouse=True)
+def no_warning() -> Iterator[None]:
+    """A fall-back that no test expects is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="a strategy is attached")
+        yield
+
+
+def generate(model: Any, batch: int = 2, **arguments: Any) -> Any:
+    torch.manual_seed(5)
+    return model.generate(**prompts(batch), max_new_tokens=NEW, **arguments)
+
+
+# Attaching
+
+
+@pytest.mark.parametrize("strategy", ["auto", NgramCandidates(k=4), CombinedCandidates([NgramCandidates()])])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
+def test_generate_of_an_attached_model_same_tokens_and_statistics(model: Any, strategy: Any, sampling: dict) -> None:
+    expected = generate(model, **sampling)
+    assert hf_specgen.attach(model, strategy) is model
+    for calls in (1, 2):
+        assert torch.equal(generate(model, **sampling), expected)
+        totals = hf_specgen.statistics(model)
+        assert totals.calls == calls and totals.emitted == calls * 2 * NEW and totals.plain_calls == {}
+    assert totals.drafted > 0 and totals.seconds > 0
+
+
+def test_totals_are_the_sums_of_the_calls(model: Any) -> None:
+    """Would catch: a counter that is left out or counted twice."""
+    hf_specgen.attach(model, NgramCandidates(k=4))
+    calls = [generate(model, batch, return_dict_in_generate=True).speculation for batch in (1, 3)]
+    both, totals = calls[0] + calls[1], hf_specgen.statistics(model)
+    shared = "steps drafts drafted accepted emitted drafted_per_position accepted_per_position"
+    shared += " acceptance_rate tokens_per_step mean_acceptance_length"
+    for name in shared.split():
+        assert getattr(totals, name) == getattr(both, name), name
+    assert totals.to_dict()["calls"] == 2 and "2 calls" in totals.summary()
+
+
+def test_detach_restores_plain_generation(model: Any) -> None:
+    before = dict(vars(model))
+    config = model.config.to_dict(), model.generation_config.to_dict()
+    hf_specgen.detach(hf_specgen.attach(model, "auto"))
+    assert vars(model) == before and (model.config.to_dict(), model.generation_config.to_dict()) == config
+    hf_specgen.detach(model)
+    with pytest.raises(ValueError, match=r"no strategy is attached to this LlamaForCausalLM; call hf_specgen\.attach"):
+        hf_specgen.statistics(model)
+
+
+def test_attached_block_restores_what_was_attached_before(model: Any) -> None:
+    hf_specgen.attach(model, NgramCandidates(k=2))
+    generate(model)
+    with pytest.raises(KeyError), hf_specgen.attached(model, NgramCandidates(k=8), strict=True) as totals:
+        generate(model)
+        assert totals.calls == 1
+        raise KeyError
+    generate(model)
+    assert hf_specgen.statistics(model).calls == 2
+
+
+def test_attach_replaces_what_was_attached(model: Any) -> None:
+    hf_specgen.attach(model, NgramCandidates())
+    generate(model)
+    hf_specgen.attach(model, DraftModelCandidates(tiny_model("llama"), k=2))
+    assert hf_specgen.statistics(model).calls == 0
+    generate(model)
+    assert hf_specgen.statistics(model).drafted > 0
+
+
+def test_keyword_of_a_call_takes_precedence(model: Any) -> None:
+    hf_specgen.attach(model, NgramCandidates(k=4))
+    own = NgramCandidates(k=3)
+    expected = generate(model, candidate_generator=None)
+    assert hf_specgen.statistics(model).calls == 0, "None generates plainly"
+    assert torch.equal(generate(model, candidate_generator=own), expected)
+    assert torch.equal(generate(model, custom_generate=speculate(own)), expected)
+    assert own.speculation is not None and hf_specgen.statistics(model).calls == 0
+
+
+def test_settings_of_attach_reach_the_call(model: Any) -> None:
+    monitor = SpeculationMonitor(prometheus=False)
+    policy = hf_specgen.Schedule({1: 1})
+    hf_specgen.attach(model, NgramCandidates(k=8), verification="rejection", policy=policy, monitor=monitor)
+    generate(model)
+    assert monitor.calls == 1 and len(hf_specgen.statistics(model).drafted_per_position) <= 1
+
+
+def test_generate_with_auto_keyword_same_tokens(model: Any) -> None:
+    output = generate(model, candidate_generator="auto", return_dict_in_generate=True)
+    assert torch.equal(output.sequences, generate(model)) and output.speculation.drafted > 0
+    assert torch.equal(generate(model, custom_generate=speculate("auto")), output.sequences)
+
+
+# Wrappers and copies
+
+
+def peft_around(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved_with_torch(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def prepared_and_unwrapped(model: Any) -> Any:
+    accelerator = Accelerator(cpu=True)
+    return accelerator.unwrap_model(accelerator.prepare(model))
+
+
+WRAPPERS: list[Callable[[Any], Any]] = [
+    copy.deepcopy,
+    copy.copy,
+    pickled,
+    saved_with_torch,
+    prepared_and_unwrapped,
+    peft_around,
+    compiled,
+    lambda model: peft_around(model).merge_and_unload(),
+    lambda model: copy.deepcopy(peft_around(model)),
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
+def test_wrapped_or_copied_model_still_speculates(model: Any, wrap: Callable[[Any], Any]) -> None:
+    hf_specgen.attach(model, NgramCandidates(k=4), monitor=SpeculationMonitor(prometheus=False))
+    wrapped = wrap(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokens = generate(wrapped)
+    totals = hf_specgen.statistics(wrapped)
+    assert totals.calls == 1 and totals.drafted > 0
+    hf_specgen.detach(wrapped)
+    assert torch.equal(tokens, generate(wrapped))
+
+
+@pytest.mark.parametrize("wrap", [peft_around, compiled], ids=["peft", "compile"])
+def test_attach_to_a_wrapper_attaches_to_the_model_inside(model: Any, wrap: Callable[[Any], Any]) -> None:
+    wrapped = wrap(model)
+    assert hf_specgen.attach(wrapped, NgramCandidates()) is wrapped
+    generate(wrapped)
+    assert hf_specgen.statistics(model).calls == hf_specgen.statistics(wrapped).calls == 1
+
+
+def test_deep_copy_counts_its_own_calls_and_shares_the_strategy(model: Any) -> None:
+    """Would catch: a second draft model in memory, or one set of counters for two models."""
+    draft = tiny_model("llama")
+    hf_specgen.attach(model, DraftModelCandidates(draft, k=2))
+    generate(model)
+    twin = copy.deepcopy(model)
+    generate(twin)
+    generate(twin)
+    assert (hf_specgen.statistics(model).calls, hf_specgen.statistics(twin).calls) == (1, 2)
+    settings = [vars(one)["_hf_specgen_attachment"].settings for one in (model, twin)]
+    assert settings[0].candidates is settings[1].candidates
+
+
+def test_saved_checkpoint_does_not_contain_the_strategy(model: Any, tmp_path: Any) -> None:
+    hf_specgen.attach(model, NgramCandidates()).save_pretrained(tmp_path)
+    assert type(model).from_pretrained(tmp_path).generate(**prompts(1), max_new_tokens=2).shape == (1, 14)
+    assert not any("specgen" in file.read_text() for file in tmp_path.glob("*.json"))
+
+
+def test_pipeline_of_an_attached_model_speculates(reference_model: Any, tokenizer: Any) -> None:
+    ask = pipeline("text-generation", model=reference_model, tokenizer=tokenizer, max_new_tokens=12, do_sample=False)
+    expected = ask("def add(x, y):")
+    with hf_specgen.attached(reference_model) as totals:
+        assert ask("def add(x, y):") == expected
+    assert totals.calls == 1
+
+
+def test_threads_share_an_attached_model(model: Any) -> None:
+    """Would catch: counters that lose calls, or tokens of one thread in another."""
+    hf_specgen.attach(model, NgramCandidates(k=4))
+    inputs = prompts(1)
+    expected = model.generate(**inputs, max_new_tokens=NEW)
+    results: list[Any] = []
+
+    def run() -> None:
+        for _ in range(3):
+            results.append(model.generate(**inputs, max_new_tokens=NEW))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 12 and all(torch.equal(ids, expected) for ids in results)
+    assert hf_specgen.statistics(model).calls == 13 and hf_specgen.statistics(model).emitted == 13 * NEW
+
+
+# Falling back
+
+PLAIN_CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "beam search": (lambda: {"num_beams": 3}, "not with beam_search"),
+    "beam sampling": (lambda: {"num_beams": 2, "do_sample": True}, "not with beam_sample"),
+    "assistant": (lambda: {"assistant_model": tiny_model("llama")}, "assistant_model= were given"),
+    "prompt lookup": (lambda: {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+    "no cache": (lambda: {"use_cache": False}, "needs the key/value cache"),
+    "hidden states": (
+        lambda: {"output_hidden_states": True, "return_dict_in_generate": True},
+        "output_hidden_states are not available",
+    ),
+    "custom": (lambda: {"custom_generate": lambda model, input_ids, **_: input_ids}, "another decoding method"),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_CALLS)
+def test_call_that_cannot_speculate_is_plain_with_one_warning(model: Any, name: str) -> None:
+    make, reason = PLAIN_CALLS[name]
+    expected = generate(model, 1, **make())
+    hf_specgen.attach(model, NgramCandidates())
+    with pytest.warns(UserWarning, match=f"without speculation: .*{reason}") as caught:
+        first = generate(model, 1, **make())
+    assert len(caught) == 1 and caught[0].filename == __file__, "the warning names the line that called generate()"
+    second = generate(model, 1, **make())
+    for output in (first, second):
+        ids, wanted = (getattr(one, "sequences", one) for one in (output, expected))
+        assert torch.equal(ids, wanted)
+    totals = hf_specgen.statistics(model)
+    assert totals.calls == 0 and list(totals.plain_calls.values()) == [2]
+    assert reason in next(iter(totals.plain_calls)) and "2 calls without speculation" in totals.summary()
+
+
+@pytest.mark.parametrize("name", PLAIN_CALLS)
+def test_call_that_cannot_speculate_raises_if_strict(model: Any, name: str) -> None:
+    make, reason = PLAIN_CALLS[name]
+    hf_specgen.attach(model, NgramCandidates(), strict=True)
+    with pytest.raises(ValueError, match=reason):
+        generate(model, 1, **make())
+
+
+def test_call_for_synchronised_processes_raises_if_strict(model: Any) -> None:
+    hf_specgen.attach(model, NgramCandidates(), strict=True)
+    with pytest.raises(ValueError, match="synced_gpus=True"):
+        generate(model, 1, synced_gpus=True)
+
+
+def test_unsupported_cache_falls_back_and_streams_the_prompt_once(model: Any) -> None:
+    """Would catch: a streamer that received the prompt in the attempt and in the plain call."""
+
+    def run() -> tuple[Any, RecordingStreamer]:
+        streamer = RecordingStreamer()
+        cache = StaticCache(config=model.config, max_cache_len=40)
+        return generate(model, 1, past_key_values=cache, streamer=streamer), streamer
+
+    expected, seen = run()
+    hf_specgen.attach(model, NgramCandidates())
+    with pytest.warns(UserWarning, match="without speculation"):
+        ids, again = run()
+    assert torch.equal(ids, expected) and again.chunks == seen.chunks and again.ended == 1
+
+
+def test_streamer_of_an_attached_model_receives_what_plain_generate_streams(model: Any) -> None:
+    expected, seen = RecordingStreamer(), RecordingStreamer()
+    generate(model, 1, streamer=expected)
+    hf_specgen.attach(model, NgramCandidates())
+    generate(model, 1, streamer=seen)
+    assert seen.chunks == expected.chunks and seen.ended == 1
+
+
+def test_reasons_that_differ_in_a_number_warn_once(model: Any) -> None:
+    hf_specgen.attach(model, NgramCandidates())
+    with pytest.warns(UserWarning, match="num_beams=2") as caught:
+        generate(model, 1, num_beams=2)
+        generate(model, 1, num_beams=3)
+    assert len(caught) == 1 and list(hf_specgen.statistics(model).plain_calls.values()) == [2]
+
+
+def test_model_in_training_mode_falls_back_until_it_is_evaluated() -> None:
+    model = hf_specgen.attach(fresh_model("llama", num_hidden_layers=2, attention_dropout=0.5), NgramCandidates())
+    model.train()
+    with pytest.warns(UserWarning, match="training mode with dropout"):
+        generate(model)
+    model.eval()
+    generate(model)
+    assert hf_specgen.statistics(model).calls == 1
+
+
+class Failing(LogitsProcessor):
+    """Raises a ValueError of its own in the second step."""
+
+    calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("a defect of the caller")
+        return scores
+
+
+def test_error_during_generation_is_raised_and_not_repeated(model: Any) -> None:
+    """Would catch: a ValueError of the caller's own code taken for a refusal, and the call run twice."""
+    hf_specgen.attach(model, NgramCandidates())
+    with pytest.raises(ValueError, match="a defect of the caller"):
+        generate(model, 1, logits_processor=[Failing()])
+    assert hf_specgen.statistics(model).calls == 0
+
+
+def test_invalid_argument_raises_what_plain_generate_raises(model: Any) -> None:
+    hf_specgen.attach(model, NgramCandidates())
+    with pytest.raises(ValueError, match="nonsense"):
+        generate(model, 1, nonsense=3)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"candidate_generator": "ngrams"}, TypeError, "must be \"auto\" or a CandidateGenerator .* got 'ngrams'"),
+        ({"verification": "maybe"}, ValueError, "verification must be"),
+        ({"policy": 3}, TypeError, "policy must be a Policy"),
+        ({"depth": 3}, TypeError, "depth"),
+    ],
+)
+def test_attach_bad_argument_raises_and_leaves_the_model(model: Any, arguments: dict, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        hf_specgen.attach(model, **arguments)
+    assert "_hf_specgen_attachment" not in vars(model)
+
+
+def test_attach_to_something_else_raises() -> None:
+    for other in ("model", torch.nn.Linear(2, 2), None):
+        with pytest.raises(TypeError, match="attach takes a Transformers model that can generate, got"):
+            hf_specgen.attach(other, "auto")  # type: ignore[type-var]
+
+
+def test_attach_to_a_model_that_can_never_speculate_raises() -> None:
+    with pytest.raises(ValueError, match="BloomForCausalLM takes no position_ids"):
+        hf_specgen.attach(fresh_model("bloom"), "auto")
+
+
+def test_strategy_in_a_generation_config_raises_and_names_attach(model: Any) -> None:
+    config = GenerationConfig(candidate_generator=NgramCandidates(), max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"call hf_specgen\.attach\(model"):
+        model.generate(**prompts(1), generation_config=config)
+    with pytest.raises(ValueError, match=r"call hf_specgen\.attach\(model"):
+        model.generate(prompts(1)["input_ids"], config)
+
+
+def test_paged_cache_with_the_keyword_raises(model: Any) -> None:
+    with pytest.raises(ValueError, match="continuous batching"):
+        generate(model, 1, candidate_generator="auto", cache_implementation="paged")

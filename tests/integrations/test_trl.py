@@ -1,0 +1,64 @@
+"""TRL: the rollouts of GRPO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_specgen
+from hf_specgen import NgramCandidates
+from tests.helpers.paths import REFERENCE_LM
+
+trl = pytest.importorskip("trl", exc_type=ImportError)
+datasets = pytest.importorskip("datasets")
+
+
+def train(folder: Path, tokenizer: Any, prompt: str, *, speculate: bool) -> tuple[list[float], Any]:
+    """Two steps of GRPO from one seed: the mean reward of each, and the trained model."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32)
+    if speculate:
+        hf_specgen.attach(model, NgramCandidates(k=4))
+    arguments = trl.GRPOConfig(
+        output_dir=str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=24,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        seed=3,
+    )
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list([{"prompt": prompt}, {"prompt": "The quick brown fox"}]),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry], model
+
+
+def test_grpo_two_steps_same_rewards(tokenizer: Any, prompt: str, tmp_path: Path) -> None:
+    plain, _ = train(tmp_path, tokenizer, prompt, speculate=False)
+    ours, model = train(tmp_path, tokenizer, prompt, speculate=True)
+    totals = hf_specgen.statistics(model)
+    assert len(plain) == 2 and ours == plain
+    assert totals.calls >= 2 and totals.drafted > 0 and totals.plain_calls == {}
+
+
+def test_strategy_in_generation_kwargs_raises_and_names_attach(tokenizer: Any, model: Any) -> None:
+    """TRL builds a GenerationConfig of them, where the strategy would be ignored."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=4, **{"candidate_generator": NgramCandidates()})
+    with pytest.raises(ValueError, match=r"hf_specgen\.attach"):
+        model.generate(**tokenizer("Hello", return_tensors="pt"), generation_config=config)
