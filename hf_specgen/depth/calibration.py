@@ -31,6 +31,8 @@ MEASURED_PRIOR_WEIGHT = 50.0
 of plain decoding, with the weight of a confidence 2.21x."""
 REMEMBERED_OBSERVATIONS = 200.0
 """Weight per bin of what was counted in earlier calls: text changes, and a new call has to be followed."""
+MAX_OBSERVATIONS = 64.0
+"""Observations in a bin after which half of them are forgotten by `Calibration.count`."""
 REMEMBERED_KEYS = 64
 """Strategies and temperatures that are remembered per target; the least recently used is forgotten."""
 
@@ -79,6 +81,18 @@ class Calibration:
         place = np.minimum(rank, RANKS - 1), np.searchsorted(EDGES, confidence)
         np.add.at(self.seen, place, 1.0)
         np.add.at(self.accepted, place, accepted.astype(float))
+
+    def count(self, rank: int, place: int, accepted: bool) -> None:
+        """Count one token whose parent was accepted, by its bin; half of what a bin has counted is forgotten at times.
+
+        For strategies that draft from the text alone: what is accepted changes within a text, as between a heading and
+        a copied paragraph.
+        """
+        self.seen[rank, place] += 1.0
+        self.accepted[rank, place] += accepted
+        if self.seen[rank, place] > MAX_OBSERVATIONS:
+            self.seen[rank, place] /= 2
+            self.accepted[rank, place] /= 2
 
     def copy(self) -> Calibration:
         """A copy in which old observations weigh at most `REMEMBERED_OBSERVATIONS` per bin."""
