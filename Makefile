@@ -22,11 +22,11 @@ demo: .venv/installed
 
 # Everything: at most 6 minutes on two cores.
 test: .venv/installed-dev
-	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --quiet
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --quiet
 
 # Unit tests and doctests of the package: about a minute on two cores.
 test-fast: .venv/installed-dev
-	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --quiet tests/unit hf_specgen
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --quiet tests/unit hf_specgen
 
 quality: .venv/installed-dev
 	$(BIN)/ruff check .

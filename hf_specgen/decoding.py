@@ -26,6 +26,7 @@ from hf_specgen.depth import Policy, PolicySession, StepRecord
 from hf_specgen.depth.schedules import context_length
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector
+from hf_specgen.padding import PaddingReader
 from hf_specgen.state import Call, GenerationState
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
@@ -97,7 +98,7 @@ def speculative_decode(
         loop.prefill()
         with compat.optimized_for_decoding(model):
             loop.decode()
-            loop.read_padding()
+            loop.padding.read_all()
         past_key_values = loop.target.finish()
     if streamer is not None:
         streamer.end()
@@ -155,7 +156,7 @@ class _Loop:
         stack.callback(self.drafter.end)
         self._seconds = dict.fromkeys(MEASURED_PARTS, 0.0)
         self._tokens_from_prefill = [1] * self.state.batch
-        self._reads_padding = bool(call.config.return_dict_in_generate) or self.target.returns_cache
+        self.padding = PaddingReader(call, self.target, outputs)
 
     def prefill(self) -> None:
         """The first step. A row without a draft gets the one token that the prompt gives."""
@@ -177,25 +178,32 @@ class _Loop:
         while not state.all_stopped:
             active = self._active_rows()
             tree = self._draft(self.drafter.draft, active)
-            with self._timed("forward"):
-                logits = self.target.forward(tree, state.pending(), active)
-            result = self._verify(tree, logits, active)
+            result = self._score_and_verify(tree, active)
             self.drafter.observe(result)
             steps = statistics.record(tree, result)
             with self._timed("policy"):
                 self._report(tree, steps)
-            if not self._reads_padding:
+            if not self.padding.is_visible:
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
         statistics.finish([len(tokens) for tokens in state.generated], self._tokens_from_prefill)
         self._seconds["total"] = perf_counter() - self._started
         statistics.seconds = self._seconds
 
     def _draft(self, draft: Callable[[Sequence[int]], DraftTree], active: Sequence[bool]) -> DraftTree:
-        room = [self._room(row) if is_active else 0 for row, is_active in enumerate(active)]
+        drafts = not self.padding.needs_plain_steps
+        room = [self._room(row) if is_active and drafts else 0 for row, is_active in enumerate(active)]
         with self._timed("policy"):
             budget = self.policy.budget(room)
         with self._timed("draft"):
             return draft(budget)
+
+    def _score_and_verify(self, tree: DraftTree, active: Sequence[bool]) -> VerificationResult:
+        reading = active
+        if self.call.processes_padding:
+            tree, reading = self.padding.add_to(tree), [True] * tree.batch
+        with self._timed("forward"):
+            logits = self.target.forward(tree, self.padding.pending(), reading)
+        return self._verify(tree, logits, active)
 
     def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
         """Accept draft tokens, extend the rows, confirm columns, and roll the cache back to what was accepted."""
@@ -203,7 +211,7 @@ class _Loop:
             result = self.verification.verify(tree, logits, active)
             for row, tokens in enumerate(result.tokens):
                 self.state.append(row, tokens)
-            self.target.commit(result.paths)
+            self.target.commit(self.padding.paths(result))
             self.outputs.add(result)
             self.verification.confirm(self.outputs.columns)
         return result
@@ -231,39 +239,6 @@ class _Loop:
         pending = target.first_positions[row] + len(self.state.generated[row]) - 1
         positions = target.last_position - pending if pending <= target.last_position else 2**31
         return int(max(0, min(self.state.remaining(row) - 1, positions)))
-
-    def read_padding(self) -> None:
-        """Read the padding of rows that ended early, if its scores or the cache are visible to the caller.
-
-        Plain `generate` feeds padding to ended rows until the last one ends.
-        """
-        state, columns = self.state, self.outputs.columns
-        self.target.rewind([len(text) - 1 for text in state.generated])
-        missing = [columns - len(text) for text in state.generated]
-        if not any(missing) or not self._reads_padding:
-            return
-        assert state.pad_id is not None
-        tree = DraftTree.chains([[state.pad_id] * max(0, count - 1) for count in missing])
-        logits = self.target.forward(tree, state.pending(), [count > 0 for count in missing]).float()
-        self.target.commit([list(range(count - 1)) if count else None for count in missing])
-        if self.call.keeps_scores or self.call.keeps_logits:
-            self._fill_in_scores(logits, missing)
-
-    def _fill_in_scores(self, logits: torch.Tensor, missing: list[int]) -> None:
-        rows = torch.arange(len(missing), device=logits.device)
-        processors, columns = self.call.processors, self.outputs.columns
-        assert processors is not None
-        for column in range(columns - max(missing), columns):
-            places = [column - (columns - count) for count in missing]
-            nodes = torch.tensor([max(place, 0) for place in places], device=logits.device)
-            column_logits = logits[rows, nodes].to(self.state.device)
-            scores = column_logits if processors.lockstep else processors.column(column, column_logits)
-            for row, place in enumerate(places):
-                if place >= 0 and missing[row]:
-                    if self.call.keeps_scores:
-                        self.outputs.scores[column][row] = scores[row]
-                    if self.call.keeps_logits:
-                        self.outputs.logits[column][row] = column_logits[row]
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:

@@ -44,6 +44,11 @@ class OutputCollector:
         self._row_scores: list[deque[torch.Tensor]] = [deque() for _ in range(self._state.batch)]
         self._row_logits: list[deque[torch.Tensor]] = [deque() for _ in range(self._state.batch)]
 
+    @property
+    def has_custom_criteria(self) -> bool:
+        """Whether a stopping criterion may end a row in any column."""
+        return bool(self._custom)
+
     def add(self, result: VerificationResult) -> None:
         """Take in a step, whose tokens are in the state already, and confirm the columns that are now complete."""
         for row in range(self._state.batch):

@@ -206,6 +206,15 @@ class Call:
         return float(1.0 if temperature is None else temperature) if self.do_sample else 0.0
 
     @property
+    def processes_padding(self) -> bool:
+        """Whether each step also scores the padding of ended rows, as plain `generate` does.
+
+        Only where the caller sees it: scores are returned, by processors that need all rows of a column at once.
+        """
+        lockstep = self.processors is not None and self.processors.lockstep
+        return self.keeps_scores and lockstep and self.state.pad_id is not None
+
+    @property
     def max_new_tokens(self) -> float:
         """How many tokens the call may generate per row; may be infinite."""
         return self.state.max_length - self.state.prompt_length

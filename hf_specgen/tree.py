@@ -1,8 +1,8 @@
 """The draft tree: the one thing that every candidate strategy produces.
 
-A row's draft is a set of guesses for the tokens after its last one, drawn as a tree. Node ``i`` holds a token and the
-index of its parent; ``-1`` means that it continues the row itself. Parents come before their children. Two guesses for
-the next token, the first of them continued twice::
+A row's draft is a tree of draft tokens after the row's last token. Node ``i`` holds a token and the index of its
+parent; ``-1`` means that it continues the row itself. Parents come before their children. Two draft tokens for the
+next token, the first of them continued twice::
 
     row ─┬─ 0 "the" ─┬─ 2 "cat"          tokens  = [the, a, cat, dog]
          │           └─ 3 "dog"          parents = [-1, -1, 0, 0]

@@ -24,15 +24,16 @@ TIERS = ("unit", "integration", "integrations", "slow")
 _profile_directories = itertools.count()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test with the name of its folder; doctests count as unit tests.
 
-    Tests that share one benchmark run go to one process.
+    The full matrix of architectures runs only if asked for.
     """
+    if not config.getoption("all_architectures"):
+        left_out = [item for item in items if item.get_closest_marker("all_architectures")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("all_architectures")]
     for item in items:
-        if "finished" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("benchmark run"))
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.unit)
         for tier in TIERS:
@@ -63,6 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         default=HEAD_FIXTURES,
         help="folder of draft-head fixtures, with their targets in DIR/targets",
+    )
+    group.addoption(
+        "--all-architectures", action="store_true", help="run every strategy on every architecture, which takes an hour"
     )
 
 

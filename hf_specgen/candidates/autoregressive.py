@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.calibrated import CalibratedSession
 from hf_specgen.candidates.tree_builder import Floats, Ints, Proposals, TreeBuilder
+from hf_specgen.candidates.tree_shape import MAX_CHILDREN
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -75,7 +76,8 @@ class AutoregressiveSession(CalibratedSession):
         return self._grow(budget, self._size)
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self._grow(budget, None)  # the prefill pass verifies chains
+        # The prefill pass verifies chains.
+        return self._grow(budget, "auto" if self._size == "auto" else None, children=1)
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance, and keep what was computed for accepted nodes."""
@@ -91,13 +93,13 @@ class AutoregressiveSession(CalibratedSession):
         self.keep(paths)
 
     @torch.no_grad()
-    def _grow(self, budget: Sequence[int], size: str | int | None) -> DraftTree:
+    def _grow(self, budget: Sequence[int], size: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
         self.budget, self.passes, self._expanded, self._nodes = budget, [], [], []
         depths = [min(self._k, depth, self.room(row)) for row, depth in enumerate(budget)]
         rows, active = len(depths), sum(depth > 0 for depth in depths)
         if not active:
             return self.not_drafted(rows)
-        shape, builder = self.shape(size, depths), TreeBuilder(depths)
+        shape, builder = self.shape(size, depths, children), TreeBuilder(depths)
         expanded: Ints = np.zeros((rows, 0), dtype=np.int64)
         qs: list[torch.Tensor] = []
         root = np.zeros((rows, 1), dtype=np.int64)

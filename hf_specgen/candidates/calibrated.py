@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.tree_builder import TreeBuilder
-from hf_specgen.candidates.tree_shape import Chain, FastestSize, FixedSize, TreeShape
+from hf_specgen.candidates.tree_shape import MAX_CHILDREN, Chain, FastestSize, FixedSize, TreeShape
 from hf_specgen.depth.calibration import Calibration, calibration_memory
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
@@ -29,7 +29,10 @@ class CalibratedSession(DraftSession):
         super().__init__(call)
         temperature = round(call.temperature, 2)
         self._keys = [(call.candidates.profile_key(), self._mode, temperature, index) for index in range(calibrations)]
-        self.calibrations: list[Calibration] = [calibration_memory.recall(call.model, key) for key in self._keys]
+        # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
+        self._remembers = not self.wants_q and (call.depth is None or call.depth.remembers)
+        known = call.model if self._remembers else None
+        self.calibrations: list[Calibration] = [calibration_memory.recall(known, key) for key in self._keys]
         self._tree = DraftTree.empty(call.state.batch)
         self._features: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
 
@@ -74,27 +77,27 @@ class CalibratedSession(DraftSession):
                 calibration.observe(rank[chosen], confidence[chosen], accepted[chosen])
 
     def end(self) -> None:
-        if self.wants_q:  # in rejection sampling the text depends on the draft: not on earlier calls too
-            return
-        for key, calibration in zip(self._keys, self.calibrations, strict=True):
-            calibration_memory.store(self.call.model, key, calibration)
+        if self._remembers:
+            for key, calibration in zip(self._keys, self.calibrations, strict=True):
+                calibration_memory.store(self.call.model, key, calibration)
 
-    def shape(self, size: str | int | None, depths: Sequence[int]) -> TreeShape:
+    def shape(self, size: str | int | None, depths: Sequence[int], children: int = MAX_CHILDREN) -> TreeShape:
         """How the next tree grows.
 
         Args:
             size: a number of nodes; "auto" for the fastest; None for a chain.
             depths: `[rows]` maximum depths.
+            children: of a node at most.
         """
         if isinstance(size, int):
-            return FixedSize(size)
+            return FixedSize(size, children)
         latency = None if self.call.depth is None else self.call.depth.latency
         if size is None or latency is None:
             return Chain()
         rows = sum(depth > 0 for depth in depths)
         state = self.call.state
         context = max(len(p) + len(g) for p, g in zip(state.prompts, state.generated, strict=True))
-        return FastestSize(latency.at(rows, context), rows)
+        return FastestSize(latency.at(rows, context), rows, children=children)
 
     @property
     def _mode(self) -> str:

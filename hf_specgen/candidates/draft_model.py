@@ -81,6 +81,7 @@ class DraftModelCandidates(Candidates):
 
     def start(self, call: Call) -> DraftSession:
         draft = self._load(call.model)
+        _check_prompt_length(draft, max(map(len, call.state.prompts)))
         check_model(draft)
         check_computation(draft, TargetRequirements())
         if call.model is not None:
@@ -112,12 +113,7 @@ class _DraftModelSession(AutoregressiveSession):
         super().__init__(call, settings.k, settings.tree, settings.confidence_threshold, vocab)
         state = self._state = call.state
         self._readable = int(cast(Any, draft.get_input_embeddings()).weight.shape[0])
-        self._table = int(getattr(draft.config.get_text_config(), "max_position_embeddings", None) or 2**31)
-        longest = max(map(len, state.prompts))
-        if longest > self._table:
-            raise ValueError(
-                f"the prompt has {longest} tokens, but the draft reads at most {self._table}; use another draft"
-            )
+        self._table = _positions(draft)
         input_ids, mask = _left_padded([self._known(prompt) for prompt in state.prompts], draft.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
@@ -172,6 +168,17 @@ class _DraftModelSession(AutoregressiveSession):
     def _known(self, tokens: list[int]) -> list[int]:
         """Replace tokens from the padding of a larger target's embedding table, which the draft model cannot read."""
         return [token if token < self._readable else 0 for token in tokens]
+
+
+def _positions(draft: PreTrainedModel) -> int:
+    return int(getattr(draft.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+
+
+def _check_prompt_length(draft: PreTrainedModel, longest: int) -> None:
+    if longest > _positions(draft):
+        raise ValueError(
+            f"the prompt has {longest} tokens, but the draft reads at most {_positions(draft)}; use another draft"
+        )
 
 
 def _left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,8 +88,8 @@ class TreeBuilder:
 
         Example:
             >>> tokens = np.array([[[5, 6], [7, 8]]])
-            >>> builder = TreeBuilder.from_marginals([2], tokens, np.array([[[0.6, 0.3], [0.5, 0.1]]]), count=4)
-            >>> builder.tokens.tolist(), builder.parents.tolist()  # 5 (0.6), 5-7 (0.3), 6 (0.3), 6-7 (0.15)
+            >>> builder = TreeBuilder.from_marginals([2], tokens, np.array([[[0.6, 0.25], [0.5, 0.1]]]), count=4)
+            >>> builder.tokens.tolist(), builder.parents.tolist()  # 5 (0.6), 5-7 (0.3), 6 (0.25), 6-7 (0.125)
             ([[5, 7, 6, 7]], [[-1, 0, -1, 2]])
         """
         builder = cls(depths)

@@ -80,6 +80,7 @@ class FastestSize:
         latency: of the next steps.
         rows: how many rows draft.
         max_nodes: nodes of a row at most.
+        children: of a node; 1 for chains.
     """
 
     latency: StepLatency
@@ -91,7 +92,7 @@ class FastestSize:
         nodes = np.arange(self.max_nodes + 1)
         self._target = np.maximum.accumulate(self.latency.target.by_tokens(self.rows * (1.0 + nodes)))
         widths = self.rows * np.arange(1.0, MAX_BEAM + 1)
-        self._pass = np.maximum.accumulate(self.latency.drafter.by_tokens(widths))
+        self._pass = np.maximum.accumulate(self.latency.drafter.by_tokens(widths[: None if self.children > 1 else 1]))
         self._spent = self.latency.drafter.draft([self.rows])
         self._seen = self._expanded = 0
         self._child = EXPECTED_CHILD
@@ -101,7 +102,7 @@ class FastestSize:
         tokens, rate, best = self._best(builder)
         weakest = builder.sorted_joint(self.max_nodes)
         helps = weakest.shape[1] < self.max_nodes or (builder.frontier_joint(1)[:, 0] > weakest[:, -1]).any()
-        frontier = builder.frontier_joint(min(MAX_BEAM, self.max_nodes - self._expanded)).sum(axis=0)
+        frontier = builder.frontier_joint(min(len(self._pass), self.max_nodes - self._expanded)).sum(axis=0)
         frontier = frontier[frontier > 0]  # expected rows that reach the j-th node to expand
         if not helps or not len(frontier):
             return 0

@@ -24,6 +24,9 @@ RANKS = 4
 """Ranks that are told apart; later ones share the last."""
 PRIOR_WEIGHT = 6.0
 """Observations that the confidence itself counts for."""
+MEASURED_PRIOR_WEIGHT = 50.0
+"""Observations that acceptance measured on other texts counts for: with it the projected speed of Medusa heads is 2.26x
+of plain decoding, with the weight of a confidence 2.21x."""
 REMEMBERED_OBSERVATIONS = 200.0
 """Weight per bin of what was counted in earlier calls: text changes, and a new call has to be followed."""
 REMEMBERED_KEYS = 64
@@ -54,12 +57,13 @@ class Calibration:
 
         Args:
             confidence: of each child.
-            prior: `[…, children]` probabilities before anything was counted; the confidences if left out.
+            prior: `[…, children]` probabilities measured on other texts; the confidences if left out.
         """
+        weight = PRIOR_WEIGHT if prior is None else MEASURED_PRIOR_WEIGHT
         prior = confidence if prior is None else prior
         rank = np.minimum(np.arange(confidence.shape[-1]), RANKS - 1)
         place = rank, np.searchsorted(EDGES, confidence)
-        estimate = (self.accepted[place] + PRIOR_WEIGHT * prior) / (self.seen[place] + PRIOR_WEIGHT)
+        estimate = (self.accepted[place] + weight * prior) / (self.seen[place] + weight)
         estimate = np.minimum.accumulate(estimate, axis=-1)
         before = np.cumsum(estimate, axis=-1) - estimate
         return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))

@@ -92,6 +92,7 @@ class AdaptiveSession(PolicySession):
         self._profile: Profile | None = None
         self._group: Any = None
         self._fixed, self._wants_plain_step, self._exploring, self._exploration = True, False, False, 0.0
+        self.remembers = policy.latency is None
         if policy.latency is not None:
             self.latency = policy.latency.select(str(key[0]), cheap)
         else:
@@ -105,7 +106,7 @@ class AdaptiveSession(PolicySession):
         self._plan_age = self._drafts = 0
         self._new: list[StepRecord] = []
         self._unread = max(map(len, call.state.prompts))
-        self._nodes_per_level, self._tree_cost = 1.0, 0.0
+        self._nodes_per_level = 1.0
 
     def depths(self, room: Sequence[int]) -> list[int]:
         """The plan's depths where drafting pays; 0 elsewhere, but for a trial now and then."""
@@ -132,7 +133,7 @@ class AdaptiveSession(PolicySession):
         if self._unread % REPLAN_EVERY == 0:
             self._remember()
         self._exploring = self._exploration >= cost
-        return (self._k if self._candidates.adaptive_tree else 1) if self._exploring else 0
+        return int(self._exploring)
 
     def observe(self, step: StepRecord) -> None:
         """Count acceptance; times only enter the latency model, as long as that is being learnt."""
@@ -145,9 +146,7 @@ class AdaptiveSession(PolicySession):
         accepted = sum(row.accepted for row in drafted)
         if self._exploring:
             self._exploration += accepted / max(1, step.batch) - self._trial_cost(step, bool(drafted))
-        if drafted and self._candidates.adaptive_tree:
-            self._tree_cost += SIZE_UPDATE * (self._cost_of(step) - self._empty_draft_cost - self._tree_cost)
-        elif drafted:
+        if drafted:
             breadth = max(row.drafted for row in drafted) / step.depth
             self._nodes_per_level += SIZE_UPDATE * (breadth - self._nodes_per_level)
         self._unread, self._drafts = 0, self._drafts + 1
@@ -173,7 +172,7 @@ class AdaptiveSession(PolicySession):
         self._price(sum(active))
         accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
         plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
-        if self._candidates.adaptive_tree:
+        if self._candidates.adaptive_tree:  # it sizes its trees itself, and so does at least as well as the plan
             plan = plan._replace(depths=[self._k if depth else 0 for depth in plan.depths])
         self._plan, self._plan_age, self._active, self._renew = plan, 0, active, False
 
@@ -186,9 +185,6 @@ class AdaptiveSession(PolicySession):
         target, drafter = self._latency
         depths, plain = np.arange(self._k + 1.0), float(target.by_tokens(rows))
         seconds = target.by_tokens(rows * (1 + self._nodes_per_level * depths)) + depths * drafter.by_tokens(rows)
-        if self._candidates.adaptive_tree:
-            self._tree_cost = self._tree_cost or seconds[min(4, self._k)] / plain
-            seconds[1:] = self._tree_cost * plain
         self._cost = np.maximum(seconds / plain, 1.0)
         self._empty_draft_cost = drafter.overhead / plain
         self._prefill_cost = rows * drafter.prefill / plain

@@ -55,6 +55,8 @@ class PolicySession(ABC):
 
     latency: LatencyModel | None = None
     """The latency model in use, for strategies that size their own trees; None if the policy has none."""
+    remembers: bool = True
+    """Whether what was counted in earlier calls may be used; if not, equal calls draft alike."""
 
     @abstractmethod
     def depths(self, room: Sequence[int]) -> list[int]:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hf_specgen import compat
 from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
 from hf_specgen.heads.mtp import LINKS, MTPConfig, MTPHead, MTPLayer
 
@@ -131,7 +132,9 @@ def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
         num_target_layers=first,
         num_layers=len(layers),
     )
-    head = MTPHead(head_config, mtp_layers, blocks.rotary_emb, blocks.config._attn_implementation == "eager")
+    head = MTPHead(
+        head_config, mtp_layers, blocks.rotary_emb, compat.attention_implementation(blocks.config) == "eager"
+    )
     like = next(decoder.layers[-1].parameters())
     return head.to(device=like.device).eval().requires_grad_(False)
 
@@ -165,7 +168,7 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) 
     config = layer_config(decoder.config, len(layers), any(".experts." in name for name in names))
     state = {name: tensors[names[name]] for name in names}
     state |= {"embed_tokens.weight": torch.zeros(1, config.hidden_size), "norm.weight": torch.zeros(config.hidden_size)}
-    implementation = decoder.config._attn_implementation
+    implementation = compat.attention_implementation(decoder.config)
     try:
         blocks, report = type(decoder).from_pretrained(
             None,

@@ -35,6 +35,9 @@ class Target:
         ValueError: for a cache or inputs that speculative decoding cannot work with.
     """
 
+    reuses_drafter_states: bool = False
+    """Whether a step goes on from what drafting has computed for its tokens."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -87,7 +90,7 @@ class Target:
         return logits
 
     def _read_prompt(self, draft: DraftTree) -> torch.Tensor:
-        """The logits of a pass over the prompt and the columns of guesses behind it."""
+        """The logits of a pass over the prompt and the columns of draft tokens behind it."""
         kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(draft.nodes)}
         input_ids = torch.cat([self._input_ids, draft.tokens.to(self._input_ids)], dim=1)
         config: Any = copy.copy(self._generation_config)
@@ -201,7 +204,8 @@ class Target:
             bases = [base if keeps else min(base, self.last_position) for base, keeps in zip(bases, kept, strict=True)]
         positions = torch.tensor(bases, device=self.device)[:, None] + depth[:, cached:]
         if cached:  # nodes that fill up a row may stand behind a table of positions; their results are ignored
-            positions = positions.clamp(max=max(self.last_position, *bases))
+            ends = [self.last_position if base <= self.last_position else 2**31 for base in bases]
+            positions = positions.minimum(torch.tensor(ends, device=self.device)[:, None])
         with grouped_attention():
             return module(
                 **inputs,

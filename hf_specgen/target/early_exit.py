@@ -3,7 +3,7 @@
 Drafting a token runs layers 0 to E-1 on it, which write their own keys and values where they belong, and keeps the
 state that goes into layer E. Verification starts from those states: nothing of the first layers is computed twice.
 
-    draft:   embed ─► layer 0 … E-1 ─┬─► norm ─► head ─► next guess
+    draft:   embed ─► layer 0 … E-1 ─┬─► norm ─► head ─► draft token
                                      └─ kept
     verify:                             kept ─► layer E … L-1 ─► norm ─► head ─► logits
 
@@ -42,6 +42,8 @@ class EarlyExitTarget(Target):
         ValueError: if the model has no layer E, or cannot be divided.
     """
 
+    reuses_drafter_states = True
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -74,7 +76,7 @@ class EarlyExitTarget(Target):
         return seen[:, -1:], logits[:, -1:]
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
-        """Read the prompt and the guesses behind it, starting from the states that drafting has left, if it has."""
+        """Read the prompt and the draft tokens behind it, from the states that drafting has left, if it has."""
         if not self._states:
             with self._noting_form():
                 return super().prefill(draft)

@@ -75,7 +75,7 @@ def output_logits(
     """
     config = model.config.get_text_config()
     logits = (matrix or output_matrix(model))(hidden)
-    # Which of them a model reads is its own affair; no architecture has a field of these names that it ignores.
+    # Which of them a model reads is model-specific; no architecture has a field of these names that it ignores.
     if (scale := getattr(config, "logit_scale", None)) is not None:
         logits = logits * scale
     if (scaling := getattr(config, "logits_scaling", None)) is not None:

@@ -10,6 +10,7 @@ Transformers' own cache, and as a draft tree with a rollback that leaves rows of
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -38,10 +39,19 @@ _lock = threading.Lock()
 _checked: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
 
 
+class _DifferenceError(Exception):
+    """The two ways of decoding differ; the message says how."""
+
+
+class _UndecidedError(Exception):
+    """The logits of plain decoding are NaN, +inf or all -inf, so that nothing can be compared."""
+
+
 def check_computation(model: PreTrainedModel, requirements: TargetRequirements) -> None:
     """Raise unless the model, run as `requirements` says, computes what plain `generate` computes.
 
-    The result is remembered per model, dtype, attention implementation and exit layer.
+    The result is remembered per model, dtype, attention implementation and exit layer; but not that of a trial that
+    failed, or in which plain decoding gave NaN, +inf or nothing but -inf: `generate` itself reports those.
 
     Raises:
         ValueError: if it computes something else, or fails.
@@ -51,46 +61,43 @@ def check_computation(model: PreTrainedModel, requirements: TargetRequirements) 
     with _lock:
         known = _checked.setdefault(model, {})
         if key not in known:
-            known[key] = _problem(model, TargetRequirements(exit_layer=requirements.exit_layer))
-        problem = known[key]
-    if problem is not None:
-        what = "draft with its own first layers" if requirements.exit_layer else "verify draft tokens"
-        raise ValueError(f"{type(model).__name__} cannot {what}: {problem}; {_remedy(requirements)}")
+            try:
+                known[key] = _difference(model, TargetRequirements(exit_layer=requirements.exit_layer))
+            except _UndecidedError:
+                return
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                raise _refusal(model, requirements, f"a trial run failed ({type(error).__name__}: {error})") from error
+        difference = known[key]
+    if difference is not None:
+        raise _refusal(model, requirements, difference)
 
 
-def _remedy(requirements: TargetRequirements) -> str:
+def _refusal(model: PreTrainedModel, requirements: TargetRequirements, reason: str) -> ValueError:
+    what, remedy = "verify draft tokens", "call generate() without candidate_generator="
     if requirements.exit_layer:
-        return "use another candidate generator"
-    return "call generate() without candidate_generator="
+        what, remedy = "draft with its own first layers", "use another candidate generator"
+    return ValueError(f"{type(model).__name__} cannot {what}: {reason}; {remedy}")
 
 
-def _problem(model: PreTrainedModel, requirements: TargetRequirements) -> str | None:
-    """Why the model is refused; None if it is not."""
+def _difference(model: PreTrainedModel, requirements: TargetRequirements) -> str | None:
+    """What differs between the two ways of decoding; None if nothing does."""
     input_ids = _prompt(model)
     mask = torch.ones_like(input_ids)
     mask[0, :PADDING] = 0
     config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
-    errors: list[float] = []
     arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, "generation_config": config}
     try:
         with torch.random.fork_rng(devices=[]):
-            original_generate(model)(model, **arguments, custom_generate=partial(_compare, requirements, errors))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return f"a trial run failed ({type(error).__name__}: {error})"
-    if errors[-1] == float("inf"):
-        return "running its layers in two parts gives other scores than running them at once"
-    worst, median = max(errors), sorted(errors)[len(errors) // 2]
-    limit = MAX_ERROR.get(model.dtype)
-    if not (median <= MAX_MEDIAN_ERROR if limit is None else worst <= limit):
-        return f"in a trial run its logits differed from those of plain decoding by {worst:.2g} standard deviations"
+            original_generate(model)(model, **arguments, custom_generate=partial(_compare, requirements))
+    except _DifferenceError as difference:
+        return str(difference)
     return None
 
 
 def _compare(
     requirements: TargetRequirements,
-    errors: list[float],
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     *,
@@ -99,18 +106,23 @@ def _compare(
     stopping_criteria: Any = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """A decoding method for `generate`: decodes both ways and collects the differences."""
+    """A decoding method for `generate` that decodes both ways and raises if they differ."""
     model_kwargs.pop("past_key_values", None)
-    if requirements.exit_layer is not None and not _division_agrees(
-        requirements, model, input_ids, generation_config, model_kwargs
-    ):
-        errors.append(float("inf"))
-        return input_ids
-    plain, tokens = _decode_plainly(model, input_ids, generation_config, model_kwargs)
-    ours = _verify_tree(make_target(requirements, model, input_ids, generation_config, dict(model_kwargs)), tokens)
-    for reference, logits in zip(plain, ours, strict=True):
-        for row in range(len(tokens)):
-            errors.append(_error(reference[row], logits[row]))
+    arguments = (model, input_ids, generation_config)
+    if requirements.exit_layer is not None and not _division_agrees(requirements, *arguments, model_kwargs):
+        raise _DifferenceError("running its layers in two parts gives other scores than running them at once")
+    plain, tokens = _decode_plainly(*arguments, model_kwargs)
+    if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
+        raise _UndecidedError
+    ours = _verify_tree(make_target(requirements, *arguments, dict(model_kwargs)), tokens)
+    pairs = zip(plain, ours, strict=True)
+    errors = [_error(*rows) for pair in pairs for rows in zip(*pair, strict=True)]
+    worst, median = max(errors), sorted(errors)[len(errors) // 2]
+    limit = MAX_ERROR.get(model.dtype)
+    if not (median <= MAX_MEDIAN_ERROR if limit is None else worst <= limit):
+        raise _DifferenceError(
+            f"in a trial run its logits differed from those of plain decoding by {worst:.2g} standard deviations"
+        )
     return input_ids
 
 
@@ -171,9 +183,9 @@ def _error(reference: torch.Tensor, logits: torch.Tensor) -> float:
     """The largest difference, in standard deviations of the reference; entries that are not finite in both agree."""
     finite = reference.isfinite()
     if not torch.equal(reference.nan_to_num()[~finite], logits.nan_to_num()[~finite]):
-        return float("inf")
+        return math.inf
     if not bool(logits[finite].isfinite().all()):
-        return float("inf")
+        return math.inf
     if not bool(finite.any()):
         return 0.0
     deviation = reference[finite].std().clamp(min=1e-6)

@@ -44,7 +44,7 @@ class StepMasks:
             depths: `[batch, 1 + nodes]` depth of each of these tokens.
             lengths: cached slots of each row before the pending token.
             cached: how many of these tokens are cached already; the mask is for the others.
-            first_visible: slots that sliding-window layers have dropped.
+            first_visible: slots that layers with a sliding window or chunks have dropped.
 
         Returns:
             a tensor, or one for each kind of layer; None where a mask would hide nothing.
@@ -62,8 +62,8 @@ class StepMasks:
                 width=max(lengths) + 1 + tree.nodes,
             )
             made = {kind: self._of_tree(kind, layout) for kind in self._kinds}
-        first = {"sliding_attention": first_visible}
-        ready = {kind: self._ready(mask, cached, first.get(kind, 0)) for kind, mask in made.items()}
+        first = {"sliding_attention": first_visible, "chunked_attention": first_visible}
+        ready = {kind: self._ready(mask, tree.batch, cached, first.get(kind, 0)) for kind, mask in made.items()}
         return ready if hasattr(self._config, "layer_types") else next(iter(ready.values()))
 
     def _of_chains(self, kind: str, lengths: tuple[int, ...], queries: int) -> torch.Tensor | None:
@@ -79,8 +79,11 @@ class StepMasks:
             return masks.chunked_mask(layout, self._config.attention_chunk_size)
         return masks.full_mask(layout)
 
-    def _ready(self, mask: torch.Tensor | None, cached: int, first_visible: int) -> torch.Tensor | None:
+    def _ready(self, mask: torch.Tensor | None, batch: int, cached: int, first_visible: int) -> torch.Tensor | None:
         if mask is None:
             return None
         mask = mask[:, :, cached:, first_visible:]
-        return masks.additive(mask, self._dtype) if self._eager else mask
+        if not self._eager:
+            return mask
+        # Attention written by hand may demand the full size where SDPA takes one mask for all rows.
+        return masks.additive(mask, self._dtype).expand(batch, -1, -1, -1)

@@ -173,7 +173,8 @@ class _ColumnWalk:
     """Verification where processors read the text: along the accepted paths, one generated column after the other.
 
     Rows may start at different columns. A column is decided once for all rows that have reached it. The chosen tokens
-    are appended to the state tentatively, so that processors see them.
+    are appended to the state tentatively, so that processors see them. Rows that have ended come along on their padding
+    if its scores are returned (`Call.processes_padding`): their draft is a chain of it.
     """
 
     def __init__(self, session: VerificationSession, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]):
@@ -182,6 +183,8 @@ class _ColumnWalk:
         self._tree, self._draft_tokens, self._logits = tree, tree.tokens.tolist(), logits
         self._node = [-1] * tree.batch
         self._walking = [row for row in range(tree.batch) if active[row]]
+        padded = self._call.processes_padding
+        self._padding = [row for row in range(tree.batch) if padded and self._call.state.has_ended(row)]
         self._result = VerificationResult(
             [[] if is_active else None for is_active in active], [[] for _ in active], [0] * tree.batch
         )
@@ -200,6 +203,9 @@ class _ColumnWalk:
             scores = self._processors.column(step, logits)
             chosen = self._choose(scores, step)
             on_draft = [self._take(row, chosen[row], scores, logits) for row in members]
+            for row in self._padding:
+                self._keep(row, scores, logits)
+                self._node[row] = min(self._node[row] + 1, len(self._tree.parents[row]) - 1)
             if self._processors.lockstep and not all(on_draft):
                 break
         for row, path in enumerate(self._result.paths):
@@ -212,27 +218,30 @@ class _ColumnWalk:
         return self._session.choose(scores[:, None], steps, self._tree, nodes)[:, 0].tolist()
 
     def _take(self, row: int, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Emit a token; True if the row follows its draft, or has come to its end."""
+        """Emit a token; True if the other rows may go on: it follows its draft or has ended."""
         check_sampled([token])
         state, result = self._call.state, self._result
         state.append(row, [token])
         result.tokens[row].append(token)
-        if self._call.keeps_scores:
-            result.scores[row].append(scores[row].clone())
-        if self._call.keeps_logits:
-            result.logits[row].append(logits[row].clone())
+        self._keep(row, scores, logits)
         parents, tokens, node = self._tree.parents[row], self._draft_tokens[row], self._node[row]
         child = next((i for i, parent in enumerate(parents) if parent == node and tokens[i] == token), None)
         ended = state.has_ended(row)
         result.accepted[row] += child is not None
         if child is None or ended:
             self._walking.remove(row)
-            return ended
+            return ended and not self._call.processes_padding
         self._node[row] = child
         path = result.paths[row]
         assert path is not None
         path.append(child)
         return True
+
+    def _keep(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        if self._call.keeps_scores:
+            self._result.scores[row].append(scores[row].clone())
+        if self._call.keeps_logits:
+            self._result.logits[row].append(logits[row].clone())
 
 
 def check_sampled(tokens: Sequence[int]) -> None:

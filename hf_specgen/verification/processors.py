@@ -8,9 +8,6 @@ Processors fall into three kinds:
 - any other processor may keep a state from call to call (grammars, guidance, some watermarks): the rows then advance
   in lockstep, one call per column, in the order in which plain `generate` makes them. A processor of your own that is
   row-wise may declare it with an attribute ``row_wise = True``; it must accept other rows padded at their end.
-
-The scores of rows that have ended are not those of plain `generate`, which goes on feeding them padding: a processor
-that mixes the scores of different rows must not be used where rows end at different times.
 """
 
 from __future__ import annotations

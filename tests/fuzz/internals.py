@@ -58,7 +58,7 @@ def raise_in_drafter(candidates: Candidates, call: int, error: BaseException) ->
 
 
 def given_latency() -> LatencyModel:
-    """Latencies with which drafting is sometimes worth its time, and sometimes not."""
+    """Latencies with which drafting is sometimes faster than plain decoding, and sometimes not."""
     curve = CostCurve((1, 32), (0.010, 0.015), context=256, batch=1)
     return LatencyModel.from_curves(curve, draft_token=0.001)
 

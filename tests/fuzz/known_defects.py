@@ -27,17 +27,4 @@ def known_defect(case: Case, differences: list[Difference]) -> KnownDefect | Non
     return found[0] if found and all(found) else None
 
 
-def _keeps_rows_in_lockstep(case: Case) -> bool:
-    """Whether a processor may keep state from call to call."""
-    several_rows = len(case.lengths) * case.num_return_sequences > 1
-    stateful = {"allowed_tokens", "guidance"} & set(case.options) or {"prefix", "stateful"} & set(case.processors)
-    return several_rows and bool(stateful)
-
-
-KNOWN_DEFECTS: tuple[KnownDefect, ...] = (
-    KnownDefect(
-        "D10",
-        "scores of ended rows' padding are not processed where processors keep rows in lockstep",
-        lambda case, difference: difference.kind == "scores" and _keeps_rows_in_lockstep(case),
-    ),
-)
+KNOWN_DEFECTS: tuple[KnownDefect, ...] = ()

@@ -144,10 +144,10 @@ def _script(name: str, case: Case, answers: Answers) -> Script:
         if name == "random_tree":
             return _random_tree(random, depth, case.branches)
         truth = answers.of(row, prompt)[len(generated) :][:depth]
-        guesses = [token if random.random() < case.accuracy else random.randrange(VOCAB) for token in truth]
+        proposed = [token if random.random() < case.accuracy else random.randrange(VOCAB) for token in truth]
         if name == "oracle":
-            return guesses, tuple(range(-1, len(guesses) - 1))
-        return _hidden_path(random, guesses, case.branches)
+            return proposed, tuple(range(-1, len(proposed) - 1))
+        return _hidden_path(random, proposed, case.branches)
 
     return propose
 

@@ -28,7 +28,7 @@ CURVES = st.lists(st.floats(0.001, 1), min_size=6, max_size=6).map(
 
 
 def simulate(alpha: float, k: int, steps: int) -> Statistics:
-    """Drafts of k guesses, each accepted with probability alpha until one is not."""
+    """Drafts of k tokens, each accepted with probability alpha until one is not."""
     generator = random.Random(0)
     made = []
     for _ in range(steps):
@@ -48,7 +48,7 @@ def test_formulas_match_a_simulation(alpha: float, k: int) -> None:
 
 
 def test_naive_estimate_is_wrong_where_ours_is_right() -> None:
-    """accepted / drafted counts guesses that nobody looked at: at alpha 0.7 and k=8 it says 0.27."""
+    """accepted / drafted counts draft tokens that were not judged: at alpha 0.7 and k=8 it says 0.27."""
     drawn = simulate(0.7, 8, 40_000)
     assert drawn.acceptance_rate < 0.3
     assert estimated_alpha(drawn) > 0.68
@@ -147,7 +147,7 @@ def test_curve_beyond_its_end_goes_on_as_it_ended() -> None:
         ((2, 4), (1.0, 1.0), r"increase from 1, got \[2, 4\]"),
         ((1, 4, 4), (1.0, 1.0, 1.0), "increase from 1"),
         ((1, 2), (1.0,), "2 queries need as many seconds, got 1"),
-        ((1, 2), (1.0, 0.0), "seconds must be positive, got 0.0"),
+        ((1, 2), (1.0, 0.0), "seconds must be positive and finite, got 0.0"),
     ],
 )
 def test_bad_curves(queries: tuple, seconds: tuple, message: str) -> None:

@@ -6,39 +6,54 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_specgen import NgramCandidates
+from hf_specgen import LayerSkipCandidates, NgramCandidates
 from hf_specgen.target.cache import RaggedCache
 from tests.helpers import Oracle, prompts, tiny_model
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 """One matmul over several rows rounds differently from several over one: about 1e-6 in float32 logits of size 1."""
+
+
+class EndsBySum(StoppingCriteria):
+    """Ends a row when the sum of its last two tokens is a multiple of 7."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -2:].sum(dim=-1) % 7 == 0
+
+
 ENDS: dict[str, Any] = {"eos_token_id": list(range(0, 30)), "pad_token_id": 0}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "eos": ENDS,
     "sampled": {"do_sample": True, "top_k": 12, **ENDS},
     "row-wise": {"repetition_penalty": 1.3, **ENDS},
+    "allowed tokens": {"prefix_allowed_tokens_fn": lambda row, ids: range(int(ids[-1]) % 3, 99, 2), **ENDS},
+    "guidance": {"guidance_scale": 1.5, **ENDS},
+    "guidance and criterion": {"guidance_scale": 1.5, "stopping_criteria": [EndsBySum()], **ENDS},
 }
 
 
-def run_both(model: Any, inputs: dict[str, torch.Tensor], **arguments: Any) -> tuple[Any, Any]:
-    """The outputs of plain `generate` and of an oracle that drafts trees, from one seed."""
+def run_both(model: Any, inputs: dict[str, torch.Tensor], strategy: Any = None, **arguments: Any) -> tuple[Any, Any]:
+    """The outputs of plain `generate` and of a strategy, by default an oracle that drafts trees, from one seed."""
     torch.manual_seed(5)
     plain = model.generate(**inputs, **arguments, return_dict_in_generate=True)
     oracle = Oracle(plain.sequences[:, inputs["input_ids"].shape[1] :], accuracy=0.7, branching=True)
     torch.manual_seed(5)
-    return plain, model.generate(**inputs, **arguments, return_dict_in_generate=True, candidate_generator=oracle)
+    arguments["candidate_generator"] = strategy or oracle
+    return plain, model.generate(**inputs, **arguments, return_dict_in_generate=True)
 
 
+@pytest.mark.parametrize("strategy", [None, LayerSkipCandidates(2, k=3)], ids=["oracle", "layer skip"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_output_scores_and_logits_are_those_of_plain_generate(batch: int, arguments: str) -> None:
+def test_output_scores_and_logits_are_those_of_plain_generate(batch: int, arguments: str, strategy: Any) -> None:
     """Would catch: scores of rejected nodes, missing columns, rows mixed up, no scores for padding of ended rows."""
     both = {"output_scores": True, "output_logits": True}
-    plain, ours = run_both(tiny_model("llama"), prompts(batch), max_new_tokens=16, **both, **ARGUMENTS[arguments])
+    arguments = {"max_new_tokens": 16, **both, **ARGUMENTS[arguments]}
+    plain, ours = run_both(tiny_model("llama"), prompts(batch), strategy, **arguments)
     assert isinstance(ours, GenerateDecoderOnlyOutput)
     assert torch.equal(plain.sequences, ours.sequences)
     assert len(plain.scores) == len(ours.scores) == len(ours.logits) == plain.sequences.shape[1] - 12
@@ -109,6 +124,22 @@ def test_given_dynamic_cache_is_updated_in_place() -> None:
     for expected, got in zip(plain.layers, ours.layers, strict=True):
         torch.testing.assert_close(got.keys, expected.keys, **TOLERANCE)
         torch.testing.assert_close(got.values, expected.values, **TOLERANCE)
+
+
+def test_cache_of_plain_generate_with_attention_in_chunks_continues() -> None:
+    """Plain `generate` keeps the last chunk only. Would catch: masks for slots that the cache no longer holds."""
+    model = tiny_model("llama4_text", attention_chunk_size=8)
+    expected, ours = (
+        model.generate(
+            torch.cat([first.sequences, torch.tensor([[3, 4]])], dim=1),
+            past_key_values=first.past_key_values,
+            max_new_tokens=12,
+            **arguments,
+        )
+        for arguments in ({}, {"candidate_generator": NgramCandidates(k=4, branches=2)})
+        for first in [model.generate(**prompts(1), max_new_tokens=8, return_dict_in_generate=True)]
+    )
+    assert torch.equal(expected, ours)
 
 
 def test_returned_cache_in_plain_generate_same_tokens() -> None:

@@ -45,7 +45,11 @@ def assert_same_logits(model: Any, inputs: dict[str, torch.Tensor], candidates: 
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("candidates", [ALWAYS, LayerSkipCandidates(2, k=3)], ids=["oracle", "layer-skip"])
+@pytest.mark.parametrize(
+    "candidates",
+    [ALWAYS, LayerSkipCandidates(2, k=3), LayerSkipCandidates(2, k=3, tree=6)],
+    ids=["oracle", "layer-skip", "layer-skip tree"],
+)
 def test_prompt_behind_position_table_same_logits(sampling: dict, candidates: Any) -> None:
     """Rotary positions continue behind the table. Would catch: draft tokens that are read at its last position."""
     ours = assert_same_logits(

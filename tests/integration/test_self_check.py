@@ -88,6 +88,17 @@ def test_self_check_leaves_the_random_state_and_the_model_unchanged() -> None:
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_finite_for_a_while_refuse_no_later_call(value: float) -> None:
+    """Would catch: a model that is refused for ever because one call had faulty logits."""
+    model = llama(initializer_range=0.2).eval()
+    handle = model.lm_head.register_forward_hook(lambda *_: torch.full((2, 1, SMALL["vocab_size"]), value))
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        model.generate(torch.tensor([[5, 6, 7]] * 2), do_sample=True, candidate_generator=NgramCandidates(k=3))
+    handle.remove()
+    assert identical(model, NgramCandidates(k=3))
+
+
 def llama(**settings: Any) -> Any:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, **WIDE, **settings))

@@ -1,10 +1,23 @@
-"""The tokens of plain `generate` on every supported architecture, for every strategy."""
+"""The tokens of plain `generate` on every supported architecture.
+
+By default one compact case runs for each architecture; `--all-architectures` runs every strategy on each of them.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from hf_specgen import DraftModelCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates
+from hf_specgen import (
+    Candidates,
+    CombinedCandidates,
+    DraftModelCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+)
 from tests.helpers import ARCHITECTURES, SAMPLING, assert_same_tokens, perturbed_copy, prompts, tiny_model
 from tests.helpers.cases import FULL_SAMPLING, ORACLES, PROCESSORS, SAMPLING_AND_PROCESSORS, assert_oracle_was_used
 from tests.helpers.medusa import random_heads
@@ -13,6 +26,29 @@ from tests.helpers.medusa import random_heads
 DIVISIBLE = [name for name in ARCHITECTURES if name not in ("gemma4_text", "gpt2", "opt")]
 
 
+def self_drafting(architecture: str, model: Any) -> Candidates:
+    """A strategy that reads the target's own layers: early exit and Medusa by turns."""
+    if architecture in DIVISIBLE and ARCHITECTURES.index(architecture) % 2:
+        return LayerSkipCandidates(2, k=3)
+    return MedusaCandidates(random_heads(model), policy=FixedDepth())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_strategies_every_architecture_same_tokens(architecture: str) -> None:
+    """Would catch: a wrong mask, position, cache slot or hidden state in any architecture, in ragged batches."""
+    model = tiny_model(architecture)
+    tree = NgramCandidates(k=3, branches=2)
+    merged = CombinedCandidates(
+        [tree, DraftModelCandidates(perturbed_copy(model, noise=3.0), k=3)], policy=FixedDepth()
+    )
+    statistics = assert_same_tokens(model, prompts(3), merged, max_new_tokens=10)
+    assert statistics.drafted > 0
+    own = self_drafting(architecture, model)
+    statistics = assert_same_tokens(model, prompts(3), own, max_new_tokens=10, **SAMPLING["sampled"])
+    assert statistics.drafted > 0
+
+
+@pytest.mark.all_architectures
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("oracle", ORACLES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -29,6 +65,7 @@ def test_generate_every_architecture_same_tokens(architecture: str, batch: int, 
         assert_oracle_was_used(oracle, statistics)
 
 
+@pytest.mark.all_architectures
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -40,6 +77,7 @@ def test_draft_model_every_architecture_same_tokens(architecture: str, batch: in
     assert statistics.drafted > 0
 
 
+@pytest.mark.all_architectures
 @pytest.mark.parametrize("exit_layer", [1, 3])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -53,6 +91,7 @@ def test_layer_skip_every_divisible_architecture_same_tokens(
     assert statistics.drafted > 0
 
 
+@pytest.mark.all_architectures
 @pytest.mark.parametrize("shape", [{}, {"num_layers": 2, "reads_token": True}], ids=["one-layer", "two-layers-token"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sampling", SAMPLING)

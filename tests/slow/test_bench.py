@@ -168,7 +168,7 @@ def test_repeats_of_a_prompt_are_one_request() -> None:
 
 
 def test_limits_follow_the_formulas() -> None:
-    """Of two pairs of drafts of 4 one is accepted, one stops at its first guess: alpha = 8 / (8 + 2)."""
+    """Of two pairs of drafts of 4 one is accepted, one is rejected at its first token: alpha = 8 / (8 + 2)."""
     steps = [[4, 4, 4, 5], [4, 4, 0, 1], [4, 4, 4, 5], [4, 4, 0, 1]]
     times = {"forward": 0.04, "draft": 0.016}
     base = {"cell": "c", "number": 0, "tokens": 12, "identical": True, "sampled": False}

@@ -68,10 +68,10 @@ def test_heads_learn_the_token_at_their_offset() -> None:
         optimizer.step()
     said = output_logits(model, hidden).argmax(dim=-1)
     with torch.no_grad():
-        guessed = model.lm_head(heads(hidden)).argmax(dim=-1)
+        predicted = model.lm_head(heads(hidden)).argmax(dim=-1)
     for head in range(2):
-        assert (guessed[: -head - 1, head] == said[head + 1 :]).float().mean() > 0.6
-        assert (guessed[:-3, head] == said[head + 2 : len(said) - 1 + head]).float().mean() < 0.5
+        assert (predicted[: -head - 1, head] == said[head + 1 :]).float().mean() > 0.6
+        assert (predicted[:-3, head] == said[head + 2 : len(said) - 1 + head]).float().mean() < 0.5
 
 
 def test_stage_one(folder: Path) -> None:

@@ -267,30 +267,29 @@ def _observe(session: PolicySession, requested: int, nodes: int, accepted: int) 
     session.observe(StepRecord([requested], [RowStep(nodes, depth, accepted, accepted + 1)], 1 + nodes))
 
 
-def test_adaptive_trees_are_only_turned_on_and_off() -> None:
+def test_adaptive_trees_get_their_full_depth_or_a_trial_of_one_level() -> None:
     session = AdaptiveDepth(GPU_LIKE).start(make_call(candidates=Candidates(6, False, True)))
     assert session.latency is not None
     requested = []
-    for step in range(120):
+    for step in range(160):
         (depth,) = session.depths([99])
         requested.append(depth)
         _observe(session, depth, 16 if depth else 0, 3 if step < 60 and depth else 0)
-    assert set(requested) == {0, 6}
+    assert set(requested) == {0, 1, 6}
     assert requested[:60] == [6] * 60 and requested[-20:].count(0) > 10
 
 
-def test_adaptive_trees_cost_what_their_drafts_took() -> None:
-    """Two tokens a draft pay for 4 nodes, not for 64 where every node takes as long as a tenth of a step."""
-    drafts = {}
-    for nodes in (4, 64):
-        model = LatencyModel.from_curves(CostCurve((1, 11), (1.0, 2.0), context=1, batch=1))
-        session = AdaptiveDepth(model).start(make_call(candidates=Candidates(8, True, True)))
-        drafts[nodes] = 0
-        for _ in range(100):
-            (depth,) = session.depths([99])
-            drafts[nodes] += depth > 0
-            _observe(session, depth, nodes if depth else 0, 2 if depth else 0)
-    assert drafts[4] == 100 and drafts[64] < 60
+@pytest.mark.parametrize("nodes, drafts", [(8, True), (64, True), (640, False)])
+def test_adaptive_trees_draft_where_a_tree_of_some_depth_pays(nodes: int, drafts: bool) -> None:
+    """Two tokens a draft pay for two levels of 8 nodes, not for one of 80; a node takes a tenth of a step."""
+    model = LatencyModel.from_curves(CostCurve((1, 11), (1.0, 2.0), context=1, batch=1))
+    session = AdaptiveDepth(model).start(make_call(candidates=Candidates(8, True, True)))
+    drafted = 0
+    for _ in range(100):
+        (depth,) = session.depths([99])
+        drafted += depth > 0
+        _observe(session, depth, nodes if depth else 0, 2 if depth else 0)
+    assert drafted == 100 if drafts else drafted < 30
 
 
 def test_depths_never_exceed_the_room_of_a_row() -> None:

@@ -101,14 +101,14 @@ def test_plan_row_that_is_seldom_accepted_is_held_back() -> None:
 
 
 def test_plan_batch_is_as_slow_as_its_slowest_row() -> None:
-    """Of two rows one accepts nothing: what the other gains is paid for by both, and ends nothing sooner."""
+    """Of two rows one accepts nothing: what the other gains is paid for by both, and shortens nothing."""
     accepted, seconds = np.array([[0.9, 0.8, 0.7], [0.0, 0.0, 0.0]]), np.array([1, 1.4, 1.8, 2.2])
     assert plan_depths(accepted, np.ones((2, 3)), seconds, [9, 9]).depths == [0, 0]
     assert plan_depths(accepted, np.ones((2, 3)), seconds, [9, 0]).depths == [3, 0]
 
 
 def test_plan_empty_drafts_are_paid_for() -> None:
-    """Heads that seldom have a token worth verifying: what it takes to run them decides."""
+    """Heads that seldom have a token to verify: what it takes to run them decides."""
     arguments = np.array([[0.3]]), np.array([[0.4]]), np.array([1.0, 1.5]), [1]
     assert plan_depths(*arguments).depths == [1]
     assert plan_depths(*arguments, empty_draft=0.4).depths == [0]

@@ -1,0 +1,101 @@
+"""Reads the padding of rows that have ended, where the caller can see what comes of it.
+
+Plain `generate` feeds padding to ended rows until the last row ends. What it computes there is visible in the returned
+cache and scores only, so all of it is read at once when the call ends. There is one exception: processors that need
+all rows of a column at once (`LogitsPipeline.lockstep`) must see the padding's logits in the step that decides the
+column, if their scores are returned. Then an ended row takes part in every step with a chain of padding as its draft.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_specgen.outputs import OutputCollector
+from hf_specgen.state import Call
+from hf_specgen.target.base import Target
+from hf_specgen.tree import DraftTree, merge_trees
+from hf_specgen.verification import VerificationResult
+
+
+class PaddingReader:
+    """The padding of one call.
+
+    Args:
+        call: the call.
+        target: reads the padding.
+        outputs: receive its scores.
+    """
+
+    def __init__(self, call: Call, target: Target, outputs: OutputCollector):
+        self._call, self._state, self._target, self._outputs = call, call.state, target, outputs
+        self.is_visible = bool(call.config.return_dict_in_generate) or target.returns_cache
+
+    @property
+    def needs_plain_steps(self) -> bool:
+        """Whether steps must not draft, because what follows in an ended row's padding could not be scored.
+
+        A stopping criterion may end a row in any column of a draft, and an early exit has run on other tokens.
+        """
+        if not self._call.processes_padding:
+            return False
+        ended = any(self._state.has_ended(row) for row in range(self._state.batch))
+        return self._outputs.has_custom_criteria or (self._target.reuses_drafter_states and ended)
+
+    def pending(self) -> list[int]:
+        """The token of each row that the target reads next; padding behind a row that has ended."""
+        state, columns = self._state, self._outputs.columns
+        pending = state.pending()
+        if self._call.processes_padding:
+            assert state.pad_id is not None
+            for row, text in enumerate(state.generated):
+                if len(text) < columns:
+                    pending[row] = state.pad_id
+        return pending
+
+    def add_to(self, tree: DraftTree) -> DraftTree:
+        """The draft, with a chain of padding as deep as the deepest draft in each row that has ended."""
+        state = self._state
+        assert state.pad_id is not None
+        depth = max(max(tree.depths(row)) for row in range(tree.batch))
+        chains = [[state.pad_id] * depth if state.has_ended(row) else [] for row in range(tree.batch)]
+        return merge_trees([tree, DraftTree.chains(chains)])
+
+    def paths(self, result: VerificationResult) -> list[list[int] | None]:
+        """The nodes of each row that its cache keeps: the accepted ones, or the padding of the confirmed columns."""
+        if not self._call.processes_padding:
+            return result.paths
+        columns = [len(scores) for scores in result.scores]
+        return [
+            list(range(count - 1)) if path is None and count else path
+            for path, count in zip(result.paths, columns, strict=True)
+        ]
+
+    def read_all(self) -> None:
+        """At the end of the call: read the padding of all rows, if it is visible, and fill in its scores."""
+        state, columns = self._state, self._outputs.columns
+        self._target.rewind([len(text) - 1 for text in state.generated])
+        missing = [columns - len(text) for text in state.generated]
+        if not any(missing) or not self.is_visible:
+            return
+        assert state.pad_id is not None
+        tree = DraftTree.chains([[state.pad_id] * max(0, count - 1) for count in missing])
+        logits = self._target.forward(tree, state.pending(), [count > 0 for count in missing]).float()
+        self._target.commit([list(range(count - 1)) if count else None for count in missing])
+        if (self._call.keeps_scores or self._call.keeps_logits) and not self._call.processes_padding:
+            self._fill_in_scores(logits, missing)
+
+    def _fill_in_scores(self, logits: torch.Tensor, missing: list[int]) -> None:
+        rows = torch.arange(len(missing), device=logits.device)
+        processors, outputs = self._call.processors, self._outputs
+        assert processors is not None
+        for column in range(outputs.columns - max(missing), outputs.columns):
+            places = [column - (outputs.columns - count) for count in missing]
+            nodes = torch.tensor([max(place, 0) for place in places], device=logits.device)
+            column_logits = logits[rows, nodes].to(self._state.device)
+            scores = processors.column(column, column_logits) if self._call.keeps_scores else column_logits
+            for row, place in enumerate(places):
+                if place >= 0 and missing[row]:
+                    if self._call.keeps_scores:
+                        outputs.scores[column][row] = scores[row]
+                    if self._call.keeps_logits:
+                        outputs.logits[column][row] = column_logits[row]
