@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -235,7 +235,7 @@ def _target(model: Any) -> PreTrainedModel:
     inner = model
     while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):  # PEFT
-            inner = inner.get_base_model()
+            inner = cast(Any, inner).get_base_model()
             continue
         inner = next((inner._modules[name] for name in WRAPPED if name in inner._modules), None)
     if not isinstance(inner, PreTrainedModel) or not hasattr(inner, "generate"):

@@ -7,6 +7,7 @@ in the package touches an underscore attribute of Transformers.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -114,6 +115,16 @@ def is_sharded(model: PreTrainedModel) -> bool:
     Symbols: `is_fsdp_managed_module`, `is_deepspeed_zero3_enabled` and `_get_torch_distributed_world_size`, as
     `generate` uses them to decide on `synced_gpus`, which it does not pass on.
     """
-    if utils._get_torch_distributed_world_size() == 1:
+    names = cast(Any, utils)
+    if names._get_torch_distributed_world_size() == 1:
         return False
-    return bool(utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model))
+    return bool(names.is_deepspeed_zero3_enabled() or names.is_fsdp_managed_module(model))
+
+
+def plain_generate(model: PreTrainedModel) -> Callable[..., Any]:
+    """`generate` of the model's class without the keyword and the attached strategies of `hf_specgen.patch`.
+
+    No private symbol of Transformers: the patched function keeps the original as an attribute.
+    """
+    generate = cast(Any, type(model)).generate
+    return cast(Callable[..., Any], getattr(generate, "_hf_specgen_original", generate))

@@ -48,12 +48,6 @@ def uninstall() -> None:
         mixin.generate = patched._hf_specgen_original  # type: ignore[union-attr]
 
 
-def original_generate(model: Any) -> Callable[..., Any]:
-    """`generate` of the model's class without our keywords and without an attached strategy."""
-    generate = type(model).generate
-    return getattr(generate, "_hf_specgen_original", generate)
-
-
 def _patch(mixin: Any) -> None:
     # `functools.wraps` copies attributes, so this finds our function inside other wrappers too.
     patched = getattr(mixin.generate, "_hf_specgen_patched", None)

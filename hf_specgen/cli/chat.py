@@ -104,8 +104,7 @@ class Conversation:
             write: receives the text piece by piece, and whether it is an accepted draft token.
         """
         ids = self._prompt()
-        known = self.read is not None and ids.shape[1] > self.read.shape[1]
-        if not known or not torch.equal(ids[:, : self.read.shape[1]], self.read):  # type: ignore[union-attr]
+        if self.read is None or not torch.equal(ids[:, : self.read.shape[1]], self.read):
             self.forget_cache()  # the template or the tokenizer writes earlier turns in another way now
         streamer = ColouredStreamer(self.tokenizer, write)
         arguments = {**self.generation, "past_key_values": self.cache, "return_dict_in_generate": True}

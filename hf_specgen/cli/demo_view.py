@@ -69,9 +69,7 @@ def one_answer(totals: dict[str, Total], tokenizer: PreTrainedTokenizerBase) -> 
     if name is None:
         return ""
     best = max(_samples(totals[name]), key=lambda sample: sample.speculation.tokens_per_step)  # type: ignore[union-attr]
-    title = Text.from_markup(
-        f"\nOne answer, with {name}. [{ACCEPTED}]Accepted draft tokens[/]; the rest is the target's.\n"
-    )
+    title = f"\nOne answer, with {name}. [{ACCEPTED}]Accepted draft tokens[/]; the others are the target's own.\n"
     return Group(Text.from_markup(title), coloured(tokenizer, best), "")
 
 

@@ -130,7 +130,7 @@ def answer(
     torch.manual_seed(seed)
     ids = cast(Any, model).generate(**inputs, max_new_tokens=settings.max_new_tokens, **sampling)
     generated = ids[:, inputs["input_ids"].shape[1] :]
-    answers = cast("list[str]", tokenizer.batch_decode(generated, skip_special_tokens=True))
+    answers = tokenizer.batch_decode(generated, skip_special_tokens=True)
     return answers, int((generated != tokenizer.pad_token_id).sum())
 
 

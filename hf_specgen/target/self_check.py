@@ -21,7 +21,6 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.patch import original_generate
 from hf_specgen.target.base import Target
 from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.requirements import TargetRequirements, make_target
@@ -90,7 +89,7 @@ def _difference(model: PreTrainedModel, requirements: TargetRequirements) -> str
     arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, "generation_config": config}
     try:
         with torch.random.fork_rng(devices=[]):
-            original_generate(model)(model, **arguments, custom_generate=partial(_compare, requirements))
+            compat.plain_generate(model)(model, **arguments, custom_generate=partial(_compare, requirements))
     except _DifferenceError as difference:
         return str(difference)
     return None
