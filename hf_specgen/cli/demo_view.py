@@ -33,15 +33,20 @@ class Measured(Protocol):
     differences: list[tuple[str, Difference]]
 
 
-def comparison(targets: Sequence[Measured]) -> RenderableType:
-    """A row for each variant, a bar for each target; strategies in increasing order of speed on the last target."""
+def comparison(targets: Sequence[Measured], now: str = "") -> RenderableType:
+    """A row for each variant, a bar for each target; strategies in increasing order of speed on the last target.
+
+    Args:
+        targets: what has been measured so far.
+        now: what is being done, for a line below.
+    """
     view = Table(box=None, pad_edge=False, padding=(0, 1), show_header=True, header_style="bold")
     view.add_column("tokens per second", no_wrap=True)
     for target in targets:
         view.add_column(target.title, no_wrap=True)
     for name in _ordered(targets[-1].totals):
         view.add_row(_name(name), *(_bar(target.totals, name) for target in targets))
-    return Group("", view, "")
+    return Group("", view, Text(now, style="dim"))
 
 
 def closing_lines(targets: Sequence[Measured], widened: bool) -> Iterator[str]:
