@@ -63,7 +63,7 @@ def closing_lines(targets: Sequence[Measured], widened: bool) -> Iterator[str]:
         yield _same_tokens(target)
     if widened:
         yield (
-            f"[dim]{targets[-1].title} computes the function of the small model with wider layers: a latency model of\n"
+            f"[dim]{targets[-1].title} computes the function of the small model with wider layers: a latency model of "
             "a larger target. Texts and acceptance are those of the small one, the cost of a step is not.[/]"
         )
 
@@ -108,7 +108,8 @@ def _bar(totals: dict[str, Total], name: str) -> Text:
     style = "dim" if name in (PLAIN, PEER) else "green" if speedup > 1 else "yellow"
     bar = "█" * max(1, round(BAR * total.tokens_per_second / fastest))
     text = Text(f"{bar:<{BAR}}", style=style)
-    text.append(f"{total.tokens_per_second:>6.0f}", style="default")
+    digits = 0 if fastest >= 20 else 1
+    text.append(f"{total.tokens_per_second:>6.{digits}f}", style="default")
     text.append("       " if name == PLAIN else f"{speedup:6.2f}x", style="bold" if name not in (PLAIN, PEER) else "")
     return text
 
