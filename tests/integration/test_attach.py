@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, StaticCache, pipeline
 from transformers.generation.logits_process import LogitsProcessor
 
 import hf_specgen
-from hf_specgen import CombinedCandidates, DraftModelCandidates, NgramCandidates, SpeculationMonitor, speculate
+from hf_specgen import CombinedCandidates, DraftModelCandidates, NgramCandidates, SpeculationMonitor, compat, speculate
 from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
 
 NEW = 16
@@ -182,6 +184,39 @@ def test_attach_to_a_wrapper_attaches_to_the_model_inside(model: Any, wrap: Call
     assert hf_specgen.attach(wrapped, NgramCandidates()) is wrapped
     generate(wrapped)
     assert hf_specgen.statistics(model).calls == hf_specgen.statistics(wrapped).calls == 1
+
+
+def test_distributed_data_parallel_keeps_the_strategy(model: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(hf_specgen.attach(model, NgramCandidates()))
+        generate(wrapped.module)
+        assert hf_specgen.statistics(wrapped).calls == 1
+        hf_specgen.detach(wrapped)
+    finally:
+        dist.destroy_process_group()
+    assert "_hf_specgen_attachment" not in vars(model)
+
+
+@pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
+def test_peft_prompt_learning_same_tokens(model: Any, kind: Any) -> None:
+    """Would catch: virtual tokens that the speculative loop does not know. A refusal is right as well."""
+    torch.manual_seed(1)
+    tuned = get_peft_model(model, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    expected = generate(tuned)
+    hf_specgen.attach(tuned, NgramCandidates(k=4))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a strategy is attached")
+        assert torch.equal(generate(tuned), expected)
+
+
+def test_model_whose_parameters_are_sharded_falls_back(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: processes that wait for each other forever, since `generate` does not pass `synced_gpus` on."""
+    expected = generate(model)
+    hf_specgen.attach(model, NgramCandidates())
+    monkeypatch.setattr(compat, "is_sharded", lambda model: True)
+    with pytest.warns(UserWarning, match="sharded over processes"):
+        assert torch.equal(generate(model), expected)
 
 
 def test_deep_copy_counts_its_own_calls_and_shares_the_strategy(model: Any) -> None:
