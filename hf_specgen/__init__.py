@@ -22,13 +22,19 @@ if TYPE_CHECKING:
         AutoCandidates,
         Candidates,
         CombinedCandidates,
+        DFlashCandidates,
         DraftModelCandidates,
         DraftSession,
         EagleCandidates,
+        GemmaAssistantCandidates,
         LayerSkipCandidates,
         MedusaCandidates,
+        MTPCandidates,
         NgramCandidates,
         NgramHistory,
+        PEagleCandidates,
+        RecyclingCandidates,
+        RecyclingTable,
     )
     from hf_specgen.counters import Statistics
     from hf_specgen.decoding import SpeculativeOutput
@@ -57,20 +63,26 @@ __all__ = [
     "Candidates",
     "CombinedCandidates",
     "Controller",
+    "DFlashCandidates",
     "DraftModelCandidates",
     "DraftSession",
     "DraftTree",
     "EagleCandidates",
     "FixedDepth",
+    "GemmaAssistantCandidates",
     "LayerSkipCandidates",
+    "MTPCandidates",
     "MedusaCandidates",
     "Monitor",
     "MonitorSession",
     "MovingWindow",
     "NgramCandidates",
     "NgramHistory",
+    "PEagleCandidates",
     "Policy",
     "PolicySession",
+    "RecyclingCandidates",
+    "RecyclingTable",
     "Schedule",
     "SpeculationMonitor",
     "SpeculativeOutput",
@@ -91,8 +103,9 @@ __all__ = [
 
 _MODULES = {
     "attachment": "attach attached detach statistics",
-    "candidates": "AutoCandidates Candidates CombinedCandidates DraftModelCandidates DraftSession EagleCandidates "
-    "LayerSkipCandidates MedusaCandidates NgramCandidates NgramHistory",
+    "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
+    "EagleCandidates GemmaAssistantCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates "
+    "NgramHistory PEagleCandidates RecyclingCandidates RecyclingTable",
     "decoding": "SpeculativeOutput",
     "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
     "generate": "speculate",

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.depth import Policy
 from hf_specgen.generate import Speculation, as_candidates, by_name, generate_speculatively, unsupported_argument
@@ -31,8 +32,6 @@ from hf_specgen.totals import CallTotals
 from hf_specgen.verification import Verifier
 
 M = TypeVar("M", bound=nn.Module)
-WRAPPED = ("module", "_orig_mod")
-"""Where wrappers keep the model: DistributedDataParallel and accelerate, `torch.compile`."""
 
 
 def attach(
@@ -232,12 +231,13 @@ def _target(model: Any) -> PreTrainedModel:
     Raises:
         TypeError: if there is none.
     """
-    inner = model
+    inner: Any = model
     while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):  # PEFT
             inner = cast(Any, inner).get_base_model()
             continue
-        inner = next((inner._modules[name] for name in WRAPPED if name in inner._modules), None)
+        whole = compat.unwrapped(inner)  # torch.compile
+        inner = getattr(inner, "module", None) if whole is inner else whole  # DDP, DeepSpeed
     if not isinstance(inner, PreTrainedModel) or not hasattr(inner, "generate"):
         raise TypeError(f"attach takes a Transformers model that can generate, got {type(model).__name__}")
     return inner

@@ -25,6 +25,14 @@ def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationC
     return cast(Any, model)._prefill(input_ids, config, kwargs)
 
 
+def continued(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the next plain decoding step: mask, positions and token types one token longer.
+
+    Symbol: `GenerationMixin._update_model_kwargs_for_generation(outputs, model_kwargs)`.
+    """
+    return cast(dict[str, Any], cast(Any, model)._update_model_kwargs_for_generation(outputs, dict(kwargs)))
+
+
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:
     """Whether the forward pass takes `logits_to_keep`. Symbol: `GenerationMixin._supports_logits_to_keep()`."""
     return bool(cast(Any, model)._supports_logits_to_keep())
@@ -64,6 +72,12 @@ def is_stateful(model: PreTrainedModel) -> bool:
     return bool(cast(Any, model)._is_stateful)
 
 
+def plain_generate(model: Any) -> Callable[..., Any]:
+    """`generate` of the model's class, without the keyword of this package and without an attached strategy."""
+    generate = type(model).generate
+    return cast(Callable[..., Any], getattr(generate, "_hf_specgen_original", generate))
+
+
 def attention_implementation(config: Any) -> str:
     """The attention kernel in use: "sdpa", "eager", … Symbol: `PreTrainedConfig._attn_implementation`."""
     return str(config._attn_implementation)
@@ -88,16 +102,52 @@ def local_of_generate(name: str) -> Any:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where input ids belong: the device of the embeddings, or the CPU where weights are offloaded ("meta").
+    """Where input ids belong: the device that the embeddings compute on.
 
-    No private symbol: `PreTrainedModel.device` is the device of the first parameter, which may be offloaded. A model
+    `PreTrainedModel.device` is the device of the first parameter, "meta" where weights are offloaded. Symbol:
+    `_hf_hook` of accelerate's dispatched modules, whose `execution_device` is where offloaded weights are used. A model
     without embeddings raises NotImplementedError.
     """
     try:
-        device = model.get_input_embeddings().weight.device
+        module: Any = model.get_input_embeddings()
+        device = module.weight.device
     except NotImplementedError:
-        device = model.device
-    return torch.device("cpu") if device.type == "meta" else cast(torch.device, device)
+        module, device = model, model.device
+    if device.type != "meta":
+        return cast(torch.device, device)
+    hook = getattr(module, "_hf_hook", None)
+    devices = [getattr(part, "execution_device", None) for part in getattr(hook, "hooks", [hook])]
+    return torch.device(next((device for device in devices if device is not None), "cpu"))
+
+
+def without_compilation(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """The context in which compiled parts of a model run eagerly; does nothing for a model that has none.
+
+    The lengths of a cache with rows of their own change in every step: each would compile anew. Symbols: what
+    `Module.compile()` and `torch.compile` leave behind.
+    """
+    compiled = any(
+        module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        or hasattr(module, "_orig_mod")
+        for module in model.modules()
+    )
+    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager")) if compiled else nullcontext()
+
+
+def unwrapped(model: Any) -> Any:
+    """The model that `torch.compile` returned a wrapper of. Symbol: `OptimizedModule._orig_mod`."""
+    return getattr(model, "_orig_mod", model)
+
+
+def has_virtual_tokens(model: PreTrainedModel) -> bool:
+    """Whether a PEFT wrapper adds prefix or prompt tuning to this model.
+
+    No private symbol: `PeftModel.generate` replaces `prepare_inputs_for_generation` of its model by its own.
+    """
+    owner = getattr(cast(Any, model).prepare_inputs_for_generation, "__self__", None)
+    active = getattr(owner, "active_peft_config", None)
+    return bool(getattr(active, "is_prompt_learning", False))
 
 
 def uses_activation_checkpointing(model: PreTrainedModel) -> bool:
@@ -119,12 +169,3 @@ def is_sharded(model: PreTrainedModel) -> bool:
     if names._get_torch_distributed_world_size() == 1:
         return False
     return bool(names.is_deepspeed_zero3_enabled() or names.is_fsdp_managed_module(model))
-
-
-def plain_generate(model: PreTrainedModel) -> Callable[..., Any]:
-    """`generate` of the model's class without the keyword and the attached strategies of `hf_specgen.patch`.
-
-    No private symbol of Transformers: the patched function keeps the original as an attribute.
-    """
-    generate = cast(Any, type(model)).generate
-    return cast(Callable[..., Any], getattr(generate, "_hf_specgen_original", generate))

@@ -21,6 +21,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
+from hf_specgen.candidates.chains import ChainSession
 from hf_specgen.counters import RowStep, Statistics, StepPasses
 from hf_specgen.depth import Policy, PolicySession, StepRecord
 from hf_specgen.depth.schedules import context_length
@@ -33,6 +34,7 @@ from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
+from hf_specgen.verification.base import TopTokens
 from hf_specgen.verification.processors import LogitsPipeline
 
 MEASURED_PARTS = ("prefill", "draft", "forward", "verify", "policy")
@@ -91,7 +93,7 @@ def speculative_decode(
         keeps_logits=returns_dict and bool(generation_config.output_logits),
     )
     outputs = OutputCollector(call, stopping_criteria, streamer)
-    with ExitStack() as stack:
+    with compat.without_compilation(model), ExitStack() as stack:
         loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
         if on_start is not None:
             on_start(call)
@@ -99,7 +101,7 @@ def speculative_decode(
         with compat.optimized_for_decoding(model):
             loop.decode()
             loop.padding.read_all()
-        past_key_values = loop.target.finish()
+        past_key_values = loop.target.finish() if loop.padding.is_visible else None
     if streamer is not None:
         streamer.end()
     candidates.speculation = call.statistics
@@ -139,7 +141,7 @@ class _Loop:
         self._started = perf_counter()
         self.call, self.state, self.outputs = call, call.state, outputs
         requirements = call.candidates.target_requirements(call.model)
-        check_computation(call.model, requirements)
+        check_computation(call.model, requirements, input_ids, call.config, model_kwargs)
         self.target = make_target(requirements, call.model, input_ids, call.config, model_kwargs)
         stack.push(lambda kind, *_: self.target.abandon() if kind else None)
         check_length(call.model, self.target.first_positions, call.max_new_tokens)
@@ -153,6 +155,8 @@ class _Loop:
         self.drafter = call.candidates.start(
             replace(call, target=self.target, verification=self.verification, depth=depth)
         )
+        if self.target.verifies_chains_only:
+            self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
         self._seconds = dict.fromkeys(MEASURED_PARTS, 0.0)
         self._tokens_from_prefill = [1] * self.state.batch
@@ -168,8 +172,9 @@ class _Loop:
             logits = self.target.prefill(tree)
         result = self._verify(tree, logits, rows)
         self._tokens_from_prefill = [int(not parents) for parents in tree.parents]
-        if tree.nodes:
+        if tree.nodes or self.drafter.top_tokens:
             self.drafter.observe(result)
+        if tree.nodes:
             self._report(tree, self.call.statistics.record_prefill_draft(tree, result))
 
     def decode(self) -> None:
@@ -209,6 +214,12 @@ class _Loop:
         """Accept draft tokens, extend the rows, confirm columns, and roll the cache back to what was accepted."""
         with self._timed("verify"):
             result = self.verification.verify(tree, logits, active)
+            if self.drafter.top_tokens:
+                pending = [
+                    (generated or prompt)[-1]
+                    for prompt, generated in zip(self.state.prompts, self.state.generated, strict=True)
+                ]
+                result.top_tokens = TopTokens.of_step(logits, tree, pending, active, self.drafter.top_tokens)
             for row, tokens in enumerate(result.tokens):
                 self.state.append(row, tokens)
             self.target.commit(self.padding.paths(result))

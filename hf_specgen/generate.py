@@ -99,7 +99,8 @@ def speculate(
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
     Args:
-        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; "auto" for the default strategy.
+        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; "auto" for `CombinedCandidates()`, the
+            best strategy that needs neither a model nor training.
         verification: "exact" (the tokens of plain `generate`, also when sampling with a seed), "rejection" (the same
             distribution, but not the same seed), "typical" (LOSSY: accepts what the target finds plausible), or a
             `Verifier`.
@@ -232,5 +233,8 @@ def _check_call(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs:
     if config.output_attentions or config.output_hidden_states:
         raise ValueError("output_attentions and output_hidden_states are not available with candidate_generator=")
     position_ids = model_kwargs.get("position_ids")
-    if position_ids is None or position_ids.dim() != 2:
-        raise ValueError("candidate_generator= works with text-only models that take 2-D position_ids")
+    if position_ids is None or position_ids.dim() not in (2, 3):
+        raise ValueError(
+            "candidate_generator= works with models that take position_ids of shape [batch, tokens] or "
+            f"[axes, batch, tokens], got {'none' if position_ids is None else tuple(position_ids.shape)}"
+        )

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.workloads.scripted import AlwaysRejected
 from hf_specgen import (
     AdaptiveDepth,
+    AutoCandidates,
     Candidates,
     CombinedCandidates,
     DraftModelCandidates,
@@ -22,10 +23,19 @@ from hf_specgen import (
     Policy,
 )
 from hf_specgen.candidates.base import Depth
+from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.candidates.vocabulary import check_vocabularies
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.measure import Variant
-from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
+from hf_specgen.evaluation.strategies import HEAD_NAMES
+from hf_specgen.evaluation.workloads import (
+    EMBEDDED_ADAPTER,
+    EMBEDDED_DFLASH,
+    EMBEDDED_DRAFT,
+    EMBEDDED_EAGLE,
+    EMBEDDED_HEADS,
+    EMBEDDED_MODEL,
+)
 from hf_specgen.heads import load_medusa
 from hf_specgen.heads.exit_head import exit_layer_of
 
@@ -35,6 +45,8 @@ PLAIN = Variant("plain", dict)
 PLAIN_AGAIN = Variant("plain again", dict)
 """Its speedup over `PLAIN` shows how far a speedup may be off without any cause."""
 NGRAM_DEPTHS, DRAFT_DEPTHS, EXIT_DEPTHS, MEDUSA_NODES = (4, 8, 16), (2, 4, 6), (1, 2, 4), (4, 8, 16)
+HEAD_DEPTHS = (2, 4, 6)
+"""With trees of four nodes for each level."""
 BRANCHED: dict[str, Any] = {"k": 8, "branches": 4}
 """One more setting of n-grams, so that both sides try five."""
 LOOKUP = ((3, 2), (5, 2), (10, 2), (10, 3), (20, 3))
@@ -105,8 +117,9 @@ def build(
     """The families to measure.
 
     Args:
-        strategies: "ngram", "draft=MODEL", "layerskip=ADAPTER" (or =LAYER without one), "medusa=HEADS" (ids or
-            folders), or several joined by "+"; without "=…" the files that ship for the embedded model.
+        strategies: "ngram", "draft=MODEL", "layerskip=ADAPTER" (or =LAYER without one), "medusa=HEADS", "eagle=HEAD",
+            "dflash=HEAD" or "heads=HEAD" of any format (ids or folders), or several joined by "+"; without "=…" the
+            files that ship for the embedded model.
         peers: "transformers" for the same strategies in Transformers; or empty.
         model: the target.
         latency: decides for "auto".
@@ -190,6 +203,19 @@ def _medusa(source: str, model: PreTrainedModel) -> Strategy:
     return Strategy("Medusa", lambda tree, policy: MedusaCandidates(heads, tree, policy=policy), MEDUSA_NODES, "tree")
 
 
+def _heads(source: str, model: PreTrainedModel) -> Strategy:
+    """EAGLE, P-EAGLE, DFlash or JetSpec heads; for MTP the target's own checkpoint."""
+    found = AutoCandidates.from_pretrained(source)
+    if not isinstance(found, HeadCandidates):
+        raise StrategyError(f"{source} holds no head that reads the target's hidden states, but {found!r}")
+    kind: Any = type(found)
+    return Strategy(
+        HEAD_NAMES[kind],
+        lambda k, policy: kind(source, k, tree=None if k == AUTO else 4 * k, policy=policy),
+        HEAD_DEPTHS,
+    )
+
+
 def _rejected(source: str, model: PreTrainedModel) -> Strategy:
     return Strategy("always rejected", lambda k, policy: AlwaysRejected(k, policy=policy), (5,))
 
@@ -221,6 +247,15 @@ LOADERS: dict[str, Callable[[str, PreTrainedModel], Strategy]] = {
     "draft": _draft,
     "layerskip": _layer_skip,
     "medusa": _medusa,
+    "eagle": _heads,
+    "dflash": _heads,
+    "heads": _heads,
     "rejected": _rejected,
 }
-SHIPPED = {"draft": str(EMBEDDED_DRAFT), "layerskip": str(EMBEDDED_ADAPTER), "medusa": str(EMBEDDED_HEADS)}
+SHIPPED = {
+    "draft": str(EMBEDDED_DRAFT),
+    "layerskip": str(EMBEDDED_ADAPTER),
+    "medusa": str(EMBEDDED_HEADS),
+    "eagle": str(EMBEDDED_EAGLE),
+    "dflash": str(EMBEDDED_DFLASH),
+}

@@ -31,8 +31,16 @@ class AttachedModules(Generic[T]):
         """The modules for this target; `load` is called if there are none in its dtype on its device.
 
         The random state is left unchanged: a new module initialises weights, which must not change what is sampled.
+
+        Raises:
+            ValueError: if the weights of the output matrix are offloaded.
         """
         weight = output_matrix(model).weight
+        if weight.device.type == "meta":
+            raise ValueError(
+                f"{type(model).__name__} has its output matrix offloaded, and draft heads use its weights; keep "
+                "lm_head and the embeddings on a device (device_map), or use another candidate generator"
+            )
         key = weight.dtype, weight.device
         with self._lock:
             known = self._loaded.get(model)

@@ -10,14 +10,20 @@ from huggingface_hub import snapshot_download
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_specgen.candidates.base import Candidates
+from hf_specgen.candidates.dflash import DFlashCandidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.eagle import EagleCandidates
+from hf_specgen.candidates.gemma import GemmaAssistantCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
+from hf_specgen.candidates.mtp import MTPCandidates
+from hf_specgen.candidates.peagle import PEagleCandidates
+from hf_specgen.heads.block_format import load_speculators_block, load_zlab_block
 from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
 from hf_specgen.heads.eagle_format import load_eagle1, load_eagle3
 from hf_specgen.heads.exit_head import EXIT_CONFIG, exit_layer_of
-from hf_specgen.heads.loading import FORMATS, head_format, is_medusa, speculators_type
+from hf_specgen.heads.loading import FORMATS, head_format, holds_medusa, speculators_type
+from hf_specgen.heads.mtp_format import has_mtp_layers
 
 Build = Callable[..., Candidates]
 DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja")
@@ -52,11 +58,12 @@ class AutoCandidates:
             settings: of the strategy, such as `k=4` or `tree=16`.
 
         Returns:
-            `EagleCandidates`, `MedusaCandidates`, `LayerSkipCandidates` or `DraftModelCandidates`.
+            `EagleCandidates`, `PEagleCandidates`, `DFlashCandidates`, `MTPCandidates` (for a target's own checkpoint),
+            `GemmaAssistantCandidates`, `MedusaCandidates`, `LayerSkipCandidates` or `DraftModelCandidates`.
 
         Raises:
             FileNotFoundError: if there is no such folder or repository.
-            ValueError: if the format is unknown, is known but has no strategy yet, or a file is damaged.
+            ValueError: if the format is unknown, or a file is damaged.
             TypeError: for a setting that the strategy does not have.
 
         Example:
@@ -72,29 +79,31 @@ def _strategy(source: Source) -> Build:
     """What builds the strategy from the folder or name of the checkpoint."""
     if source.file(EXIT_CONFIG) is not None:
         return _exit_adapter
-    checkpoint = open_checkpoint(source)
-    if is_medusa(checkpoint):
+    if holds_medusa(source):
         return MedusaCandidates
+    checkpoint = open_checkpoint(source)
+    if has_mtp_layers(checkpoint):
+        return MTPCandidates
     try:
         found = head_format(checkpoint)
     except ValueError:
         if _is_causal_model(checkpoint):
             return DraftModelCandidates
         if speculators_type(checkpoint) == "mtp":
-            raise ValueError(_no_strategy(checkpoint, "speculators mtp")) from None
-        known = "; ".join(("exit adapters", "Medusa heads", "causal language models", *(f.name for f in FORMATS)))
+            raise ValueError(
+                f"{checkpoint.source} is an MTP layer in the format of speculators, which has no strategy; use "
+                "MTPCandidates() with a target that has the layer in its own checkpoint"
+            ) from None
+        known = "; ".join(
+            ("exit adapters", "Medusa heads", "MTP layers", "causal language models", *(f.name for f in FORMATS))
+        )
         raise ValueError(f"{checkpoint.source} has none of the known formats, which are: {known}") from None
-    parallel = any(name.endswith("mask_hidden") for name in checkpoint.tensors)
-    if found.load in (load_eagle1, load_eagle3) and not parallel:
-        return EagleCandidates
-    raise ValueError(_no_strategy(checkpoint, "P-EAGLE" if parallel else found.name))
-
-
-def _no_strategy(checkpoint: Checkpoint, name: str) -> str:
-    return (
-        f"{checkpoint.source} is recognised as a head of the format {name}, for which there is no strategy yet; "
-        "use a head of another format"
-    )
+    if found.load in (load_speculators_block, load_zlab_block):
+        return DFlashCandidates
+    if found.load in (load_eagle1, load_eagle3):
+        parallel = any(name.endswith("mask_hidden") for name in checkpoint.tensors)
+        return PEagleCandidates if parallel else EagleCandidates
+    return GemmaAssistantCandidates
 
 
 def _is_causal_model(checkpoint: Checkpoint) -> bool:

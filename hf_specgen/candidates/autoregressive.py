@@ -47,7 +47,9 @@ class AutoregressiveSession(CalibratedSession):
 
     def __init__(self, call: Call, k: int, tree: str | int | None, confidence_threshold: float, vocab: int):
         super().__init__(call)
-        self._k, self._size, self._threshold, self._vocab = k, tree, confidence_threshold, vocab
+        chains_only = call.target is not None and call.target.verifies_chains_only
+        size = None if chains_only else tree
+        self._k, self._size, self._threshold, self._vocab = k, size, confidence_threshold, vocab
         self._expanded: list[list[int]] = []
         self._nodes: list[list[int]] = []
         self.budget: Sequence[int] = ()

@@ -23,6 +23,7 @@ from hf_specgen.state import Call
 from hf_specgen.target.base import Target
 from hf_specgen.target.requirements import TargetRequirements
 from hf_specgen.target.self_check import check_computation
+from hf_specgen.target.state_layers import keeps_state
 from hf_specgen.target.support import check_model
 from hf_specgen.tree import DraftTree
 
@@ -34,7 +35,7 @@ class DraftModelCandidates(Candidates):
     """Drafts with a small model of the same tokenizer.
 
     Args:
-        model_or_id: a loaded model, a Hub id or a folder.
+        model_or_id: a loaded model (also one that PEFT has wrapped), a Hub id or a folder.
         k: maximum depth of a draft, in tokens; "auto" adapts it to acceptance and latency.
         tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
             per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
@@ -75,14 +76,19 @@ class DraftModelCandidates(Candidates):
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self.confidence_threshold = confidence_threshold
-        self._name = model_or_id if isinstance(model_or_id, str) else str(model_or_id.name_or_path)
-        self._model = None if isinstance(model_or_id, str) else model_or_id
+        self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
+        self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
 
     def start(self, call: Call) -> DraftSession:
         draft = self._load(call.model)
         _check_prompt_length(draft, max(map(len, call.state.prompts)))
         check_model(draft)
+        if keeps_state(draft.config.get_text_config()):
+            raise ValueError(
+                f"{type(draft).__name__} keeps a state that draft trees cannot branch from; use a draft model with "
+                "attention layers only"
+            )
         check_computation(draft, TargetRequirements())
         if call.model is not None:
             check_vocabularies(draft, call.model)
@@ -95,7 +101,7 @@ class DraftModelCandidates(Candidates):
         if self._model is None:
             options = {name: value for name, value in self._loading.items() if value is not None}
             if target is not None:
-                options.setdefault("device_map", target.device)
+                options.setdefault("device_map", compat.input_device(target))
             self._model = AutoModelForCausalLM.from_pretrained(self._name, **options)
         return self._model
 
@@ -103,6 +109,23 @@ class DraftModelCandidates(Candidates):
         tree = "" if self.tree is None else f", tree={self.tree!r}"
         settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{self._show_policy()}"
         return f"DraftModelCandidates({self._name!r}, {settings})"
+
+
+def _without_wrapper(model: Any) -> PreTrainedModel:
+    """The model inside a PEFT or `torch.compile` wrapper. Adapters such as LoRA are layers inside of it.
+
+    Raises:
+        ValueError: for prefix or prompt tuning, which is a part of the wrapper.
+    """
+    model = compat.unwrapped(model)
+    if not hasattr(model, "get_base_model"):
+        return cast(PreTrainedModel, model)
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"the draft model uses {model.active_peft_config.peft_type.value}, whose virtual tokens only PEFT's own "
+            "forward pass adds; give a draft model without it, or with LoRA"
+        )
+    return cast(PreTrainedModel, model.get_base_model())
 
 
 class _DraftModelSession(AutoregressiveSession):
@@ -114,7 +137,7 @@ class _DraftModelSession(AutoregressiveSession):
         state = self._state = call.state
         self._readable = int(cast(Any, draft.get_input_embeddings()).weight.shape[0])
         self._table = _positions(draft)
-        input_ids, mask = _left_padded([self._known(prompt) for prompt in state.prompts], draft.device)
+        input_ids, mask = _left_padded([self._known(prompt) for prompt in state.prompts], compat.input_device(draft))
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
         if compat.supports_logits_to_keep(draft):

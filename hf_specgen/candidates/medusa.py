@@ -18,12 +18,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.attached import AttachedModules
-from hf_specgen.candidates.autoregressive import share_by_rank
 from hf_specgen.candidates.base import Candidates, DraftSession
-from hf_specgen.candidates.calibrated import CalibratedSession
+from hf_specgen.candidates.marginals import MarginalSession, with_q
 from hf_specgen.candidates.rank_tree import RankTree
-from hf_specgen.candidates.tree_builder import Floats, TreeBuilder
-from hf_specgen.candidates.tree_shape import MAX_NODES, FastestSize, FixedSize
+from hf_specgen.candidates.tree_builder import Floats
 from hf_specgen.depth import Policy
 from hf_specgen.heads.acceptance import RANKS, Acceptance, confidence_bin
 from hf_specgen.heads.compatibility import check_heads
@@ -40,8 +38,6 @@ from hf_specgen.tree import DraftTree
 Paths = Sequence[Sequence[int]]
 MAX_HEADS = 8
 """Maximum depth of a draft as long as the heads have not been loaded."""
-DEFAULT_NODES = 16
-"""Nodes of an "auto" tree without a latency model: most of the gain at a small cost on memory-bound targets."""
 
 
 class MedusaCandidates(Candidates):
@@ -119,7 +115,7 @@ class MedusaCandidates(Candidates):
         return f"MedusaCandidates({self._name!r}, tree={self.tree!r}{self._show_policy()})"
 
 
-class MedusaSession(CalibratedSession):
+class MedusaSession(MarginalSession):
     """The state of one call.
 
     Args:
@@ -129,71 +125,42 @@ class MedusaSession(CalibratedSession):
         tree: as in `MedusaCandidates`.
     """
 
+    passes = ()  # heads run once per draft: the overhead of a draft
+
     def __init__(self, call: Call, target: HiddenStateTarget, reader: MedusaRunner, tree: str | int | Paths):
         config = reader.heads.config
-        super().__init__(call, config.num_heads)
+        ranks = min(RANKS, config.vocab_size)
+        super().__init__(call, config.num_heads, tree if isinstance(tree, str | int) else 0, ranks)
         self._target, self._reader = target, reader
-        self._size = tree if isinstance(tree, str | int) else None
         self._paths = None if isinstance(tree, str | int) else RankTree.from_paths(tree)
         measured = config.acceptance
         self._prior = None if measured is None else Acceptance.from_lists(measured).cut(config.vocab_size)
-        self.ranks = min(RANKS, config.vocab_size)
         if self._paths is not None:
             self.ranks = max(self.ranks, self._paths.width)
 
-    passes = ()  # heads run once per draft: the overhead of a draft
-
     @torch.no_grad()
     def draft(self, budget: Sequence[int]) -> DraftTree:
+        if self._paths is None:
+            return super().draft(budget)
         if max(budget) == 0:
             return self.not_drafted(len(budget))
-        scores, tokens, confidence = self.head_tokens()
-        if self._paths is not None:
-            return self._fixed(self._paths, budget, tokens, scores)
-        depths = [min(depth, len(self.calibrations)) for depth in budget]
-        shape = self.shape(self._size, depths)
-        count = shape.size if isinstance(shape, FixedSize) else MAX_NODES
-        acceptance = self._acceptance(confidence)
-        builder = TreeBuilder.from_marginals(depths, tokens.cpu().numpy(), acceptance, count)
-        nodes = shape.nodes(builder) if isinstance(shape, FixedSize | FastestSize) else DEFAULT_NODES
-        trees, indices = builder.best(nodes)
-        draft = DraftTree.from_nodes(trees)
-        if self.wants_q and draft.nodes:
-            heads = [(builder.depth[row, index] - 1).tolist() for row, index in enumerate(indices)]
-            draft = _with_q(draft, heads, scores)
-        row = np.arange(len(depths))[:, None]
-        return self.verified(draft, builder, indices, confidence[row, np.maximum(builder.depth - 1, 0), builder.rank])
+        scores, tokens, _ = self.ranked_tokens(self.depth_logits(max(budget)))
+        return self._fixed(self._paths, budget, tokens, scores)
 
-    def head_tokens(self) -> tuple[torch.Tensor, torch.Tensor, Floats]:
-        """Run the heads.
+    def depth_logits(self, depth: int) -> torch.Tensor:
+        """All heads read the state that chose each row's last token."""
+        pending = torch.tensor([text[-1] for text in self.call.state.generated])
+        return self._reader.logits(self._target.states_of((OUTPUT_STATE,)), pending).float()
 
-        Returns:
-            `[batch, heads, vocab]` scores after the score-only processors; `[batch, heads, ranks]` tokens, the most
-            preferred first; `[batch, heads, ranks]` confidences.
-        """
-        generated = self.call.state.generated
-        pending = torch.tensor([text[-1] for text in generated])
-        logits = self._reader.logits(self._target.states, pending).float()  # [batch, heads, vocab]
-        verification, processors = self.call.verification, self.call.processors
-        assert verification is not None and processors is not None
-        scores = processors.warp(logits.flatten(0, 1)).view(logits.shape)
-        steps = [range(len(text), len(text) + logits.shape[1]) for text in generated]
-        weights = verification.draft_weights(scores, steps)
-        best, tokens = weights.topk(self.ranks, dim=-1)
-        share = best / weights.sum(dim=-1, keepdim=True)
-        if self.wants_q:
-            share = share_by_rank(scores.softmax(dim=-1).amax(dim=-1), self.ranks)
-        return scores, tokens, share.cpu().numpy().astype(np.float64)
-
-    def _acceptance(self, confidence: Floats) -> Floats:
-        """`[batch, heads, ranks]` acceptance probabilities of confidences."""
+    def acceptance(self, confidence: Floats) -> Floats:
+        """By calibration, starting from the acceptance that was measured with the heads, if it was."""
+        if self._prior is None:
+            return super().acceptance(confidence)
         heads = []
         for head, calibration in enumerate(self.calibrations):
-            prior = None
-            if self._prior is not None:
-                tables = [self._prior.table[head][confidence_bin(row[0])] for row in confidence[:, head]]
-                prior = np.zeros_like(confidence[:, head])
-                prior[:, : len(tables[0])] = [table[: self.ranks] for table in tables]
+            tables = [self._prior.table[head][confidence_bin(row[0])] for row in confidence[:, head]]
+            prior = np.zeros_like(confidence[:, head])
+            prior[:, : len(tables[0])] = [table[: self.ranks] for table in tables]
             heads.append(calibration.acceptance(confidence[:, head], prior))
         return np.stack(heads, axis=1)
 
@@ -210,14 +177,7 @@ class MedusaSession(CalibratedSession):
             ]
         )
         self._features = []
-        return _with_q(draft, [list(tree.heads) for tree in trees], scores) if self.wants_q and draft.nodes else draft
-
-
-def _with_q(draft: DraftTree, heads: Sequence[Sequence[int]], scores: torch.Tensor) -> DraftTree:
-    """The draft with the probabilities of each node's head."""
-    sources = [[*row, *[0] * (draft.nodes - len(row))] for row in heads]
-    index = torch.tensor(sources, device=scores.device)[..., None].expand(-1, -1, scores.shape[-1])
-    return DraftTree(draft.tokens, draft.parents, scores.softmax(dim=-1).gather(1, index))
+        return with_q(draft, [list(tree.heads) for tree in trees], scores) if self.wants_q and draft.nodes else draft
 
 
 def _check_tree(tree: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates, DraftSession
 from hf_specgen.counters import Statistics
 from hf_specgen.depth import FixedDepth
@@ -58,7 +59,7 @@ class _NativeSession(DraftSession):
     def __init__(self, call: Call, generator: CandidateGenerator):
         super().__init__(call)
         self._generator, self._drafted = generator, False
-        self._device = call.model.device if call.model is not None else torch.device("cpu")
+        self._device = compat.input_device(call.model) if call.model is not None else torch.device("cpu")
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         self._drafted = budget[0] > 0

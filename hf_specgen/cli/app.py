@@ -68,18 +68,10 @@ def tune(settings: TuneSettings) -> None:
 
 @command(app, ExportSettings)
 def export(settings: ExportSettings) -> None:
-    """Write Medusa heads in the format of the original Medusa, TGI or vLLM."""
-    from transformers import AutoModelForCausalLM
+    """Write heads in the layout that another program reads."""
+    from hf_specgen.cli.export import export_heads
 
-    from hf_specgen.heads import load_medusa
-    from hf_specgen.heads.export import export_medusa
-    from hf_specgen.heads.files import source_errors
-
-    model = None
-    if settings.target:
-        with source_errors(settings.target):
-            model = AutoModelForCausalLM.from_pretrained(settings.target, dtype="auto")
-    for file in export_medusa(load_medusa(settings.heads, model), settings.output, settings.to, model):
+    for file in export_heads(settings):
         typer.echo(file)
 
 

@@ -104,7 +104,8 @@ class Conversation:
             write: receives the text piece by piece, and whether it is an accepted draft token.
         """
         ids = self._prompt()
-        if self.read is None or not torch.equal(ids[:, : self.read.shape[1]], self.read):
+        read = self.read
+        if read is None or ids.shape[1] <= read.shape[1] or not torch.equal(ids[:, : read.shape[1]], read):
             self.forget_cache()  # the template or the tokenizer writes earlier turns in another way now
         streamer = ColouredStreamer(self.tokenizer, write)
         arguments = {**self.generation, "past_key_values": self.cache, "return_dict_in_generate": True}

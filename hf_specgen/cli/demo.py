@@ -19,12 +19,14 @@ from hf_specgen.cli.demo_view import closing_lines, comparison, one_answer
 from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.evaluation.measure import Sample, Total, Variant, interleave, measure_round
 from hf_specgen.evaluation.provenance import provenance
-from hf_specgen.evaluation.strategies import strategies
+from hf_specgen.evaluation.strategies import head_strategy, strategies
 from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     EMBEDDED_ADAPTER,
+    EMBEDDED_DFLASH,
     EMBEDDED_DRAFT,
+    EMBEDDED_EAGLE,
     EMBEDDED_HEADS,
     GREEDY,
     NGRAM,
@@ -154,13 +156,13 @@ def _measure(
 
 def variants(settings: DemoSettings) -> list[Variant]:
     """Plain `generate`, Transformers' prompt lookup, then our strategies, in the order of their cost."""
-    draft, adapter, heads = settings.draft, settings.adapter, settings.heads
+    draft, adapter, heads = settings.draft, settings.adapter, [settings.heads] if settings.heads else []
     if not settings.model:
         draft, adapter = draft or str(EMBEDDED_DRAFT), adapter or str(EMBEDDED_ADAPTER)
-        heads = heads or str(EMBEDDED_HEADS)
-    found: dict[str, Candidates] = {
-        s.name: s.candidates for s in strategies(draft, heads, adapter, dtype=settings.dtype)
-    }
+        shipped = (EMBEDDED_HEADS, EMBEDDED_EAGLE, EMBEDDED_DFLASH)
+        heads = heads or [str(folder) for folder in shipped if folder.exists()]
+    built = [*strategies(draft, "", adapter, dtype=settings.dtype), *map(head_strategy, heads)]
+    found: dict[str, Candidates] = {strategy.name: strategy.candidates for strategy in built}
     found[NGRAM] = NgramCandidates(k=settings.k, branches=settings.branches)
     ours: Any = partial(dict, verification=settings.verification)
     return [

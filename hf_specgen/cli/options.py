@@ -55,7 +55,7 @@ def _parameter(item: Field[Any], kind: Any) -> inspect.Parameter:
     if about.get("argument"):
         info = typer.Argument(help=about["help"], **limits)
     else:
-        names = (about["flag"],) if "flag" in about else ()
+        names = (about["flag"],) if "flag" in about else about.get("flags", ())
         info = typer.Option(*names, help=about["help"], **limits)
     if isinstance(default, tuple):
         default = list(default)

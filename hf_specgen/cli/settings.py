@@ -16,9 +16,9 @@ def argument(help: str) -> Any:
     return field(metadata={"help": help, "argument": True})
 
 
-def required(help: str) -> Any:
-    """A required option."""
-    return field(metadata={"help": help})
+def required(help: str, **more: Any) -> Any:
+    """A required option; `more` as for `setting`."""
+    return field(metadata={"help": help, **more})
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class DemoSettings(WorkloadSettings):
 class DoctorSettings:
     """Options of `hf-specgen doctor`."""
 
-    model: str = required("Hub id or folder of the target.")
+    model: str = required("Hub id or folder of the target.", flags=("--model", "--target"))
     draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of Medusa heads.")
+    heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
     prompt: tuple[str, ...] = setting((), "A prompt like yours; may be given several times.")
     batch_size: int = setting(1, "Prompts per generate call.", min=1)
     length: int = setting(2048, "Tokens per row, prompt included, that must fit into memory.", min=1)
@@ -61,7 +61,7 @@ class TuneSettings:
 
     model: str = argument("Hub id or folder of the target.")
     draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of Medusa heads.")
+    heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
     adapter: str = setting("", "Hub id or folder of an exit adapter.")
     output: Path | None = setting(None, "Measure the heads' acceptance too, and write them to this folder.")
     prompts: Path | None = setting(None, "JSONL rows {prompt, domain} for acceptance; the embedded ones if left out.")
@@ -78,10 +78,12 @@ class TuneSettings:
 class ExportSettings:
     """Options of `hf-specgen export`."""
 
-    heads: str = argument("Hub id or folder of Medusa heads.")
-    to: str = required("Format: medusa, tgi or vllm.")
+    heads: str = argument("Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash.")
+    to: str = required(
+        "Program that reads them: medusa, tgi or vllm for Medusa heads; eagle, sglang or vllm for others."
+    )
     output: Path = required("Folder to write to.")
-    target: str = setting("", "Hub id or folder of the target, where its output matrix is needed.")
+    target: str = setting("", "Hub id or folder of the target, where its output matrix is needed (Medusa).")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class ChatSettings:
 
     model: str = argument("Hub id or folder of the target.")
     draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of Medusa heads.")
+    heads: str = setting("", "Hub id or folder of draft heads of any format.")
     adapter: str = setting("", "Hub id or folder of an exit adapter.")
     system: str = setting("", "System prompt.")
     max_new_tokens: int = setting(512, "Tokens per answer.", min=1)
@@ -113,7 +115,7 @@ class GenerateSettings:
     name: str = setting("", "Configuration of a dataset.")
     limit: int = setting(0, "Rows to use; 0 for all.", min=0)
     draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of Medusa heads.")
+    heads: str = setting("", "Hub id or folder of draft heads of any format.")
     adapter: str = setting("", "Hub id or folder of an exit adapter.")
     plain: bool = setting(False, "Generate without a strategy.")
     chat: bool = setting(True, "Put texts into the model's chat format, if it has one.")

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specgen import compat
 from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.cli.profile import latency_table
 from hf_specgen.cli.settings import TuneSettings
@@ -92,7 +93,7 @@ def tune_heads(
         console.print(f"[yellow]{warning}[/]")
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        calls = progress.track(list(_calls(prompts, tokenizer, settings.max_new_tokens, model.device)))
+        calls = progress.track(list(_calls(prompts, tokenizer, settings.max_new_tokens, compat.input_device(model))))
         counts = measure_acceptance(model, heads, calls)
     tuned = load_medusa(settings.heads, model)  # in the dtype of its file; the other set was moved to the target's
     save_acceptance(tuned, counts)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 Floats = NDArray[np.floating[Any]]
 
 EDGES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95, 0.985])
 """Bounds of the confidence bins: finer towards both ends, where a factor matters more than a difference."""
+BIN_CENTERS = (np.append(0.0, EDGES) + np.append(EDGES, 1.0)) / 2
 RANKS = 4
 """Ranks that are told apart; later ones share the last."""
 PRIOR_WEIGHT = 6.0
@@ -68,6 +70,10 @@ class Calibration:
         before = np.cumsum(estimate, axis=-1) - estimate
         return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))
 
+    def by_bin(self) -> Floats:
+        """`[RANKS, bins]` acceptance of a token by its rank and the bin of its confidence."""
+        return (self.accepted + PRIOR_WEIGHT * BIN_CENTERS) / (self.seen + PRIOR_WEIGHT)
+
     def observe(self, rank: NDArray[np.integer[Any]], confidence: Floats, accepted: NDArray[np.bool_]) -> None:
         """Count tokens whose parent was accepted; three `[tokens]` arrays."""
         place = np.minimum(rank, RANKS - 1), np.searchsorted(EDGES, confidence)
@@ -82,21 +88,35 @@ class Calibration:
         return copied
 
 
-class CalibrationMemory:
-    """What calls with a target have counted, for later calls. May be shared by threads."""
+class Learnt(Protocol):
+    """What is learnt in a call and useful in later ones."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: WeakKeyDictionary[Any, OrderedDict[Hashable, Calibration]] = WeakKeyDictionary()
+    def copy(self) -> Self:
+        """A copy for another call, which learns on its own."""
 
-    def recall(self, model: Any, key: Hashable) -> Calibration:
+
+T = TypeVar("T", bound=Learnt)
+
+
+class CalibrationMemory(Generic[T]):
+    """What calls with a target have learnt, for later calls. May be shared by threads.
+
+    Args:
+        new: makes what a first call starts with.
+    """
+
+    def __init__(self, new: Callable[[], T]):
+        self._new, self._lock = new, threading.Lock()
+        self._known: WeakKeyDictionary[Any, OrderedDict[Hashable, T]] = WeakKeyDictionary()
+
+    def recall(self, model: Any, key: Hashable) -> T:
         """A calibration to start a call with; `model` may be None."""
         with self._lock:
             known = self._known[model].get(key) if model is not None and model in self._known else None
-            return Calibration() if known is None else known.copy()
+            return self._new() if known is None else known.copy()
 
-    def store(self, model: Any, key: Hashable, calibration: Calibration) -> None:
-        """Keep the counts of a call."""
+    def store(self, model: Any, key: Hashable, calibration: T) -> None:
+        """Keep what a call has learnt."""
         if model is None:
             return
         with self._lock:
@@ -107,4 +127,4 @@ class CalibrationMemory:
                 known.popitem(last=False)
 
 
-calibration_memory = CalibrationMemory()
+calibration_memory = CalibrationMemory(Calibration)

@@ -88,7 +88,7 @@ class _RecordingSession(DraftSession):
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         if max(budget):
-            _, tokens, confidences = self._session.head_tokens()
+            _, tokens, confidences = self._session.ranked_tokens(self._session.depth_logits(max(budget)))
             for row, depth in enumerate(budget):
                 if depth:
                     known = len(self.call.state.generated[row])

@@ -13,6 +13,7 @@ from time import perf_counter
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specgen import compat
 from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.measure import wait
 from hf_specgen.target.base import Target
@@ -68,8 +69,8 @@ def measure_cost_curve(
 
 
 def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
-    tokens = tokens.to(model.device)
-    positions = torch.arange(tokens.shape[1], device=model.device)[None].expand(len(tokens), -1)
+    tokens = tokens.to(compat.input_device(model))
+    positions = torch.arange(tokens.shape[1], device=compat.input_device(model))[None].expand(len(tokens), -1)
     arguments = {"attention_mask": torch.ones_like(tokens), "position_ids": positions, "use_cache": True}
     target = Target(model, tokens, GenerationConfig(), arguments)
     target.prefill(DraftTree.empty(len(tokens)))

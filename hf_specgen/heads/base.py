@@ -130,12 +130,12 @@ class AttachedHead:
     def __init__(self, head: DraftHead, target: PreTrainedModel, taps: Sequence[int] | None = None) -> None:
         config = target.config.get_text_config()
         self.head = head
-        self.taps = _checked_taps(head, config.num_hidden_layers, taps)
         embed: Any = target.get_input_embeddings()
         lm_head: Any = target.get_output_embeddings()
         if lm_head is None:
             raise ValueError(f"{type(target).__name__} has no output matrix, so nothing can be drafted for it")
         self._check_sizes(config.hidden_size, embed.weight.shape[0], embed.weight.shape[1], lm_head.weight.shape[1])
+        self.taps = _checked_taps(head, config.num_hidden_layers, taps)
         self._embed: Any = head.embed_tokens or embed
         self._lm_head: Any = head.lm_head or lm_head
         self._like = next(head.parameters())
@@ -171,6 +171,18 @@ class AttachedHead:
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` of `HeadOutput.output` to `[..., draft_vocab_size]`; choose the positions before."""
         return self._lm_head(output.to(self._lm_head.weight)).to(output.device)
+
+    def target_logits(self, output: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden]` of `HeadOutput.output` to `[..., vocab]` over the target's vocabulary.
+
+        Tokens that are not in the draft vocabulary get -inf.
+        """
+        logits, head = self.logits(output), self.head
+        if head.draft_to_target is None:
+            return logits
+        scattered = logits.new_full((*logits.shape[:-1], head.config.vocab_size), -torch.inf)
+        scattered[..., head.draft_to_target] = logits
+        return scattered
 
     def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """The target's token ids of draft token ids, in the same shape."""

@@ -181,6 +181,8 @@ class AssistantHead(DraftHead):
         position_ids: torch.Tensor,
         keys_values: KeysValues,
         lengths: torch.Tensor | None = None,
+        padding: torch.Tensor | None = None,
+        dropped: Mapping[str, int] | None = None,
     ) -> HeadOutput:
         """One draft step.
 
@@ -190,23 +192,31 @@ class AssistantHead(DraftHead):
             position_ids: `[batch, length]` the position of the last known token, for all steps of a round.
             keys_values: what the target's last layer of each type has in its cache.
             lengths: `[batch]` how many keys of each row count; None: all.
+            padding: `[batch]` how many of these, at the beginning, are padding; None: none.
+            dropped: by layer type how many of the first keys the cache has dropped; they count in `lengths`.
 
         Returns:
             the state for the next step, of the target's width, and that for the output matrix.
         """
         states = self.pre_projection(torch.cat((embeddings, hidden), dim=-1))
         rotary = {kind: embedding(states, position_ids) for kind, embedding in self.rotary.items()}
-        masks = {kind: self._mask(kind, keys_values[kind][0], lengths) for kind in rotary}
+        first = dict.fromkeys(rotary, 0) if dropped is None else dropped
+        masks = {kind: self._mask(kind, keys_values[kind][0], lengths, padding, first[kind]) for kind in rotary}
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             states = layer(states, rotary[kind], keys_values[kind], masks[kind])
         output = self.norm(states)
         return HeadOutput(self.post_projection(output), output)
 
-    def _mask(self, kind: str, keys: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+    def _mask(
+        self, kind: str, keys: torch.Tensor, lengths: torch.Tensor | None, padding: torch.Tensor | None, first: int
+    ) -> torch.Tensor:
+        """`[batch, 1, 1, keys]` bool; `first` keys before these were dropped."""
         batch, _, width, _ = keys.shape
-        ends = torch.full((batch,), width, device=keys.device) if lengths is None else lengths.to(keys.device)
-        slots = torch.arange(width, device=keys.device)
+        ends = torch.full((batch,), first + width, device=keys.device) if lengths is None else lengths.to(keys.device)
+        slots = first + torch.arange(width, device=keys.device)
         visible = slots < ends[:, None]
+        if padding is not None:
+            visible = visible & (slots >= padding[:, None])
         if kind == "sliding_attention":
             visible = visible & (slots >= ends[:, None] - 1 - self.config.sliding_window)
         return visible[:, None, None]

@@ -38,6 +38,20 @@ def is_medusa(checkpoint: Checkpoint) -> bool:
     return "medusa_num_heads" in checkpoint.config or kind in ("medusa", MedusaConfig.model_type)
 
 
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""Files that nothing but Medusa heads has; some of them come without a config."""
+
+
+def holds_medusa(source: Source) -> bool:
+    """Whether a folder or repository holds Medusa heads.
+
+    Raises:
+        FileNotFoundError: if there is no such folder or repository.
+        ValueError: if it has neither these files nor a readable config.
+    """
+    return any(source.file(name) for name in MEDUSA_FILES) or is_medusa(open_checkpoint(source))
+
+
 FORMATS = (
     Format("speculators eagle3", lambda found: speculators_type(found) == "eagle3", load_eagle3),
     Format("speculators peagle", lambda found: speculators_type(found) == "peagle", load_eagle3),

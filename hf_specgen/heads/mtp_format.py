@@ -73,6 +73,20 @@ def load_mtp(
         raise ValueError(f"{checkpoint.source}: {error}") from None
 
 
+def has_mtp_layers(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is that of a target with MTP layers of a known layout of its own.
+
+    They are seen from the tensors that link a layer to the state before it; heads of other formats have neither.
+    """
+    if "speculators_model_type" in checkpoint.config:
+        return False
+    extra = (EXTRA_LAYER.match(name) for name in checkpoint.tensors)
+    of_extra_layer = any(match is not None and match["part"] == "eh_proj.weight" for match in extra)
+    return of_extra_layer or any(
+        match is not None and match["part"] == "fc.weight" for match in map(MTP_LAYER.match, checkpoint.tensors)
+    )
+
+
 def _is_mtp_name(name: str, first: int) -> bool:
     extra = EXTRA_LAYER.match(name)
     return MTP_LAYER.match(name) is not None or (extra is not None and int(extra["layer"]) >= first)

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from hf_specgen.heads.active_rows import ActiveRows
 from hf_specgen.heads.base import AttachedHead, HeadOutput
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.target import masks
@@ -46,20 +47,35 @@ class HeadReader:
 
     def __init__(self, attached: AttachedHead, batch: int):
         self.attached, self.cache, self.lengths = attached, RaggedCache(), [0] * batch
+        self._active = ActiveRows(batch)
         self._like = next(attached.head.parameters())
         self._hidden = self._like.new_zeros(batch, 0, 0)
 
-    def read(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> HeadOutput:
+    @property
+    def rows(self) -> list[int]:
+        """The rows of the call that have not been dropped; `cache` and `lengths` are of these."""
+        return self._active.rows
+
+    def read(
+        self,
+        features: Sequence[torch.Tensor],
+        next_tokens: Sequence[Sequence[int]],
+        needed: Sequence[bool] | None = None,
+    ) -> HeadOutput:
         """Read new positions of each row's text; what was computed for draft nodes is dropped.
 
         Args:
             features: for each row `[new, taps * target_hidden]`; rows may have different numbers of them, or none.
             next_tokens: for each row the token after each of these positions.
+            needed: the rows that are still to be read, now or later; the others are dropped. None: all.
 
         Returns:
-            `last`, the output at the last position of each row's text.
+            the output at the last position of each row's text; zeros for rows that were dropped.
         """
+        if needed is not None:
+            self._drop(needed)
         self.cache.set_lengths(self.lengths)
+        features, next_tokens = self._active.select(features), self._active.select(next_tokens)
         new = [len(tokens) for tokens in next_tokens]
         states = pad_sequence([row.to(self._like) for row in features], batch_first=True)
         tokens = pad_sequence([torch.tensor(row, dtype=torch.long) for row in next_tokens], batch_first=True)
@@ -68,7 +84,13 @@ class HeadReader:
             output = self._read_chunk(states[:, chunk], tokens[:, chunk])
             self._advance(output, [min(max(count - start, 0), output.hidden.shape[1]) for count in new])
         self._hidden = self.last.hidden
-        return self.last
+        return HeadOutput(*map(self._active.spread, self.last))
+
+    def _drop(self, needed: Sequence[bool]) -> None:
+        places = self._active.drop(needed, self.cache)
+        self.lengths = [self.lengths[place] for place in places]
+        if hasattr(self, "last"):
+            self.last = HeadOutput(*(part[places] for part in self.last))
 
     def _read_chunk(self, features: torch.Tensor, tokens: torch.Tensor) -> HeadOutput:
         columns = torch.arange(tokens.shape[1], device=self._like.device)
@@ -98,8 +120,9 @@ class HeadReader:
             new: how many of them, at the end, are to be read now.
 
         Returns:
-            the output at each of them, both parts `[batch, new, hidden]`.
+            the output at each of them, both parts `[batch, new, hidden]`; zeros for rows that were dropped.
         """
+        tree = tree.select(self._active.rows)
         device, known = self._like.device, tree.nodes - new
         rows = torch.arange(tree.batch, device=device)[:, None]
         parents = torch.tensor(tree.parents, device=device)[:, known:]
@@ -117,16 +140,8 @@ class HeadReader:
             self.cache,
         )
         self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
-        return output
+        return HeadOutput(*map(self._active.spread, output))
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden]` of `HeadOutput.output` to `[..., vocab]` over the target's vocabulary.
-
-        Tokens that are not in the draft vocabulary get -inf.
-        """
-        logits, head = self.attached.logits(output), self.attached.head
-        if head.draft_to_target is None:
-            return logits
-        scattered = logits.new_full((*logits.shape[:-1], head.config.vocab_size), -torch.inf)
-        scattered[..., head.draft_to_target] = logits
-        return scattered
+        """`[..., hidden]` of `HeadOutput.output` to `[..., vocab]`; see `AttachedHead.target_logits`."""
+        return self.attached.target_logits(output)

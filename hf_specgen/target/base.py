@@ -13,13 +13,15 @@ from hf_specgen import compat
 from hf_specgen.target import masks
 from hf_specgen.target.attention import grouped_attention
 from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.state_layers import has_special_layers, keeps_state, make_layers
+from hf_specgen.target.step_inputs import StepInputs
 from hf_specgen.target.step_masks import StepMasks
 from hf_specgen.target.support import last_position
+from hf_specgen.target.unread import MAX_UNREAD, UnreadTokens
 from hf_specgen.tree import DraftTree
 
 MAX_DRAFT_SLOTS = 64
 """Slots for draft tokens beyond the maximum length of the text."""
-OWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
 
 
 class Target:
@@ -49,8 +51,8 @@ class Target:
         self._generation_config = generation_config
         self._kwargs = model_kwargs
         self._config = model.config.get_text_config()
-        self.device = model.device
-        self._extra = _extra_arguments(model_kwargs)
+        self.device = compat.input_device(model)
+        self._inputs = StepInputs(model, input_ids, model_kwargs)
         given = model_kwargs.get("past_key_values")
         self._given_cache = given if compat.is_user_defined(given) else None
         self._masks = StepMasks(model, _padding(model_kwargs.get("attention_mask")))
@@ -58,14 +60,35 @@ class Target:
         self._given_lengths = self.cache.lengths
         if self.cache is self._given_cache:
             self.cache.protect()
+        self._is_exact = True
         self._offsets: tuple[int, ...] = ()
         self._prompt_slots: tuple[int, ...] = ()
         self._starts: tuple[int, ...] = ()
         self._present = list(range(len(input_ids)))
-        last = model_kwargs["position_ids"][..., -1].expand(len(input_ids)).tolist()
-        self.first_positions = tuple(position + 1 for position in last)
+        self._unread = UnreadTokens(len(input_ids)) if keeps_state(self._config) else None
+        self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of the call that are in the cache; the others have ended and were dropped."""
+        return self._present
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """How many slots of each row of the cache, at its beginning, are padding."""
+        return tuple(max(0, -offset) for offset in self._offsets)
+
+    @property
+    def batch(self) -> int:
+        """Rows of the prompt."""
+        return len(self._input_ids)
+
+    @property
+    def verifies_chains_only(self) -> bool:
+        """Whether a draft must be a chain: a state that follows one path cannot follow several."""
+        return self._unread is not None
 
     @property
     def supports_prefill_drafts(self) -> bool:
@@ -73,7 +96,8 @@ class Target:
         mask = self._kwargs.get("attention_mask")
         width = compat.mask_length(self._generation_config) if mask is None else mask.shape[1]
         nothing_unread = width == self._input_ids.shape[1] <= max(self.cache.lengths, default=0)
-        return self._generation_config.prefill_chunk_size is None and not nothing_unread
+        plain = not self._inputs.accompanies_text and self._unread is None
+        return self._generation_config.prefill_chunk_size is None and plain and not nothing_unread
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
         """Read the prompt, and a draft that was made before it was read.
@@ -142,11 +166,35 @@ class Target:
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the pending token, then after each node.
         """
-        device = self.device
-        first = torch.as_tensor(pending, device=device)[:, None]
-        input_ids = torch.cat([first, tree.tokens.to(device)], dim=1) if tree.nodes else first
+        if self._tracks_unread and self._unread is not None:
+            if max(map(len, self._unread.tokens)) > MAX_UNREAD:
+                self._read_unread()
+            tree, pending = self._unread.put_first(tree, torch.as_tensor(pending).tolist(), active)
+        logits = self._run(self.model, tree, {"input_ids": self._step_tokens(tree, pending)}, active).logits
+        return self._of_draft(logits, tree.batch)
+
+    def _step_tokens(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """`[batch, 1 + nodes]` what a step reads; also notes where it begins."""
         self._starts = self.cache.lengths
-        return self._for_all_rows(self._run(self.model, tree, {"input_ids": input_ids}, active).logits, tree.batch)
+        first = torch.as_tensor(pending, device=self.device)[:, None]
+        return torch.cat([first, tree.tokens.to(self.device)], dim=1) if tree.nodes else first
+
+    @property
+    def _tracks_unread(self) -> bool:
+        """Whether the model has a recurrent state, which is known once the prompt has been read."""
+        return self._unread is not None and self.cache.has_recurrent_state
+
+    def _read_unread(self) -> None:
+        """Read all unread tokens, with as few passes as rows have different numbers of them."""
+        assert self._unread is not None
+        while any(self._unread.tokens):
+            rows = self._unread.to_read()
+            count = max(len(tokens or ()) for tokens in rows)
+            chains = DraftTree.chains([(tokens or [0] * count)[1:] for tokens in rows])
+            tokens = self._step_tokens(chains, [(tokens or [0])[0] for tokens in rows])
+            self._run(self.model, chains, {"input_ids": tokens}, [row is not None for row in rows])
+            kept = [None if tokens is None else list(range(count - 1)) for tokens in rows]
+            self.cache.keep_accepted(self._starts, [kept[row] for row in self._present])
 
     def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
         """Score further nodes of a tree whose root and first nodes have been read: for drafters that expand a tree.
@@ -165,6 +213,11 @@ class Target:
         cached = 1 + tree.nodes - new
         self._starts = tuple(length - cached for length in self.cache.lengths)
         return self._for_all_rows(self._run(self.model, tree, inputs, active, cached).logits, tree.batch)
+
+    def _of_draft(self, values: torch.Tensor, batch: int) -> torch.Tensor:
+        """Results of a pass `[present, …]` to `[batch, 1 + nodes, …]` of the pending token and the draft."""
+        values = self._for_all_rows(values, batch)
+        return self._unread.align(values) if self._tracks_unread and self._unread is not None else values
 
     def _for_all_rows(self, values: torch.Tensor, batch: int) -> torch.Tensor:
         """`[present, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
@@ -210,21 +263,36 @@ class Target:
             return module(
                 **inputs,
                 attention_mask=self._masks.of_step(tree, depth, lengths, cached, self.cache.first_visible),
-                position_ids=positions,
+                position_ids=self._inputs.positions(positions),
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
-                **self._extra,
+                **self._inputs.extra(self.cache, positions.shape[1]),
             )
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
+        if self._unread is not None and self._unread.is_in_pass:
+            paths = self._unread.keep(paths)
         self.cache.keep_accepted(self._starts, [paths[row] for row in self._present])
 
     def rewind(self, read: Sequence[int]) -> None:
         """Keep of each row the prompt and the first `read` generated tokens."""
         kept = [read[row] for row in self._present]
-        self.cache.set_lengths([first + n for first, n in zip(self._prompt_slots, kept, strict=True)])
+        lengths = [first + n for first, n in zip(self._prompt_slots, kept, strict=True)]
+        self.cache.set_lengths(self._reachable(lengths) if self._tracks_unread else lengths)
+
+    def _reachable(self, lengths: Sequence[int]) -> list[int]:
+        """Where a recurrent state can return to, before these lengths or at them; the tokens between stay unread."""
+        assert self._unread is not None
+        if self._unread.is_in_pass:
+            self.commit([None] * self.batch)
+        reachable = []
+        for row, now, wanted in zip(self._present, self.cache.lengths, lengths, strict=True):
+            removed = self._unread.remove(row, now + len(self._unread.tokens[row]) - wanted)
+            self._is_exact = self._is_exact and removed is not None
+            reachable.append(now - (removed or 0))
+        return reachable
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
         """Remove rows that have ended from the batch, once enough of them have.
@@ -234,16 +302,25 @@ class Target:
         """
         places = [place for place, row in enumerate(self._present) if needed[row]]
         rows, ended = len(self._present), len(self._present) - len(places)
-        if not places or ended < (rows / 4 if rows > 4 else rows / 2):
+        if not places or ended < (rows / 4 if rows > 4 else rows / 2) or not self._inputs.divisible:
             return
         self._present = [self._present[place] for place in places]
         self._offsets = tuple(self._offsets[place] for place in places)
         self._prompt_slots = tuple(self._prompt_slots[place] for place in places)
         self._masks.select_rows(places)
+        self._inputs.select_rows(places)
         self.cache.batch_select_indices(torch.tensor(places))
 
     def finish(self) -> Any:
-        """Hand the cache back: the user's own object if one was given, with the new text in it."""
+        """Hand the cache back: the user's own object if one was given, with the new text in it.
+
+        None where a recurrent state has read more than the text, because a stopping criterion cut off what was
+        accepted in an earlier step.
+        """
+        if self._tracks_unread:
+            self._read_unread()
+        if not self._is_exact:
+            return None
         if isinstance(self._given_cache, DynamicCache):
             self.cache.to_dynamic(self._given_cache)
             return self._given_cache
@@ -263,9 +340,12 @@ class Target:
 def _own_cache(given: Any, user_owned: bool, config: Any, max_slots: int | None) -> RaggedCache:
     if isinstance(given, RaggedCache):
         return given
-    if given is None or (type(given) is DynamicCache and not given.offloading):
-        if given is not None and user_owned:
+    copied = given is not None and user_owned and given.get_seq_length() and has_special_layers(config)
+    if given is None or (type(given) is DynamicCache and not given.offloading and not copied):
+        if given is not None and user_owned and not has_special_layers(config):
             return RaggedCache.from_dynamic(given, max_slots)
+        if has_special_layers(config):
+            return RaggedCache(layers=make_layers(config, max_slots))
         return RaggedCache(masks.layer_windows(config), max_slots)
     raise ValueError(
         f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
@@ -282,11 +362,3 @@ def _padding(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
     if attention_mask is None or bool((attention_mask != 0).all()):
         return None
     return attention_mask != 0
-
-
-def _extra_arguments(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    extra = {name: value for name, value in model_kwargs.items() if name not in OWN_ARGUMENTS and value is not None}
-    for name, value in extra.items():
-        if isinstance(value, torch.Tensor):
-            raise ValueError(f"candidate_generator= works with text-only inputs; leave out {name}")
-    return extra

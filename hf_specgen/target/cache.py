@@ -46,6 +46,11 @@ class RaggedLayer(CacheLayerMixin):
         self.first = 0
 
     @property
+    def parts(self) -> tuple[Any, ...]:
+        """What is rolled back by itself: the layer, and states that it holds beside keys and values."""
+        return (self,)
+
+    @property
     def batch_size(self) -> int:
         return len(self.lengths)
 
@@ -128,6 +133,12 @@ class RaggedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
+        self.lengths = tuple(lengths)
+        if not any(lengths):
+            self.first = 0
+
     def reset(self) -> None:
         self.lengths = (0,) * len(self.lengths)
         self.first = 0
@@ -160,40 +171,58 @@ class RaggedCache(Cache):
         (3, 3)
     """
 
-    def __init__(self, windows: Sequence[int | None] = (), max_slots: int | None = None) -> None:
+    def __init__(
+        self, windows: Sequence[int | None] = (), max_slots: int | None = None, layers: Sequence[Any] | None = None
+    ) -> None:
         """
         Args:
             windows: the sliding window of each layer, None for full attention; layers beyond have none.
             max_slots: the number of slots that the call can fill, if known.
+            layers: the layers themselves, for models that need others (`hf_specgen.target.state_layers`).
         """
-        super().__init__(layers=[RaggedLayer(window, max_slots) for window in windows])
+        given = [RaggedLayer(window, max_slots) for window in windows] if layers is None else list(layers)
+        super().__init__(layers=given)
         self.layer_class_to_replicate = partial(RaggedLayer, None, max_slots)  # type: ignore[assignment]
 
     @property
     def first_visible(self) -> int:
         """How many slots the sliding-window layers have dropped."""
-        return max((layer.first for layer in self._filled), default=0)
+        return max((part.first for part in self._filled if isinstance(part, RaggedLayer)), default=0)
 
     def protect(self) -> None:
         """Keep what a return to the present lengths needs."""
-        for layer in self._filled:
-            layer.protected = min(layer.lengths)
+        for part in self._filled:
+            part.protected = min(part.lengths)
 
     @property
-    def _filled(self) -> list[RaggedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, RaggedLayer) and layer.is_initialized]
+    def _filled(self) -> list[Any]:
+        """What is rolled back, as far as something was written to it."""
+        parts = [part for layer in self.layers for part in getattr(layer, "parts", ())]
+        return [part for part in parts if part.is_initialized]
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether there is a state that can only return to where the last pass began."""
+        return any(getattr(part, "has_recurrent_state", False) for part in self._filled)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The length of the longest row; also of a cache without attention layers."""
+        return max(self.lengths, default=0)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A copy of the state: kernels may overwrite it, and a rollback needs it."""
+        state = super().get_recurrent_state(layer_idx, state_idx)
+        return None if state is None else state.clone()
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of filled slots of each row."""
-        return next((layer.lengths for layer in self.layers if isinstance(layer, RaggedLayer) and layer.lengths), ())
+        return next((part.lengths for part in self._filled if part.lengths), ())
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
-        for layer in self._filled:
-            layer.lengths = tuple(lengths)
-            if not any(lengths):
-                layer.first = 0
+        for part in self._filled:
+            part.set_lengths(lengths)
 
     def keep_accepted(self, starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
         """Keep of the step that began at slots `starts` the pending token and the accepted path of each row.
@@ -204,8 +233,8 @@ class RaggedCache(Cache):
         scattered = [row for row, path in enumerate(paths) if path and path[-1] != len(path) - 1]
         if scattered:
             moves = _moves(scattered, starts, [paths[row] or () for row in scattered])
-            for layer in self._filled:
-                layer.move(*moves)
+            for part in self._filled:
+                part.move(*moves)
         kept = [0 if path is None else 1 + len(path) for path in paths]
         self.set_lengths([start + count for start, count in zip(starts, kept, strict=True)])
 

@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen.target.base import Target
 from hf_specgen.target.model_parts import decoder, decoder_layers
+from hf_specgen.target.state_layers import keeps_state
 from hf_specgen.tree import DraftTree
 
 IN_USE = (
@@ -222,6 +223,11 @@ def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
         ValueError: one sentence on why it cannot.
     """
     layers = decoder_layers(model)
+    if keeps_state(model.config.get_text_config()):
+        raise ValueError(
+            f"{type(model).__name__} has layers with convolutions or recurrent states, which would read rejected draft "
+            "tokens before verification; use another candidate generator than LayerSkipCandidates"
+        )
     if not 1 <= exit_layer < len(layers):
         raise ValueError(f"exit_layer must be from 1 to {len(layers) - 1} for {type(model).__name__}, got {exit_layer}")
     return layers

@@ -65,7 +65,7 @@ class HiddenStateTarget(Target):
         with self._capturing() as captured:
             logits = super().forward(tree, pending, active)
         states = torch.cat([parts[-1] for parts in captured], dim=-1)
-        self.pass_states = self._step_states = self._for_all_rows(states, tree.batch)
+        self.pass_states = self._step_states = self._of_draft(states, tree.batch)
         return logits
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
@@ -74,6 +74,10 @@ class HiddenStateTarget(Target):
         ends = [1 + path[-1] if path else 0 for path in paths if path is not None]
         self.states[rows] = self._step_states[rows, ends]
         self._kept = [[] if path is None else [0, *(1 + node for node in path)] for path in paths]
+
+    def states_of(self, taps: Sequence[int]) -> torch.Tensor:
+        """`[batch, taps * hidden]` of `states` those of some taps: several strategies may read different ones."""
+        return _columns(self.states, self._indices, taps)
 
     def committed_states(self, taps: Sequence[int]) -> list[torch.Tensor]:
         """The states of what the last `commit` kept of the last pass: what a draft head reads of each step.
@@ -91,6 +95,10 @@ class HiddenStateTarget(Target):
             for row, kept in enumerate(self._kept)
         ]
 
+    def last_states(self, taps: Sequence[int]) -> torch.Tensor:
+        """`[batch, taps * hidden]` of `states` some of the taps."""
+        return _columns(self.states, self._indices, taps)
+
     @contextmanager
     def _capturing(self) -> Iterator[list[list[torch.Tensor]]]:
         """Per tap the states of each forward pass made inside by this thread.
@@ -102,7 +110,7 @@ class HiddenStateTarget(Target):
 
         def keep(place: int, value: Any) -> None:
             if threading.get_ident() == thread:
-                captured[place].append(value if isinstance(value, torch.Tensor) else value[0])
+                captured[place].append((value if isinstance(value, torch.Tensor) else value[0]).to(self.device))
 
         handles = []
         try:

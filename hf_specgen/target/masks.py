@@ -94,10 +94,15 @@ def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     return key[:, None, None, :], query[:, None, :, None]
 
 
+ATTENTION_OF_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+"""The attention in layers that hold a state too."""
+WITHOUT_ATTENTION = {"conv", "linear_attention", "moe", "mlp", "dummy"}
+
+
 def layer_kinds(config: Any) -> set[str]:
     """The kinds of attention of the layers, as Transformers' own mask functions tell them apart."""
     if hasattr(config, "layer_types"):
-        return set(config.layer_types)
+        return {ATTENTION_OF_TYPE.get(kind, kind) for kind in config.layer_types} - WITHOUT_ATTENTION
     if getattr(config, "sliding_window", None) is not None:
         return {"sliding_attention"}
     if getattr(config, "attention_chunk_size", None) is not None:

@@ -28,7 +28,8 @@ class StepMasks:
         self._eager = compat.attention_implementation(self._config) == "eager"
         self._kinds = masks.layer_kinds(self._config)
         windows = {"sliding_attention": getattr(self._config, "sliding_window", None)}
-        self._templates = {kind: ChainMasks(model.device, windows.get(kind)) for kind in self._kinds}
+        device = compat.input_device(model)
+        self._templates = {kind: ChainMasks(device, windows.get(kind)) for kind in self._kinds}
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
@@ -64,11 +65,15 @@ class StepMasks:
             made = {kind: self._of_tree(kind, layout) for kind in self._kinds}
         first = {"sliding_attention": first_visible, "chunked_attention": first_visible}
         ready = {kind: self._ready(mask, tree.batch, cached, first.get(kind, 0)) for kind, mask in made.items()}
-        return ready if hasattr(self._config, "layer_types") else next(iter(ready.values()))
+        if not hasattr(self._config, "layer_types"):
+            return next(iter(ready.values()))
+        # No generated token is padding, so convolutions and recurrent states need no mask.
+        return {"conv": None, "linear_attention": None, **ready}
 
     def _of_chains(self, kind: str, lengths: tuple[int, ...], queries: int) -> torch.Tensor | None:
         template = self._templates[kind]
-        if self._visible is None and template.is_all_seen(lengths, queries):
+        is_needed = kind == "indexed_attention"  # an indexer reads the mask as numbers
+        if self._visible is None and not is_needed and template.is_all_seen(lengths, queries):
             return None
         return template.cut(lengths, queries, self._visible)
 

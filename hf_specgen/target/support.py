@@ -1,8 +1,8 @@
 """Which models can verify a draft tree, as far as their configuration tells; the others are refused with the reason.
 
-What a model must do: place tokens by `position_ids`, take a 4-D attention mask, and keep all its state in a key/value
-cache (a recurrent state cannot be rolled back when a draft token is rejected). What the configuration does not tell is
-found out by `hf_specgen.target.self_check`.
+What a model must do: place tokens by `position_ids`, take a 4-D attention mask, and keep all its state in the cache, so
+that it can be rolled back when a draft token is rejected. What the configuration does not tell is found out by
+`hf_specgen.target.self_check`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.target.masks import layer_kinds
 from hf_specgen.target.model_parts import decoder
+from hf_specgen.target.state_layers import INDEXED_TYPES, STATE_TYPES, WITHOUT_CACHE
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STATE_TYPES, *INDEXED_TYPES, *WITHOUT_CACHE)
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -35,6 +36,11 @@ def check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if reason := _training_problem(model):
         raise ValueError(f"{name} {reason}; call model.eval() before generate(), or leave candidate_generator out")
+    if compat.has_virtual_tokens(model):
+        raise ValueError(
+            f"{name} is used with prefix or prompt tuning (PEFT), whose virtual tokens take positions of their own; "
+            "call generate() without candidate_generator="
+        )
     if compat.is_sharded(model):
         raise ValueError(
             f"the parameters of {name} are sharded over processes (FSDP, ZeRO-3), which must all run the same forward "
@@ -56,10 +62,11 @@ def check_architecture(model: PreTrainedModel) -> None:
         )
     layer_types = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(layer_types.difference(LAYER_TYPES))
-    if compat.is_stateful(model) or unknown:
-        kinds = f" (layer types {', '.join(unknown)})" if unknown else ""
+    outside = compat.is_stateful(model) and "past_key_values" not in inspect.signature(model.forward).parameters
+    if outside or unknown:
+        kinds = "outside of a cache" if outside else f"in layers of type {', '.join(unknown)}"
         raise ValueError(
-            f"{name} keeps a state that cannot be rolled back when a draft token is rejected{kinds}; "
+            f"{name} keeps a state {kinds}, which is not rolled back when a draft token is rejected; "
             "call generate() without candidate_generator="
         )
     implementation = compat.attention_implementation(config)

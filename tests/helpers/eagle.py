@@ -51,13 +51,12 @@ def predictable_pair(eagle1: Fixture) -> tuple[Any, DraftHead]:
 
 
 @torch.no_grad()
-def reread(session: EagleSession, row: int) -> tuple[RaggedCache, torch.Tensor]:
-    """The reference: the head's cache over a row's text from scratch, and its output at the last position.
+def reread(session: EagleSession, row: int, count: int) -> tuple[RaggedCache, torch.Tensor]:
+    """The reference: the head's cache over the first `count` positions of a row's text, and its output at the last one.
 
-    One forward pass of the target over the text without padding, then one of the head over all positions that the
-    session has read.
+    One forward pass of the target over the text without padding, then one of the head over these positions.
     """
-    call, attached, count = session.call, session.reader.attached, session.reader.lengths[row]
+    call, attached = session.call, session.reader.attached
     text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
     assert call.model is not None
     states: Any = call.model(text[:, :-1], output_hidden_states=True).hidden_states

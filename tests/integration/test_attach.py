@@ -167,7 +167,7 @@ WRAPPERS: list[Callable[[Any], Any]] = [
 
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
 def test_wrapped_or_copied_model_still_speculates(model: Any, wrap: Callable[[Any], Any]) -> None:
-    hf_specgen.attach(model, NgramCandidates(k=4), monitor=SpeculationMonitor(prometheus=False))
+    hf_specgen.attach(model, "auto", monitor=SpeculationMonitor(prometheus=False))
     wrapped = wrap(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

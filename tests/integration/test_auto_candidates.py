@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from hf_specgen import AutoCandidates, DraftModelCandidates, EagleCandidates, LayerSkipCandidates, MedusaCandidates
+from hf_specgen import (
+    AutoCandidates,
+    DFlashCandidates,
+    DraftModelCandidates,
+    EagleCandidates,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    PEagleCandidates,
+)
 from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
 
 FIXTURES = Path(__file__).parents[1] / "assets" / "fixtures"
@@ -19,6 +27,9 @@ FIXTURES = Path(__file__).parents[1] / "assets" / "fixtures"
     [
         *((FIXTURES / name / "head", EagleCandidates) for name in ("eagle1_original", "eagle3_original")),
         (FIXTURES / "speculators_eagle3_a_llama" / "head", EagleCandidates),
+        *((FIXTURES / name / "head", DFlashCandidates) for name in ("dflash_zlab", "jetspec_causal")),
+        (FIXTURES / "speculators_dflash_full" / "head", DFlashCandidates),
+        (FIXTURES / "speculators_peagle_llama" / "head", PEagleCandidates),
         (FIXTURES / "medusa_v1" / "head", MedusaCandidates),
         (BENCHMARK_ASSETS / "medusa-heads", MedusaCandidates),
         (BENCHMARK_ASSETS / "exit-adapter", LayerSkipCandidates),
@@ -35,20 +46,6 @@ def test_auto_subfolder_and_settings_reach_the_strategy() -> None:
     assert repr(candidates) == f"EagleCandidates({str(FIXTURES / 'eagle3_original' / 'head')!r}, k=3, tree=8)"
 
 
-@pytest.mark.parametrize(
-    ("name", "format_name"),
-    [
-        ("dflash_zlab", "DFlash, JetSpec"),
-        ("speculators_dflash_full", "speculators dflash"),
-        ("speculators_peagle_llama", "P-EAGLE"),
-        ("gemma4_assistant", "Gemma 4 assistant"),
-    ],
-)
-def test_auto_format_without_strategy_raises(name: str, format_name: str) -> None:
-    with pytest.raises(ValueError, match=f"recognised as a head of the format {format_name}, .* no strategy yet"):
-        AutoCandidates.from_pretrained(FIXTURES / name / "head")
-
-
 @pytest.mark.parametrize("config", [{}, {"speculators_model_type": "hydra"}, {"architectures": ["LlamaForCausalLM"]}])
 def test_auto_unknown_format_raises_and_lists_the_known_ones(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -58,7 +55,7 @@ def test_auto_unknown_format_raises_and_lists_the_known_ones(config: dict[str, A
 
 def test_auto_mtp_of_speculators_raises(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"speculators_model_type": "mtp"}', encoding="utf-8")
-    with pytest.raises(ValueError, match="format speculators mtp, for which there is no strategy yet"):
+    with pytest.raises(ValueError, match=r"in the format of speculators, which has no strategy; use MTPCandidates\(\)"):
         AutoCandidates.from_pretrained(tmp_path)
 
 

@@ -106,8 +106,6 @@ def test_generate_prompt_as_embeddings_raises() -> None:
     [
         ("gpt_neo", "builds its local attention mask inside the layers"),
         ("bloom", "takes no position_ids"),
-        ("qwen3_5_text", "cannot be rolled back"),
-        ("qwen3_next", "cannot be rolled back"),
     ],
 )
 def test_generate_unsupported_architecture_raises(architecture: str, message: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import draft_loss
 import medusa_loss
 import train_medusa
 from hf_specgen import MedusaCandidates
@@ -34,7 +35,7 @@ def states(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def test_the_loss_is_the_naive_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients, over several chunks and answers of different lengths, one too short for any head."""
-    monkeypatch.setattr(medusa_loss, "CHUNK", 5)
+    monkeypatch.setattr(draft_loss, "CHUNK", 5)
     model = tiny_model("cohere2")  # its logits are scaled
     heads = random_heads(model, reads_token=True).train()
     hidden, tokens = torch.randn(14, 64), torch.randn(14, 64)
@@ -44,7 +45,7 @@ def test_the_loss_is_the_naive_one(monkeypatch: pytest.MonkeyPatch) -> None:
     loss.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in heads.named_parameters()}
     heads.zero_grad()
-    expected = naive_medusa_loss(model, heads, hidden, tokens, rows.tolist(), medusa_loss.DECAY)
+    expected = naive_medusa_loss(model, heads, hidden, tokens, rows.tolist(), draft_loss.DECAY)
     expected.backward()
     torch.testing.assert_close(loss, expected)
     for name, parameter in heads.named_parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import utils as generation_utils
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import hub
 
 import hf_specgen
 from hf_specgen import compat
 from tests.helpers import RecordingStreamer, prompts, tiny_model
+from tests.helpers.models import fresh_model
 
 PACKAGE = Path(hf_specgen.__file__).parent
 PARAMETERS = {
@@ -24,6 +27,11 @@ PARAMETERS = {
         GenerationMixin,
         "_prefill",
         ["self", "input_ids", "generation_config", "model_kwargs"],
+    ),
+    "GenerationMixin._update_model_kwargs_for_generation": (
+        GenerationMixin,
+        "_update_model_kwargs_for_generation",
+        ["self", "outputs", "model_kwargs"],
     ),
     "GenerationMixin._supports_logits_to_keep": (GenerationMixin, "_supports_logits_to_keep", ["self"]),
     "GenerationMixin._optimize_model_for_decode": (GenerationMixin, "_optimize_model_for_decode", ["self"]),
@@ -35,6 +43,7 @@ SET_BY_GENERATE = {
 }
 PRIVATE = {
     "_attn_implementation",
+    "_get_torch_distributed_world_size",
     "_is_stateful",
     "_is_user_defined",
     "_mask_length",
@@ -43,7 +52,17 @@ PRIVATE = {
     "_prefill",
     "_raise_exceptions_for_missing_entries",
     "_supports_logits_to_keep",
+    "_update_model_kwargs_for_generation",
 }
+"""Of Transformers."""
+OF_OTHER_LIBRARIES = {
+    "_compiled_call_impl",
+    "_getframe",
+    "_hf_hook",
+    "_orig_mod",
+    "_torchdynamo_orig_callable",
+}
+"""Of Python, PyTorch and accelerate."""
 
 
 def missing(symbol: str) -> str:
@@ -135,7 +154,40 @@ def test_compat_uses_only_symbols_that_are_checked_here() -> None:
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     names |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
     names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    assert {name for name in names if name.startswith("_") and name.isidentifier()} == PRIVATE | {"_getframe"}
+    private = {name for name in names if name.startswith("_") and name.isidentifier() and not name.startswith("__")}
+    own = {name for name in private if name.startswith("_hf_specgen_")}
+    assert private - own == PRIVATE | OF_OTHER_LIBRARIES
+
+
+@pytest.mark.parametrize(
+    "name", ["_get_torch_distributed_world_size", "is_fsdp_managed_module", "is_deepspeed_zero3_enabled"]
+)
+def test_symbols_that_tell_sharded_models_exist(name: str) -> None:
+    assert hasattr(generation_utils, name), missing(f"transformers.generation.utils.{name}")
+    assert not compat.is_sharded(tiny_model("llama"))
+
+
+def test_without_compilation_finds_every_way_to_compile() -> None:
+    """Would catch: names that `torch.compile` no longer leaves behind, so that every step compiles anew."""
+    part = torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+    assert not isinstance(compat.without_compilation(part), nullcontext), missing("OptimizedModule._orig_mod")
+    module = torch.nn.Linear(2, 2)
+    assert isinstance(compat.without_compilation(module), nullcontext)
+    module.compile(backend="eager")
+    assert not isinstance(compat.without_compilation(module), nullcontext), missing("Module._compiled_call_impl")
+    module = torch.nn.Linear(2, 2)
+    module.forward = torch.compile(module.forward, backend="eager")
+    assert not isinstance(compat.without_compilation(module), nullcontext), missing("_torchdynamo_orig_callable")
+    assert compat.unwrapped(torch.compile(module, backend="eager")) is module, missing("OptimizedModule._orig_mod")
+
+
+def test_input_device_of_offloaded_embeddings_is_where_they_compute() -> None:
+    """Would catch: inputs on the "meta" device."""
+    accelerate = pytest.importorskip("accelerate")
+    model = fresh_model("llama")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.device.type == "meta" and compat.input_device(model) == torch.device("cpu")
+    assert hasattr(model.get_input_embeddings(), "_hf_hook"), missing("_hf_hook of accelerate")
 
 
 def test_set_mask_length_is_read_by_mask_length() -> None:

@@ -66,6 +66,9 @@ def _run(settings: DoctorSettings, target: Blueprint, report: Report) -> None:
     generation: dict[str, Any] = {"do_sample": False, "max_new_tokens": settings.max_new_tokens}
     if settings.temperature:
         generation |= {"do_sample": True, "temperature": settings.temperature}
+    if compared := benchmark.compare_taps(settings.prompt or PROMPTS, generation):
+        report.findings.append(recommend.taps(compared))
+        report.measured |= {f"taps {one.taps}": {"tokens_per_step": one.tokens_per_step} for one in compared}
     totals, plain = benchmark.run(settings.prompt or PROMPTS, settings.rounds, generation)
     report.findings.append(recommend.same_tokens(totals, exact=target.dtype == torch.float32))
     report.measured["plain"] = {"tokens_per_second": plain.tokens_per_second, "speedup": 1.0}

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.depth.cost import CostCurve
 from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Total, Variant, interleave
 from hf_specgen.evaluation.strategies import Strategy
+from hf_specgen.evaluation.taps import TapsResult, compare_taps
 from hf_specgen.evaluation.workloads import PLAIN, encode, load_model
 
 QUERIES = (1, 2, 4, 8, 16)
@@ -45,6 +47,13 @@ class QuickBenchmark:
         """T(q) at this batch size, with a short context."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
         return measure_cost_curve(self.model, QUERIES, context=min(CONTEXT, limit // 2), batch=self.batch, repeats=5)
+
+    def compare_taps(self, prompts: Sequence[str], generation: dict[str, Any]) -> list[TapsResult]:
+        """The acceptance of heads with their configured taps and with neighbours; empty without such heads."""
+        heads = next((one.candidates for one in self.strategies if isinstance(one.candidates, HeadCandidates)), None)
+        if heads is None:
+            return []
+        return compare_taps(self.model, heads, list(encode(self.tokenizer, prompts, 1)), generation)
 
     def run(self, prompts: Sequence[str], rounds: int, generation: dict[str, Any]) -> tuple[dict[str, Total], Total]:
         """Time every strategy and plain `generate` on the same prompts, one after the other for each batch.

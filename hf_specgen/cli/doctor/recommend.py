@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from hf_specgen.cli.doctor.findings import CheckResult, Finding
 from hf_specgen.depth.cost import CostCurve
 from hf_specgen.evaluation.intervals import Interval, speedup_interval
 from hf_specgen.evaluation.measure import Total
+from hf_specgen.evaluation.taps import TapsResult
 
 MIN_SPEEDUP = 1.05
 """Smallest measured speedup for which a strategy is recommended."""
@@ -17,6 +18,8 @@ LOW_COST, MODERATE_COST = 1.3, 2.0
 LOW_ACCEPTANCE = 0.3
 MEASUREMENT_ERROR = 1.05
 """How far above the tokens per step a measured speedup may be: the first token of a call is not counted as a step."""
+TAPS_MARGIN = 1.05
+"""How many times more tokens per step neighbouring taps must have: heads with several taps lose little by one layer."""
 LINE = "model.generate(**inputs, candidate_generator={})"
 
 
@@ -104,6 +107,22 @@ def speed(name: str, measured: Speed) -> Finding:
     )
     result = CheckResult.GOOD if measured.faster else CheckResult.WARNING
     return Finding(name, result, found, "" if measured.faster else _explanation(measured))
+
+
+def taps(compared: Sequence[TapsResult]) -> Finding:
+    """Whether a head does best with the hidden states that its checkpoint names.
+
+    Args:
+        compared: the configured taps first, then their neighbours.
+    """
+    configured, *neighbours = compared
+    found = f"{configured.taps}: {configured.tokens_per_step:.2f} tokens per step"
+    found += "".join(f"; {one.taps}: {one.tokens_per_step:.2f}" for one in neighbours)
+    best = max(neighbours, key=lambda one: one.tokens_per_step, default=configured)
+    if best.tokens_per_step > TAPS_MARGIN * configured.tokens_per_step:
+        meaning = f"the head was trained with another convention than its config says: use taps={best.taps}"
+        return Finding("taps", CheckResult.WARNING, found, meaning)
+    return Finding("taps", CheckResult.GOOD, found)
 
 
 def same_tokens(totals: Mapping[str, Total], exact: bool) -> Finding:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
 from hf_specgen.cli.doctor.blueprint import Blueprint, gigabytes, readable
 from hf_specgen.cli.doctor.findings import CheckResult, Finding
 from hf_specgen.compat import attention_implementation
+from hf_specgen.heads.checkpoint import Source, open_checkpoint
 from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.formats import inspect_medusa
+from hf_specgen.heads.loading import holds_medusa, load_head
+from hf_specgen.heads.mtp_format import has_mtp_layers
 from hf_specgen.target.support import check_model
 
 SMALL_DRAFT, LARGE_DRAFT = 0.12, 0.35
@@ -79,13 +83,15 @@ def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
 
 
 def heads(name: str, target: Blueprint) -> list[Finding]:
-    """Whether Medusa heads, in any format that can be loaded, belong to the target.
+    """Whether heads, in any format that can be loaded, belong to the target.
 
     Args:
         name: folder or Hub id of the heads.
         target: the target.
     """
     try:
+        if not holds_medusa(Source(name)):
+            return _draft_head(name, target)
         config = inspect_medusa(name).config
     except (OSError, ValueError) as error:
         return [Finding("heads", CheckResult.BAD, f"{name!r} cannot be read", str(error))]
@@ -95,13 +101,30 @@ def heads(name: str, target: Blueprint) -> list[Finding]:
         check_heads(config, target.model, "this set of heads")
     except ValueError as error:
         findings.append(Finding("heads' target", CheckResult.BAD, "not this target", str(error)))
-    base = str((config.base or {}).get("name_or_path") or "")
-    if base and base.rstrip("/").split("/")[-1] != target.name.rstrip("/").split("/")[-1]:
-        meaning = "draft tokens are accepted only if the heads were trained on this very model"
-        findings.append(
-            Finding("heads' base", CheckResult.WARNING, f"trained on {base!r}, not {target.name!r}", meaning)
-        )
-    return findings
+    return findings + _base(str((config.base or {}).get("name_or_path") or ""), target)
+
+
+def _draft_head(name: str, target: Blueprint) -> list[Finding]:
+    """The same for heads that read several hidden states, and for the layers in a target's own checkpoint."""
+    if has_mtp_layers(open_checkpoint(Source(name))):
+        return [Finding("heads", CheckResult.GOOD, "MTP layers in the target's own checkpoint")]
+    head = load_head(name)
+    parameters = sum(parameter.numel() for parameter in head.parameters())
+    findings = [Finding("heads", CheckResult.GOOD, f"{type(head).__name__}, {readable(parameters)} parameters")]
+    try:
+        taps = head.attach(target.model).taps
+        findings[0] = replace(findings[0], found=f"{findings[0].found}, reads hidden states {taps}")
+    except ValueError as error:
+        findings.append(Finding("heads' target", CheckResult.BAD, "not this target", str(error)))
+    return findings + _base(head.config.base_model or "", target)
+
+
+def _base(base: str, target: Blueprint) -> list[Finding]:
+    """A warning if heads were trained on a model of another name."""
+    if not base or base.rstrip("/").split("/")[-1] == target.name.rstrip("/").split("/")[-1]:
+        return []
+    meaning = "draft tokens are accepted only if the heads were trained on this very model"
+    return [Finding("heads' base", CheckResult.WARNING, f"trained on {base!r}, not {target.name!r}", meaning)]
 
 
 def memory(models: list[Blueprint], batch: int, length: int, device: str, available: int | None = None) -> Finding:

@@ -1,0 +1,73 @@
+"""What a draft head has not read yet: the target's hidden states of accepted tokens, and the tokens after them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_specgen.heads.base import AttachedHead
+from hf_specgen.state import Call
+from hf_specgen.target.hidden_states import HiddenStateTarget
+
+
+class UnreadFeatures:
+    """Collects the target's hidden states step by step; a head takes them when it drafts.
+
+    Args:
+        call: the call.
+        target: keeps the hidden states of its passes.
+        attached: the head on its target.
+    """
+
+    def __init__(self, call: Call, target: HiddenStateTarget, attached: AttachedHead):
+        self._state, self._target, self._taps = call.state, target, attached.taps
+        config = attached.head.config
+        self._width = config.num_taps * config.target_hidden_size
+        self._unread: list[list[torch.Tensor]] = []
+        self._read: list[int] = []
+        """The position in each row's text of the first unread feature."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was received since the call began."""
+        return not self._unread
+
+    def receive(self) -> None:
+        """Note what the target computed for the tokens that the last step kept."""
+        states = self._target.committed_states(self._taps)
+        if self.is_empty:
+            # The target has read everything but the last token; positions that a given cache held have no features.
+            texts = zip(self._state.prompts, self._state.generated, strict=True)
+            known = [len(prompt) + len(generated) - 1 for prompt, generated in texts]
+            states = [row[max(0, len(row) - count) :] for row, count in zip(states, known, strict=True)]
+            self._read = [count - len(row) for row, count in zip(states, known, strict=True)]
+            self._unread = [[] for _ in states]
+        for unread, new in zip(self._unread, states, strict=True):
+            unread.append(new)
+
+    def take(self) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """For each row the unread features `[new, taps * hidden]`, and the token after each of these positions.
+
+        Nothing of rows that have ended. What was taken counts as read.
+        """
+        nothing = self._target.pass_states.new_zeros(0, self._width)
+        features, tokens = [], []
+        for row, unread in enumerate(self._unread):
+            features.append(nothing if self._state.has_ended(row) else torch.cat([nothing, *unread]))
+            tokens.append(self._next_tokens(row, len(features[row])))
+            self._read[row] += len(tokens[row])
+            unread.clear()
+        return features, tokens
+
+    def _next_tokens(self, row: int, count: int) -> list[int]:
+        """The token after each of the next `count` unread positions of a row."""
+        prompt, generated = self._state.prompts[row], self._state.generated[row]
+        first = self._read[row] + 1
+        begin, end = (max(0, place - len(prompt)) for place in (first, first + count))
+        return prompt[first : first + count] + generated[begin:end]
+
+
+def unfinished_rows(call: Call) -> Sequence[bool]:
+    """Which rows of a call have not ended."""
+    return [not call.state.has_ended(row) for row in range(call.state.batch)]

@@ -1,0 +1,241 @@
+"""Cache layers that hold more than keys and values: convolution windows, recurrent states, indexer keys.
+
+A convolution reads the last few columns of its input. A `StateLayer` keeps some more of them, so that each row's window
+can be cut again where its accepted tokens end. A recurrent state mixes all that was read: it can only return to where
+the last pass began. `hf_specgen.target.unread` then reads the accepted tokens again, in front of the next draft.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    DummyLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
+
+from hf_specgen.target.cache import MAX_ROLLBACK, RaggedLayer
+
+STATE_TYPES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
+"""Types of layers with a state, as Transformers' configurations name them."""
+INDEXED_TYPES = ("indexed_attention",)
+WITHOUT_CACHE = ("dummy", "moe", "mlp")
+
+
+class StateLayer(LinearAttentionLayer):
+    """Convolution windows and recurrent states of one layer.
+
+    Args:
+        number_of_states: convolutions of the layer.
+
+    Attributes:
+        lengths: how many tokens of each row the states have read.
+    """
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, number_of_states: int = 1, **kwargs: object) -> None:
+        super().__init__(number_of_states=number_of_states)
+        self.record_past = True  # models then leave out kernels that overwrite the window in place
+        self.lengths: tuple[int, ...] = ()
+        self._start: tuple[int, ...] = ()
+        self._columns: dict[int, torch.Tensor] = {}
+        self._before: dict[int, torch.Tensor | None] = {}
+        self._saved: dict[str, Any] | None = None
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What is rolled back by itself."""
+        return (self,)
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.lengths)
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether there is a state besides convolution windows."""
+        return any(self.is_recurrent_states_initialized.values())
+
+    @property
+    def protected(self) -> int | None:
+        """A length that the layer must be able to return to, if a user owns the cache."""
+        return None if self._saved is None else min(self._saved["lengths"])
+
+    @protected.setter
+    def protected(self, length: int) -> None:
+        names = ("lengths", "_start", "_columns", "_before", "conv_states", "recurrent_states")
+        self._saved = copy.deepcopy({name: self.__dict__[name] for name in names})
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> torch.Tensor:
+        """Append the columns `[batch, channels, new]` of a pass; returns them behind the window before them."""
+        if not self.is_conv_states_initialized[state_idx]:
+            self.lazy_initialization(conv_states=conv_states, state_idx=state_idx, conv_kernel_size=conv_kernel_size)
+        window = self.conv_states[state_idx]
+        size = self.conv_kernel_size[state_idx]
+        assert window is not None and size is not None
+        columns = torch.cat([self._columns.get(state_idx, window), conv_states], dim=-1)
+        self._columns[state_idx] = columns[..., -(size + MAX_ROLLBACK + conv_states.shape[-1]) :]
+        self.conv_states[state_idx] = columns[..., -size:]
+        self.has_previous_state[state_idx] = True
+        if state_idx == 0:
+            self._start = self.lengths or (0,) * len(conv_states)
+            self.lengths = tuple(length + conv_states.shape[-1] for length in self._start)
+        return torch.cat([window, conv_states], dim=-1)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        """Replace the state, and remember the one before."""
+        before = self._before[state_idx] = self.recurrent_states[state_idx]
+        if before is None:
+            self.lazy_initialization(recurrent_states=recurrent_states, state_idx=state_idx)
+        self.recurrent_states[state_idx] = recurrent_states if before is None else recurrent_states.to(before.dtype)
+        return recurrent_states
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Return to these lengths.
+
+        Raises:
+            RuntimeError: for a recurrent state and a length at which no pass began or ended.
+        """
+        removed = [now - wanted for now, wanted in zip(self.lengths, lengths, strict=True)]
+        if not any(removed):
+            return
+        if self._saved is not None and tuple(lengths) == self._saved["lengths"]:
+            self.__dict__.update(copy.deepcopy(self._saved))
+            return
+        rows = torch.tensor(removed, device=self.device)
+        for index, columns in self._columns.items():
+            places = torch.arange(columns.shape[-1], device=columns.device) - rows[:, None]
+            kept = columns.gather(-1, places.clamp(min=0)[:, None].expand_as(columns))
+            kept = kept.masked_fill(places[:, None] < 0, 0)
+            size = self.conv_kernel_size[index]
+            assert size is not None
+            self._columns[index], self.conv_states[index] = kept, kept[..., -size:]
+        if self.has_recurrent_state:
+            self._return_to_start(rows > 0, lengths)
+        self.lengths = tuple(lengths)
+
+    def _return_to_start(self, rows: torch.Tensor, lengths: Sequence[int]) -> None:
+        for row in rows.nonzero().flatten().tolist():
+            if lengths[row] != self._start[row]:
+                raise RuntimeError(
+                    f"row {row} cannot return to {lengths[row]} tokens: its recurrent state was kept at "
+                    f"{self._start[row]} and {self.lengths[row]}"
+                )
+        for index, state in self.recurrent_states.items():
+            before = self._before.get(index)
+            if state is None:
+                continue
+            chosen = rows.view(-1, *[1] * (state.dim() - 1))
+            self.recurrent_states[index] = torch.where(
+                chosen, torch.zeros_like(state) if before is None else before, state
+            )
+
+    def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Nothing: a state follows one chain, whose tokens lie where they are."""
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows."""
+        if not self.lengths:
+            return
+        indices = indices.to(self.device)
+        for states in (self._columns, self.conv_states, self.recurrent_states, self._before):
+            for index, state in states.items():
+                if state is not None:
+                    states[index] = state[indices]
+        self.lengths = tuple(self.lengths[row] for row in indices.tolist())
+        self._start = tuple(self._start[row] for row in indices.tolist())
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+
+class HybridLayer(RaggedLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+    """A layer with attention and a state.
+
+    Args:
+        window, max_slots: as in `RaggedLayer`.
+        number_of_states: as in `StateLayer`.
+    """
+
+    def __init__(self, window: int | None = None, max_slots: int | None = None, number_of_states: int = 1) -> None:
+        RaggedLayer.__init__(self, window, max_slots)
+        self.state = state = StateLayer(number_of_states)
+        # The dictionaries are the state's own, so that `Cache` finds its tensors here.
+        self.number_of_states, self.record_past = number_of_states, True
+        self.conv_states, self.recurrent_states = state.conv_states, state.recurrent_states
+        self.has_previous_state, self.conv_kernel_size = state.has_previous_state, state.conv_kernel_size
+        self.is_conv_states_initialized = state.is_conv_states_initialized
+        self.is_recurrent_states_initialized = state.is_recurrent_states_initialized
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self, self.state)
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        return self.state.update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        return self.state.update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.state.batch_select_indices(indices)
+
+
+class IndexedLayer(RaggedLayer):
+    """A layer with the keys `[batch, tokens, head_dim]` of an indexer beside its own keys and values."""
+
+    def __init__(self, max_slots: int | None = None) -> None:
+        super().__init__(None, max_slots)
+        self.indexer = RaggedLayer(None, max_slots)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self, self.indexer)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write the indexer's keys behind each row; returns all slots up to the longest row."""
+        keys = indexer_key_states[:, None]
+        return self.indexer.update(keys, keys[..., :0])[0][:, 0]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.indexer.batch_select_indices(indices)
+
+
+def has_special_layers(config: Any) -> bool:
+    """Whether a model needs layers of this file."""
+    return not {*STATE_TYPES, *INDEXED_TYPES}.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def keeps_state(config: Any) -> bool:
+    """Whether a model has convolutions or recurrent states, so that only chains can be verified."""
+    return not set(STATE_TYPES).isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def make_layers(config: Any, max_slots: int | None) -> list[Any]:
+    """The cache layers of a model."""
+    types, arguments = get_layer_types_and_kwargs(config)
+    return [_make_layer(kind, given, max_slots) for kind, given in zip(types, arguments, strict=True)]
+
+
+def _make_layer(kind: str, given: dict[str, Any], max_slots: int | None) -> Any:
+    states, window = given.get("number_of_states", 1), given.get("sliding_window")
+    if kind in ("conv", "linear_attention"):
+        return StateLayer(states)
+    if kind in ("hybrid", "hybrid_sliding"):
+        return HybridLayer(window, max_slots, states)
+    if kind in INDEXED_TYPES:
+        return IndexedLayer(max_slots)
+    return DummyLayer() if kind in WITHOUT_CACHE else RaggedLayer(window, max_slots)

@@ -1,0 +1,95 @@
+"""What a forward pass of a step takes beside tokens, mask and cache: positions, and inputs that accompany the text.
+
+Images and audio belong to the prompt: their features lie in the cache once it has been read, and the model's own
+`prepare_inputs_for_generation` leaves them out of later passes. What remains is asked for once, after the prompt.
+Rotary positions may have several axes (text, time, height, width): behind the prompt all advance by one with each
+token, so that every row has a constant distance between its axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+OWN_ARGUMENTS = {
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "logits_to_keep",
+    "use_cache",
+}
+"""What the target passes itself."""
+TOKEN_TYPES = {"token_type_ids": "last", "mm_token_type_ids": "text", "moe_mm_token_type_ids": "text"}
+"""Arguments with one value per token, and what generated tokens have: the last token's, or that of text (0)."""
+
+
+def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that hold data beside the text: images, audio, token types."""
+    return {
+        name: value
+        for name, value in model_kwargs.items()
+        if name not in OWN_ARGUMENTS and (isinstance(value, torch.Tensor) or (isinstance(value, dict) and value))
+    }
+
+
+class StepInputs:
+    """Makes these arguments for the passes behind the prompt.
+
+    Args:
+        model: the target.
+        input_ids: `[batch, prompt]`.
+        model_kwargs: as prepared by `generate`; positions `[batch, prompt]` or `[axes, batch, prompt]`.
+    """
+
+    def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]):
+        self._model, self._input_ids, self._kwargs = model, input_ids, model_kwargs
+        last = model_kwargs["position_ids"][..., -1]
+        last = last.expand(*last.shape[:-1], len(input_ids))
+        self._axes: torch.Tensor | None = None
+        if last.dim() > 1:
+            self._axes, last = last - last[:1], last[0]
+        self.first_positions: tuple[int, ...] = tuple(position + 1 for position in last.tolist())
+        """The position of each row's first generated token, on the first axis."""
+        self.accompanies_text = bool(accompanying_inputs(model_kwargs))
+        """Whether the prompt has inputs beside text."""
+        self._extra: dict[str, Any] | None = None
+
+    @property
+    def divisible(self) -> bool:
+        """Whether rows can be dropped: of tensors that are not known it is not known where the rows are."""
+        return all(name in TOKEN_TYPES for name in accompanying_inputs(self._extra or {}))
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only."""
+        self._axes = None if self._axes is None else self._axes[:, list(rows)]
+        for name in TOKEN_TYPES.keys() & (self._extra or {}).keys():
+            self._extra[name] = self._extra[name][list(rows)]  # type: ignore[index]
+
+    def positions(self, text: torch.Tensor) -> torch.Tensor:
+        """`[batch, tokens]` positions on the first axis to those on all axes."""
+        return text if self._axes is None else text + self._axes[..., None].to(text.device)
+
+    def extra(self, cache: Any, tokens: int) -> dict[str, Any]:
+        """The other arguments of a pass over so many tokens per row, once the prompt is in the cache."""
+        if self._extra is None:
+            self._extra = self._behind_prompt(cache)
+        types = {name: self._extra[name].expand(-1, tokens) for name in TOKEN_TYPES.keys() & self._extra.keys()}
+        return {**self._extra, **types}
+
+    def _behind_prompt(self, cache: Any) -> dict[str, Any]:
+        """What the model's own preparation passes on in the first step behind the prompt."""
+        kwargs = {name: value for name, value in self._kwargs.items() if name != "logits_to_keep"}
+        if (mask := kwargs.get("attention_mask")) is not None:
+            kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        kwargs["position_ids"] = kwargs["position_ids"][..., -1:] + 1
+        for name in TOKEN_TYPES.keys() & kwargs.keys():
+            kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
+        prepared = cast(Any, self._model).prepare_inputs_for_generation(
+            self._input_ids[:, -1:], next_sequence_length=1, **{**kwargs, "past_key_values": cache}
+        )
+        return {name: value for name, value in prepared.items() if name not in OWN_ARGUMENTS and value is not None}

@@ -1,0 +1,82 @@
+"""Heads that draft all depths at once, for tests: recorded sessions, and drafts of which a known part is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_specgen import Call, DraftSession
+from hf_specgen.candidates.head_candidates import HeadCandidates
+from hf_specgen.heads.layers import causal_mask
+from hf_specgen.target.cache import RaggedCache
+
+RAISED = 50.0
+"""Added to the logit of a token that is to be drafted."""
+WRONG_EVERY = 4
+"""Every so many tokens of a text are left to the head."""
+
+
+class Steered:
+    """A reader whose logits prefer the tokens that will be generated, but for every fourth.
+
+    Args:
+        reader: does all of the head's work.
+        call: of the session.
+        texts: by row the generated tokens of plain generate.
+    """
+
+    def __init__(self, reader: Any, call: Call, texts: Sequence[Sequence[int]]):
+        self._reader, self._state, self._texts = reader, call.state, texts
+
+    def draft(self, features: Any, next_tokens: Any, needed: Sequence[bool], depth: int) -> torch.Tensor:
+        logits = self._reader.draft(features, next_tokens, needed, depth)
+        for row, text in enumerate(self._texts):
+            known = len(self._state.generated[row])
+            for place in range(known, min(known + depth, len(text))):
+                if place % WRONG_EVERY:
+                    logits[row, place - known, text[place]] += RAISED
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+
+def recording(base: type[HeadCandidates], texts: Sequence[Sequence[int]] | None = None) -> Any:
+    """A strategy class that keeps the session of the last call as `session`, steered if texts are given."""
+
+    class Recording(base):  # type: ignore[misc, valid-type]
+        session: Any
+
+        def begin(self, call: Call, target: Any, attached: Any) -> DraftSession:
+            self.session: Any = super().begin(call, target, attached)
+            if texts is not None:
+                self.session.reader = Steered(self.session.reader, call, texts)
+            return self.session
+
+    return Recording
+
+
+@torch.no_grad()
+def reread(session: Any, row: int, count: int, parallel: bool) -> RaggedCache:
+    """The reference: the head's cache over a row's text, from scratch, in one pass.
+
+    Args:
+        session: after the call.
+        row: of the call.
+        count: positions.
+        parallel: a P-EAGLE head, which reads tokens as well; otherwise a block head.
+    """
+    call, reader = session.call, session.reader
+    attached = reader.attached
+    text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
+    states = call.model(text[:, :-1], output_hidden_states=True).hidden_states
+    features, cache = attached.features(states)[:, :count], RaggedCache()
+    positions = torch.arange(count)[None]
+    if parallel:
+        tokens = attached.embed(text[:, 1 : 1 + count])
+        attached.head(tokens, attached.head.combine(features), positions, causal_mask([0], count), cache)
+    else:
+        attached.head.extend(features, positions, cache)
+    return cache

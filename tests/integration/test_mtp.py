@@ -1,0 +1,52 @@
+"""Native MTP layers inside the decoding loop: the same tokens, and what the layer reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specgen import AutoCandidates, MTPCandidates
+from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
+from tests.helpers.head_fixtures import find_fixtures
+
+FIXTURES = find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
+NATIVE = {fixture.folder.name: fixture for fixture in FIXTURES if fixture.family == "mtp"}
+SHAPES: dict[str, dict[str, Any]] = {"chain": {"k": 2}, "tree": {"k": 2, "tree": 4}}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NATIVE)
+def test_mtp_own_checkpoint_same_tokens(name: str, shape: str, sampling: str) -> None:
+    """The target was loaded from its folder, so nothing has to be named."""
+    fixture = NATIVE[name]
+    candidates = MTPCandidates(str(fixture.target_folder), **SHAPES[shape])
+    statistics = assert_same_tokens(fixture.target, prompts(2), candidates, max_new_tokens=8, **SAMPLING[sampling])
+    assert statistics.drafted > 0
+
+
+def test_mtp_without_a_checkpoint_uses_where_the_target_was_loaded_from() -> None:
+    fixture = NATIVE["mtp_transformers_glm4_moe"]
+    fixture.target.config.name_or_path = str(fixture.target_folder)
+    assert_same_tokens(fixture.target, prompts(1), MTPCandidates(k=1), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("fixture", [f for f in FIXTURES if f.family.startswith("mtp")], ids=lambda f: f.folder.name)
+def test_auto_target_with_mtp_layers_is_no_draft_model(fixture: Any) -> None:
+    assert type(AutoCandidates.from_pretrained(fixture.target_folder)) is MTPCandidates
+
+
+def test_mtp_checkpoint_without_layers_raises(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no MTP layers"):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, candidate_generator=MTPCandidates(str(tmp_path), k=1))
+
+
+def test_mtp_repr_names_the_checkpoint_only_if_given() -> None:
+    assert repr(MTPCandidates(k=2)) == "MTPCandidates(k=2)"
+    assert repr(MTPCandidates("org/model", k=2)) == "MTPCandidates('org/model', k=2)"

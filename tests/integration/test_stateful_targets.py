@@ -1,0 +1,137 @@
+"""Targets with convolutions, recurrent states or indexed attention give the tokens of plain `generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specgen import (
+    CombinedCandidates,
+    DraftModelCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+)
+from hf_specgen.target import unread
+from hf_specgen.tree import DraftTree
+from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
+from tests.helpers.cases import ORACLES
+from tests.helpers.comparison import END, prompt_length
+from tests.helpers.medusa import random_heads
+from tests.helpers.stateful import CONVOLUTIONAL, INDEXED_ATTENTION, RECURRENT, stateful_model
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", [*CONVOLUTIONAL, *RECURRENT])
+def test_state_after_partial_acceptance_same_tokens(kind: str, batch: int) -> None:
+    """Would catch: a window or state that has read rejected tokens or padding, or tokens that it never reads."""
+    sampling = SAMPLING["sampled" if batch == 1 else "greedy"]
+    statistics = assert_same_tokens(
+        stateful_model(kind), prompts(batch), ORACLES["sometimes"], max_new_tokens=14, **sampling
+    )
+    assert 0 < statistics.accepted < statistics.drafted
+
+
+@pytest.mark.parametrize("kind", INDEXED_ATTENTION)
+def test_indexed_attention_trees_same_tokens(kind: str) -> None:
+    """Would catch: an indexer that sees rejected tokens, siblings or slots of shorter rows."""
+    statistics = assert_same_tokens(stateful_model(kind), prompts(3), ORACLES["tree"], max_new_tokens=14)
+    assert 0 < statistics.accepted < statistics.drafted
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("strategy", ["tree", "draft", "medusa", "combined"])
+def test_strategies_draft_chains_for_stateful_targets(kind: str, strategy: str) -> None:
+    """Would catch: trees for a state that follows one path, states of heads at a wrong token, an outcome that the
+    strategy takes for that of another node."""
+    model = stateful_model(kind)
+    draft = DraftModelCandidates(tiny_model("llama"), k=3, tree=6)
+    candidates: Any = {
+        "tree": NgramCandidates(k=3, branches=3),
+        "draft": draft,
+        "medusa": MedusaCandidates(random_heads(model), policy=FixedDepth()),
+        "combined": CombinedCandidates([NgramCandidates(k=3, branches=2), draft], policy=FixedDepth()),
+    }[strategy]
+    statistics = assert_same_tokens(model, prompts(3), candidates, max_new_tokens=14, **END)
+    assert statistics.drafted > 0
+
+
+def test_many_unread_tokens_are_read_in_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: passes that grow without end where no draft is accepted whole, or tokens read twice."""
+    monkeypatch.setattr("hf_specgen.target.base.MAX_UNREAD", 2)
+    model, widths = stateful_model("qwen3_5_text"), []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        statistics = assert_same_tokens(model, prompts(3), ORACLES["never"], max_new_tokens=16)
+    finally:
+        handle.remove()
+    assert statistics.accepted == 0
+    assert max(width for width in widths if width != prompts(3)["input_ids"].shape[1]) <= 2 + 1 + 1 + 4
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "falcon_h1"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_returned_cache_continues_the_text(kind: str, batch: int) -> None:
+    """Would catch: a returned state that lacks unread tokens, or has read more than the text."""
+    model, inputs = stateful_model(kind), prompts(batch)
+
+    def two_turns(**more: Any) -> torch.Tensor:
+        first = model.generate(**inputs, max_new_tokens=8, return_dict_in_generate=True, **more)
+        ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]] * batch)], dim=1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(batch, ids.shape[1] - prompt_length(inputs)).long()], 1)
+        return model.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=8)
+
+    oracle = ORACLES["sometimes"](model.generate(**inputs, max_new_tokens=8)[:, prompt_length(inputs) :])
+    assert torch.equal(two_turns(candidate_generator=oracle), two_turns())
+
+
+def test_second_turn_after_an_exception_same_tokens() -> None:
+    """Would catch: a cache that an interrupted call leaves behind with half of its text."""
+    model, inputs = stateful_model("qwen3_5_text"), prompts(1)
+    ngrams = NgramCandidates(k=3)
+    first = model.generate(**inputs, max_new_tokens=6, return_dict_in_generate=True, candidate_generator=ngrams)
+    ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
+    expected = model.generate(**arguments)
+
+    def interrupt(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > prompt_length(arguments) + 4:
+            raise RuntimeError("interrupted")
+        return scores
+
+    cache = first.past_key_values
+    with pytest.raises(RuntimeError, match="interrupted"):
+        model.generate(**arguments, past_key_values=cache, candidate_generator=ngrams, logits_processor=[interrupt])
+    assert torch.equal(model.generate(**arguments, past_key_values=cache, candidate_generator=ngrams), expected)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
+def test_layer_skip_on_a_stateful_target_is_refused(kind: str) -> None:
+    """Would catch: first layers that read rejected draft tokens before verification."""
+    with pytest.raises(ValueError, match="convolutions or recurrent states"):
+        stateful_model(kind).generate(**prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(1))
+
+
+def test_stateful_draft_model_is_refused() -> None:
+    """Would catch: a draft whose state has read rejected tokens, which would only lower acceptance, unnoticed."""
+    draft = DraftModelCandidates(stateful_model("lfm2"), k=3)
+    with pytest.raises(ValueError, match="keeps a state"):
+        tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=draft)
+
+
+def test_unread_tokens_come_first_until_a_pass_is_kept_whole() -> None:
+    """Would catch: the bookkeeping of one row in isolation."""
+    tokens = unread.UnreadTokens(1)
+    tree, pending = tokens.put_first(DraftTree.chains([[2, 3, 4]]), [1], None)
+    assert (pending, tree.tokens.tolist()) == ([1], [[2, 3, 4]])
+    assert tokens.keep([[0]]) == [None] and tokens.tokens == [[1, 2]]
+    tree, pending = tokens.put_first(DraftTree.chains([[6, 7]]), [5], None)
+    assert (pending, tree.tokens.tolist()) == ([1], [[2, 5, 6, 7]])
+    assert tokens.align(torch.arange(5)[None, :, None]).flatten().tolist() == [2, 3, 4]
+    assert tokens.keep([[0, 1]]) == [[0, 1, 2, 3]] and tokens.tokens == [[]]
+    assert tokens.remove(0, 2) == 5 and tokens.tokens == [[1, 2, 5]]

@@ -1,0 +1,53 @@
+"""The embedded heads on the embedded model: the same tokens in every mode, with drafts of which most are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specgen import AutoCandidates, CombinedCandidates, NgramCandidates
+from hf_specgen.evaluation.workloads import EMBEDDED_DFLASH, EMBEDDED_EAGLE
+from tests.helpers import SAMPLING, assert_same_tokens
+
+HEADS = [folder for folder in (EMBEDDED_EAGLE, EMBEDDED_DFLASH) if folder.exists()]
+PROMPTS = ("def add(x, y):", "Once upon a time, in a small house", "1, 2, 3,")
+SHAPES: dict[str, dict[str, Any]] = {"chain": {"k": 4}, "tree": {"k": 5, "tree": 16}, "auto": {}}
+MAX_BYTES = 12 * 2**20
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def inputs(tokenizer: Any, batch: int) -> dict[str, torch.Tensor]:
+    side, tokenizer.padding_side = tokenizer.padding_side, "left"
+    try:
+        return dict(tokenizer(list(PROMPTS[:batch]), return_tensors="pt", padding=True))
+    finally:
+        tokenizer.padding_side = side
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
+def test_trained_head_same_tokens(
+    folder: Path, shape: str, sampling: str, batch: int, reference_model: Any, tokenizer: Any
+) -> None:
+    candidates = AutoCandidates.from_pretrained(folder, **SHAPES[shape])
+    statistics = assert_same_tokens(
+        reference_model, inputs(tokenizer, batch), candidates, max_new_tokens=24, **SAMPLING[sampling]
+    )
+    assert statistics.accepted > 0
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
+def test_trained_head_beside_ngrams_same_tokens(folder: Path, reference_model: Any, tokenizer: Any) -> None:
+    candidates = CombinedCandidates([NgramCandidates(), AutoCandidates.from_pretrained(folder)])
+    assert_same_tokens(reference_model, inputs(tokenizer, 3), candidates, max_new_tokens=24)
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
+def test_trained_head_is_small_and_has_a_card(folder: Path) -> None:
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= MAX_BYTES
+    assert "tokens per step" in (folder / "README.md").read_text(encoding="utf-8")

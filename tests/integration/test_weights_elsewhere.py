@@ -1,0 +1,113 @@
+"""Models whose weights are offloaded, compiled or wrapped: the tokens of plain `generate`, or the true reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specgen import DraftModelCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates, NgramCandidates
+from tests.helpers import assert_same_tokens, perturbed_copy, prompts
+from tests.helpers.medusa import random_heads
+from tests.helpers.models import fresh_model
+
+accelerate = pytest.importorskip("accelerate")
+peft = pytest.importorskip("peft")
+
+
+def offloaded(kind: str, folder: Path) -> Any:
+    """A model whose weights are moved to where they are used, layer by layer."""
+    model = fresh_model("llama")
+    if kind == "cpu":
+        return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    if kind == "disk":
+        accelerate.disk_offload(model, offload_dir=str(folder), execution_device=torch.device("cpu"))
+        return model
+    on_device = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    layers = {f"model.layers.{index}": "cpu" if index < 2 else "disk" for index in range(4)}
+    return accelerate.dispatch_model(model, {**on_device, **layers}, main_device="cpu", offload_dir=str(folder))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk", "device_map"])
+@pytest.mark.parametrize("strategy", ["ngram", "draft", "layer skip", "medusa"])
+def test_offloaded_target_same_tokens_or_refused(kind: str, strategy: str, tmp_path: Path) -> None:
+    """Would catch: inputs and masks made on the "meta" device, heads that read weights which are not there."""
+    model = offloaded(kind, tmp_path)
+    candidates: Any = {
+        "ngram": lambda: NgramCandidates(k=3, branches=2),
+        "draft": lambda: DraftModelCandidates(fresh_model("llama"), k=3),
+        "layer skip": lambda: LayerSkipCandidates(2, k=3),
+        "medusa": lambda: MedusaCandidates(random_heads(fresh_model("llama")), policy=FixedDepth()),
+    }[strategy]()
+    if strategy == "medusa" and kind != "device_map":
+        with pytest.raises(ValueError, match="output matrix offloaded"):
+            assert_same_tokens(model, prompts(2), candidates, max_new_tokens=6)
+    else:
+        assert_same_tokens(model, prompts(2), candidates, max_new_tokens=6)
+
+
+def test_offloaded_draft_model_same_tokens() -> None:
+    """Would catch: a draft whose inputs are made on the "meta" device."""
+    draft = offloaded("cpu", Path())
+    statistics = assert_same_tokens(
+        fresh_model("llama"), prompts(2), DraftModelCandidates(draft, k=3), max_new_tokens=8
+    )
+    assert statistics.accepted > 0
+
+
+@pytest.mark.parametrize("strategy", ["ngram", "medusa"])
+def test_compiled_target_same_tokens(strategy: str) -> None:
+    """Would catch: hooks that a compiled forward cannot trace, and a compilation in every step."""
+    model = fresh_model("llama")
+    heads = random_heads(model)
+    compilations = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    model.compile(backend=backend)
+    candidates = {"ngram": NgramCandidates(k=3), "medusa": MedusaCandidates(heads, policy=FixedDepth())}[strategy]
+    plain = fresh_model("llama").generate(**prompts(2), max_new_tokens=8)
+    ours = model.generate(**prompts(2), max_new_tokens=8, candidate_generator=candidates)
+    assert torch.equal(plain, ours)
+    assert not compilations
+
+
+def with_lora(model: Any) -> Any:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval()
+
+
+def test_draft_model_with_lora_drafts_as_its_wrapper_does() -> None:
+    """Would catch: a refusal for the wrapper's signature, or a draft without its adapter."""
+    model = fresh_model("llama")
+    draft = with_lora(perturbed_copy(model, noise=0.1))
+    statistics = assert_same_tokens(model, prompts(2), DraftModelCandidates(draft, k=3), max_new_tokens=8)
+    merged = DraftModelCandidates(draft.merge_and_unload(), k=3)
+    assert assert_same_tokens(model, prompts(2), merged, max_new_tokens=8).accepted == statistics.accepted
+
+
+def test_target_with_lora_same_tokens() -> None:
+    """Would catch: a target that is run without its adapter."""
+    assert_same_tokens(with_lora(fresh_model("llama")), prompts(2), NgramCandidates(k=3, branches=2), max_new_tokens=8)
+
+
+def with_prefix() -> Any:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(fresh_model("llama"), config).eval()
+
+
+def test_target_with_prefix_tuning_is_refused() -> None:
+    """Would catch: a crash inside the loop."""
+    with pytest.raises(ValueError, match="prefix or prompt tuning"):
+        with_prefix().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3))
+
+
+def test_draft_with_prefix_tuning_is_refused() -> None:
+    """Would catch: a draft that silently lacks its prefix."""
+    with pytest.raises(ValueError, match="PREFIX_TUNING"):
+        DraftModelCandidates(with_prefix(), k=3)
