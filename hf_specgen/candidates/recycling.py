@@ -68,6 +68,13 @@ class RecyclingCandidates(Candidates):
         self._given = table
         self._tables: WeakKeyDictionary[PreTrainedModel, RecyclingTable] = WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_tables": None}  # they belong to targets of this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._tables = WeakKeyDictionary()
+
     def table(self, model: PreTrainedModel) -> RecyclingTable:
         """The table that calls with this target use: to save it, for instance."""
         vocab_size = vocabulary_size(model)

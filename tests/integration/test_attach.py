@@ -20,8 +20,18 @@ from transformers import GenerationConfig, StaticCache, pipeline
 from transformers.generation.logits_process import LogitsProcessor
 
 import hf_specgen
-from hf_specgen import CombinedCandidates, DraftModelCandidates, NgramCandidates, SpeculationMonitor, compat, speculate
-from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
+from hf_specgen import (
+    CombinedCandidates,
+    DraftModelCandidates,
+    NgramCandidates,
+    NgramHistory,
+    RecyclingCandidates,
+    RecyclingTable,
+    SpeculationMonitor,
+    compat,
+    speculate,
+)
+from tests.helpers import VOCAB, RecordingStreamer, fresh_model, prompts, tiny_model
 
 NEW = 16
 
@@ -143,6 +153,11 @@ def saved_with_torch(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
+def combined() -> CombinedCandidates:
+    table = RecyclingTable(VOCAB)
+    return CombinedCandidates([NgramCandidates(), RecyclingCandidates(table=table)])
+
+
 def compiled(model: Any) -> Any:
     return torch.compile(model, backend="eager")
 
@@ -230,6 +245,15 @@ def test_deep_copy_counts_its_own_calls_and_shares_the_strategy(model: Any) -> N
     assert (hf_specgen.statistics(model).calls, hf_specgen.statistics(twin).calls) == (1, 2)
     settings = [vars(one)["_hf_specgen_attachment"].settings for one in (model, twin)]
     assert settings[0].candidates is settings[1].candidates
+
+
+@pytest.mark.parametrize("make", [lambda: NgramCandidates(history=NgramHistory(100)), RecyclingCandidates, combined])
+def test_used_strategy_with_a_memory_can_be_pickled_with_the_model(model: Any, make: Any) -> None:
+    """Would catch: a lock or a weak reference to the model, neither of which can be pickled."""
+    hf_specgen.attach(model, make())
+    expected = generate(model)
+    assert torch.equal(generate(pickled(model)), expected)
+    assert torch.equal(generate(copy.deepcopy(model)), expected)
 
 
 def test_saved_checkpoint_does_not_contain_the_strategy(model: Any, tmp_path: Any) -> None:
