@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
