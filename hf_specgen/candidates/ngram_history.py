@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from huggingface_hub import HfApi, hf_hub_download
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from hf_specgen.candidates.locked import Locked
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from hf_specgen.candidates.ngram_odds import HISTORY_OUTPUT, HISTORY_PROMPT
 
@@ -27,7 +27,7 @@ MAX_TOKENS_OF_FILE = 2**28
 """Tokens of a file at most: 10 GB in memory."""
 
 
-class NgramHistory:
+class NgramHistory(Locked):
     """Texts of earlier calls, and any corpus of yours, for `NgramCandidates` to look into. May be shared by threads.
 
     Takes 37 bytes a token. When it is full, every new token overwrites the oldest one, so that nothing has to be
@@ -52,7 +52,7 @@ class NgramHistory:
         self.max_tokens = max_tokens
         self.index = NgramIndex(max_tokens)
         self._is_output = bytearray(max_tokens)
-        self._lock = RLock()
+        super().__init__()
 
     def __len__(self) -> int:
         return len(self.index)

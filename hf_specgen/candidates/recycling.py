@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -67,6 +68,13 @@ class RecyclingCandidates(Candidates):
         self.adaptive_tree = self.tree == "auto"
         self._given = table
         self._tables: WeakKeyDictionary[PreTrainedModel, RecyclingTable] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_tables": None}  # they belong to targets of this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._tables = WeakKeyDictionary()
 
     def table(self, model: PreTrainedModel) -> RecyclingTable:
         """The table that calls with this target use: to save it, for instance."""

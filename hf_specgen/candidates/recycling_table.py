@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from hf_specgen.candidates.locked import Locked
 from hf_specgen.depth.calibration import EDGES
 from hf_specgen.verification.base import TopTokens
 
@@ -24,7 +24,7 @@ MAX_VOCAB = 2**21
 """Tokens of a file at most: 84 MB."""
 
 
-class RecyclingTable:
+class RecyclingTable(Locked):
     """The `SUCCESSORS` most likely tokens after each token, and how probable they were. May be shared by threads.
 
     Takes 40 bytes for each token of the vocabulary: 5 MB at 128,000.
@@ -47,7 +47,7 @@ class RecyclingTable:
             raise ValueError(f"vocab_size must be 1 to {MAX_VOCAB}, got {vocab_size}")
         self._successors: NDArray[np.int32] = np.full((vocab_size, SUCCESSORS), -1, dtype=np.int32)
         self._bins: NDArray[np.uint8] = np.zeros((vocab_size, SUCCESSORS), dtype=np.uint8)
-        self._lock = RLock()
+        super().__init__()
 
     @property
     def vocab_size(self) -> int:
