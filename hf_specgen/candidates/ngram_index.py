@@ -13,6 +13,7 @@ section 4, for hash chains that are abandoned after a number of links.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,15 @@ class NgramIndex:
         self._max_tokens = max_tokens
         self.end = self._length = 0
         self._allocate(INITIAL_CAPACITY if max_tokens is None else max_tokens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold the arrays behind the views."""
+        arrays = [np.asarray(view) for view in (self.tokens, *self._links, *self._heads)]
+        return {"arrays": arrays, "rest": (self._max_tokens, self.end, self._length, self._capacity)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._max_tokens, self.end, self._length, self._capacity = state["rest"]
+        self._set_views([array.copy().data for array in state["arrays"]])
 
     def __len__(self) -> int:
         return self._length
@@ -196,8 +206,10 @@ class NgramIndex:
     def _allocate(self, capacity: int) -> None:
         """Positions are stored as one more than they are, so that zeros, which take no memory yet, stand for none."""
         self._capacity = capacity
-        self.tokens, *views = (np.zeros(capacity, dtype=np.int32).data for _ in range(1 + 2 * len(ORDERS)))
-        self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
+        self._set_views([np.zeros(capacity, dtype=np.int32).data for _ in range(1 + 2 * len(ORDERS))])
+
+    def _set_views(self, views: list[memoryview]) -> None:
+        self.tokens, self._links, self._heads = views[0], views[1 : 1 + len(ORDERS)], views[1 + len(ORDERS) :]
 
 
 def _enter(hashes: NDArray[np.uint64], first: int, links: memoryview, heads: memoryview) -> None:
