@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         NgramCandidates,
         NgramHistory,
         PEagleCandidates,
+        RecyclingCandidates,
+        RecyclingTable,
     )
     from hf_specgen.counters import Statistics
     from hf_specgen.decoding import SpeculativeOutput
@@ -79,6 +81,8 @@ __all__ = [
     "PEagleCandidates",
     "Policy",
     "PolicySession",
+    "RecyclingCandidates",
+    "RecyclingTable",
     "Schedule",
     "SpeculationMonitor",
     "SpeculativeOutput",
@@ -101,7 +105,7 @@ _MODULES = {
     "attachment": "attach attached detach statistics",
     "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
     "EagleCandidates GemmaAssistantCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates "
-    "NgramHistory PEagleCandidates",
+    "NgramHistory PEagleCandidates RecyclingCandidates RecyclingTable",
     "decoding": "SpeculativeOutput",
     "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
     "generate": "speculate",

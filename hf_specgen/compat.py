@@ -165,7 +165,7 @@ def is_sharded(model: PreTrainedModel) -> bool:
     Symbols: `is_fsdp_managed_module`, `is_deepspeed_zero3_enabled` and `_get_torch_distributed_world_size`, as
     `generate` uses them to decide on `synced_gpus`, which it does not pass on.
     """
-    used: Any = utils
-    if used._get_torch_distributed_world_size() == 1:
+    names = cast(Any, utils)
+    if names._get_torch_distributed_world_size() == 1:
         return False
-    return bool(used.is_deepspeed_zero3_enabled() or used.is_fsdp_managed_module(model))
+    return bool(names.is_deepspeed_zero3_enabled() or names.is_fsdp_managed_module(model))

@@ -34,6 +34,7 @@ from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
+from hf_specgen.verification.base import TopTokens
 from hf_specgen.verification.processors import LogitsPipeline
 
 MEASURED_PARTS = ("prefill", "draft", "forward", "verify", "policy")
@@ -171,8 +172,9 @@ class _Loop:
             logits = self.target.prefill(tree)
         result = self._verify(tree, logits, rows)
         self._tokens_from_prefill = [int(not parents) for parents in tree.parents]
-        if tree.nodes:
+        if tree.nodes or self.drafter.top_tokens:
             self.drafter.observe(result)
+        if tree.nodes:
             self._report(tree, self.call.statistics.record_prefill_draft(tree, result))
 
     def decode(self) -> None:
@@ -212,6 +214,12 @@ class _Loop:
         """Accept draft tokens, extend the rows, confirm columns, and roll the cache back to what was accepted."""
         with self._timed("verify"):
             result = self.verification.verify(tree, logits, active)
+            if self.drafter.top_tokens:
+                pending = [
+                    (generated or prompt)[-1]
+                    for prompt, generated in zip(self.state.prompts, self.state.generated, strict=True)
+                ]
+                result.top_tokens = TopTokens.of_step(logits, tree, pending, active, self.drafter.top_tokens)
             for row, tokens in enumerate(result.tokens):
                 self.state.append(row, tokens)
             self.target.commit(self.padding.paths(result))

@@ -99,7 +99,8 @@ def speculate(
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
     Args:
-        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; "auto" for the default strategy.
+        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; "auto" for `CombinedCandidates()`, the
+            best strategy that needs neither a model nor training.
         verification: "exact" (the tokens of plain `generate`, also when sampling with a seed), "rejection" (the same
             distribution, but not the same seed), "typical" (LOSSY: accepts what the target finds plausible), or a
             `Verifier`.

@@ -34,6 +34,8 @@ class DraftTree:
             siblings were taken out of it (siblings are drawn one after the other, without replacement). The
             vocabulary may be smaller than the target's (the rest has probability 0), not larger. A node with all
             zeros, and every node where q is ``None``, is a deterministic proposal (a point mass).
+        joint: of each row's nodes, the estimated probability that the node and all nodes above it are accepted; None
+            if nothing was estimated. Strategies are combined by it.
 
     Raises:
         ValueError: if a parent does not come before its child, or the shapes do not fit.
@@ -47,6 +49,7 @@ class DraftTree:
     tokens: torch.Tensor
     parents: tuple[Parents, ...]
     q: torch.Tensor | None = None
+    joint: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         batch, nodes = self.tokens.shape
@@ -99,9 +102,11 @@ class DraftTree:
         return cls(_pad(rows), tuple(chain_parents(len(row)) for row in rows))
 
     @classmethod
-    def from_nodes(cls, rows: Sequence[tuple[Sequence[int], Parents]]) -> DraftTree:
-        """From a pair (tokens, parents) per row."""
-        return cls(_pad([tokens for tokens, _ in rows]), tuple(parents for _, parents in rows))
+    def from_nodes(
+        cls, rows: Sequence[tuple[Sequence[int], Parents]], joint: tuple[tuple[float, ...], ...] | None = None
+    ) -> DraftTree:
+        """From a pair (tokens, parents) per row; see above for `joint`."""
+        return cls(_pad([tokens for tokens, _ in rows]), tuple(parents for _, parents in rows), joint=joint)
 
     @classmethod
     def from_paths(cls, rows: Sequence[Sequence[Sequence[int]]]) -> DraftTree:
@@ -278,3 +283,27 @@ def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]
             path.append(child)
             emitted.append(chosen[child + 1])
     return path, emitted
+
+
+def judged_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
+    """The nodes that the emitted tokens judge, and whether each was accepted: the children of what the text reached.
+
+    Args:
+        tokens: the token of each node.
+        parents: the parent of each node, -1 for those that continue the row.
+        emitted: the tokens of the row in this step.
+
+    Example:
+        >>> judged_nodes([5, 6, 7, 8], [-1, -1, 1, 0], emitted=[6, 9])  # 8 follows 5, which was rejected
+        [(0, False), (1, True), (2, False)]
+    """
+    below: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        below.setdefault(parent, []).append(node)
+    judged: list[tuple[int, bool]] = []
+    reached = -1
+    for token in emitted:
+        outcomes = [(node, tokens[node] == token) for node in below.get(reached, ())]
+        judged += outcomes
+        reached = next((node for node, accepted in outcomes if accepted), len(tokens))
+    return judged

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from hf_specgen import Call, NgramCandidates, Statistics
 from hf_specgen.state import GenerationState
 
-CONTEXTS, BRANCHES, DEPTH = (1_000, 10_000, 100_000), (1, 4), 10
+CONTEXTS, TREES, DEPTH = (1_000, 10_000, 100_000), (None, 32), 10
 
 
 def ngram_lookup(repeats: int, quick: bool) -> list[dict[str, Any]]:
@@ -22,8 +22,8 @@ def ngram_lookup(repeats: int, quick: bool) -> list[dict[str, Any]]:
     generator = random.Random(0)
     for length in CONTEXTS:
         text = [generator.randrange(8192) if generator.random() < 0.5 else 7 for _ in range(length)]
-        for branches in BRANCHES:
-            candidates = NgramCandidates(k=DEPTH, branches=branches)
+        for tree in TREES:
+            candidates = NgramCandidates(k=DEPTH, tree=tree)
             state = GenerationState(torch.tensor([text]))
             begin = perf_counter()
             session = candidates.start(Call(None, state, GenerationConfig(), candidates, Statistics([[]])))
@@ -35,5 +35,5 @@ def ngram_lookup(repeats: int, quick: bool) -> list[dict[str, Any]]:
                 session.draft([DEPTH])
                 times.append(1e6 * (perf_counter() - begin))
             percentiles = {"median us": median(times), "p99 us": sorted(times)[int(0.99 * len(times))]}
-            rows.append({"context": length, "branches": branches, **percentiles, "indexing ms": 1000 * indexing})
+            rows.append({"context": length, "tree": tree or "chain", **percentiles, "indexing ms": 1000 * indexing})
     return rows

@@ -54,14 +54,16 @@ def _answers(per_domain: int) -> list[tuple[list[int], list[int]]]:
 
 
 def _count(prompt: list[int], answer: list[int], counts: Counts) -> None:
-    index = NgramIndex(MAX_MATCH_LENGTH)
+    index = NgramIndex()
     index.extend(prompt)
     for token in answer:
-        found = list(index.matches(index.tokens, 1, MAX_OCCURRENCES))
-        latest = [index.tokens[position] for n, position in found if n == found[0][0]][:2]
+        tail = index.tokens[: index.end].tolist()[-MAX_MATCH_LENGTH:]
+        found = index.occurrences(tail, MAX_OCCURRENCES)
+        longest = max(found.values(), default=0)
+        latest = [index.tokens[position] for position, n in found.items() if n == longest][:2]
         if latest:
             kind = AGREEMENT[0] if len(latest) == 1 else AGREEMENT[1 if latest[0] == latest[1] else 2]
-            case = counts[found[0][0], kind]
+            case = counts[longest, kind]
             case[0] += latest[0] == token
             case[1] += 1
         index.extend([token])

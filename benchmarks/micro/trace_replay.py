@@ -52,8 +52,8 @@ def _variants() -> dict[str, Arguments]:
         BASELINE: partial(lookup, max_matching_ngram_size=2),
         "prompt lookup n=3": partial(lookup, max_matching_ngram_size=3),
         "n-grams k=10": ours(NgramCandidates(k=10)),
-        "n-grams k=10, 4 branches": ours(NgramCandidates(k=10, branches=4)),
-        "n-grams k=10, 4 branches, history": ours(NgramCandidates(k=10, branches=4, history=NgramHistory())),
+        "n-grams k=64, tree of 64": ours(NgramCandidates(k=64, tree=64)),
+        "n-grams k=64, tree of 64, history": ours(NgramCandidates(k=64, tree=64, history=NgramHistory())),
     }
 
 

@@ -13,6 +13,8 @@ from hf_specgen.candidates.mtp import MTPCandidates
 from hf_specgen.candidates.native import NativeCandidates
 from hf_specgen.candidates.ngram import NgramCandidates, NgramHistory
 from hf_specgen.candidates.peagle import PEagleCandidates
+from hf_specgen.candidates.recycling import RecyclingCandidates
+from hf_specgen.candidates.recycling_table import RecyclingTable
 
 __all__ = [
     "AutoCandidates",
@@ -30,4 +32,6 @@ __all__ = [
     "NgramCandidates",
     "NgramHistory",
     "PEagleCandidates",
+    "RecyclingCandidates",
+    "RecyclingTable",
 ]

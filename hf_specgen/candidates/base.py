@@ -53,6 +53,11 @@ class DraftSession(ABC):
     """Tokens, over all rows, in each forward pass of the drafter for the last draft, without the pass that reads its
     prompt. Empty if drafting needs no forward pass; None if unknown: then one pass for each level of the draft is
     assumed, with one token per row."""
+    knows_successors: bool = False
+    """Whether `successors` can take the place of `draft` where strategies are combined."""
+    top_tokens: int = 0
+    """How many of the target's most likely tokens after every token that it read `observe` receives, with
+    `VerificationResult.top_tokens`; if any, `observe` is called after a prefill without a draft too."""
 
     def __init__(self, call: Call):
         self.call = call
@@ -75,6 +80,13 @@ class DraftSession(ABC):
         works while no token has been generated yet. Only the leftmost chain of a tree is used.
         """
         return DraftTree.empty(len(budget))
+
+    def successors(self, token: int) -> Sequence[tuple[int, float]]:
+        """Likely next tokens after any token, and the probability of each; for strategies that know no more than that.
+
+        Only called if `knows_successors`; the drafts of other strategies are extended with it.
+        """
+        return ()
 
     def observe(self, result: VerificationResult) -> None:
         """Receive the outcome of the last draft; `call.state` holds the new tokens already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.tree_builder import TreeBuilder
-from hf_specgen.candidates.tree_shape import MAX_CHILDREN, Chain, FastestSize, FixedSize, TreeShape
+from hf_specgen.candidates.tree_shape import MAX_CHILDREN, TreeShape, tree_shape
 from hf_specgen.depth.calibration import Calibration, calibration_memory
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
@@ -45,12 +46,13 @@ class CalibratedSession(DraftSession):
             nodes: the builder's index of each of its nodes, by row.
             confidence: `[rows, nodes of the builder]`.
         """
-        self._tree = tree
         self._features = [
             (builder.rank[row, index], confidence[row, index], builder.depth[row, index])
             for row, index in enumerate(nodes)
         ]
-        return tree
+        joint = tuple(tuple(builder.joint[row, index].tolist()) for row, index in enumerate(nodes))
+        self._tree = replace(tree, joint=joint)
+        return self._tree
 
     def not_drafted(self, batch: int) -> DraftTree:
         """An empty draft."""
@@ -89,15 +91,7 @@ class CalibratedSession(DraftSession):
             depths: `[rows]` maximum depths.
             children: of a node at most.
         """
-        if isinstance(size, int):
-            return FixedSize(size, children)
-        latency = None if self.call.depth is None else self.call.depth.latency
-        if size is None or latency is None:
-            return Chain()
-        rows = sum(depth > 0 for depth in depths)
-        state = self.call.state
-        context = max(len(p) + len(g) for p, g in zip(state.prompts, state.generated, strict=True))
-        return FastestSize(latency.at(rows, context), rows, children=children)
+        return tree_shape(size, self.call, depths, children)
 
     @property
     def _mode(self) -> str:

@@ -20,6 +20,7 @@ class ChainSession(DraftSession):
     def __init__(self, session: DraftSession):
         super().__init__(session.call)
         self._session, self._tree = session, DraftTree.empty(session.call.state.batch)
+        self.top_tokens = session.top_tokens
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         self._tree = self._session.draft(budget)

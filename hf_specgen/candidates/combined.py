@@ -1,4 +1,8 @@
-"""Several strategies whose proposals are merged into one draft tree in every step."""
+"""Several strategies whose proposals are ranked by estimated acceptance in one draft tree, in every step.
+
+Source: Hu et al., "SAM Decoding: Speculative Decoding via Suffix Automaton" (2024), for combining copied text with
+Token Recycling or EAGLE; there one of them drafts a step, here both do.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +11,51 @@ from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from hf_specgen.candidates.base import Candidates, DraftSession
+from hf_specgen.candidates.base import Candidates, DraftSession, Tree, check_tree
+from hf_specgen.candidates.ngram import NgramCandidates
+from hf_specgen.candidates.recycling import RecyclingCandidates
+from hf_specgen.candidates.tree_builder import TreeBuilder
+from hf_specgen.candidates.tree_shape import FastestSize, FixedSize, TreeShape, tree_shape
+from hf_specgen.candidates.union_tree import UnionTree, unite
 from hf_specgen.depth import Policy
+from hf_specgen.depth.calibration import calibration_memory
 from hf_specgen.state import Call
 from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.requirements import TargetRequirements
-from hf_specgen.tree import DraftTree, depths, merge_trees
+from hf_specgen.tree import DraftTree, depths, judged_nodes, merge_trees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hf_specgen.verification import VerificationResult
 
+RATE_UPDATE = 0.2
+"""Weight of a network's newest draft in the mean of what its drafts yield and take."""
+
 
 class CombinedCandidates(Candidates):
-    """Merges the drafts of several strategies: n-grams where the text repeats itself, a network elsewhere.
+    """Combines the drafts of several strategies: n-grams where the text repeats itself, other drafts elsewhere.
 
     Args:
-        strategies: at least one; earlier ones come first in the tree.
-        policy: chooses the depth of all of them, step by step.
+        strategies: the members. Left out, they are n-grams and Token Recycling: the best that needs nothing.
+        tree: how many draft tokens are verified: "auto" the tree with the highest expected tokens per second, if the
+            policy has a latency model; a number is the size of every tree; None all that is proposed.
+        policy: chooses the depth of all members, step by step.
 
     Raises:
         ValueError: if there are none, or two of them run the target in different ways.
         TypeError: if one of them is no strategy.
 
     Example:
-        >>> from hf_specgen import NgramCandidates
         >>> CombinedCandidates([NgramCandidates(k=16)]).k
         16
     """
 
-    def __init__(self, strategies: Sequence[Candidates], *, policy: Policy | None = None):
+    def __init__(
+        self, strategies: Sequence[Candidates] | None = None, *, tree: Tree = "auto", policy: Policy | None = None
+    ):
+        if strategies is None:
+            strategies = [NgramCandidates(), RecyclingCandidates()]
         if not strategies:
             raise ValueError("CombinedCandidates needs at least one strategy, such as NgramCandidates()")
         for strategy in strategies:
@@ -45,6 +63,8 @@ class CombinedCandidates(Candidates):
                 raise TypeError(f"CombinedCandidates takes strategies such as NgramCandidates(), got {strategy!r}")
         super().__init__("auto", policy, max_k=max(strategy.k for strategy in strategies))
         self.strategies = tuple(strategies)
+        self.tree = check_tree(tree, self.k)
+        self.adaptive_tree = self.tree == "auto"
         self.negligible_draft_cost = all(strategy.negligible_draft_cost for strategy in strategies)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
@@ -52,49 +72,154 @@ class CombinedCandidates(Candidates):
         return reduce(TargetRequirements.__or__, needs)
 
     def start(self, call: Call) -> DraftSession:
-        return _CombinedSession(call, [(s.k, s.start(call)) for s in self.strategies])
+        return _CombinedSession(self, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """The kind is that of the member whose drafting takes time."""
         network = next((s for s in self.strategies if not s.negligible_draft_cost), self.strategies[0])
-        return (network.profile_key()[0], "combined", *(part for s in self.strategies for part in s.profile_key()))
+        members = (part for s in self.strategies for part in s.profile_key())
+        return (network.profile_key()[0], "combined", str(self.tree), *members)
 
     def __repr__(self) -> str:
-        return f"CombinedCandidates({list(self.strategies)}{self._show_policy()})"
+        tree = "" if self.tree == "auto" else f", tree={self.tree!r}"
+        return f"CombinedCandidates({list(self.strategies)}{tree}{self._show_policy()})"
+
+
+class _Member:
+    """One strategy in a call: its session, its draft of the current step, and what its drafts yield and take."""
+
+    def __init__(self, strategy: Candidates, session: DraftSession, batch: int):
+        self.k, self.has_passes, self.session = strategy.k, not strategy.negligible_draft_cost, session
+        self.draft = DraftTree.empty(batch)
+        self.gain: float | None = None
+        """Mean of the draft tokens that are expected to be accepted, over all rows; None before the first draft."""
+        self.seconds = self.nodes = 0.0
 
 
 class _CombinedSession(DraftSession):
-    """The sessions of the members, and their drafts of the current step."""
+    """The sessions of the members, and the tree of the current step."""
 
-    def __init__(self, call: Call, members: list[tuple[int, DraftSession]]):
+    def __init__(self, settings: CombinedCandidates, call: Call):
         super().__init__(call)
-        self._members = members
-        self._drafts: list[DraftTree] = []
+        self._settings = settings
+        self._members = [_Member(one, one.start(call), call.state.batch) for one in settings.strategies]
+        self.top_tokens = max(member.session.top_tokens for member in self._members)
         # An early-exit target has run its first layers on the drafted chain; other nodes cannot join it.
         self._merges = not isinstance(call.target, EarlyExitTarget)
+        self._wants_q = call.verification is not None and call.verification.wants_q
+        self._key = (settings.profile_key(), "combined", call.do_sample, round(call.temperature, 2))
+        self._calibration = calibration_memory.recall(None if self._wants_q else call.model, self._key)
+        self._trees: list[UnionTree] = []
+        self._has_drafted = False
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
-        return self._combine([session.draft for _, session in self._members], budget)
+        return self._combine(budget, lambda session: session.draft, is_prefill=False)
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self._combine([session.draft_at_prefill for _, session in self._members], budget)
-
-    def _combine(self, drafts: Sequence[Callable[[Sequence[int]], DraftTree]], budget: Sequence[int]) -> DraftTree:
-        self._drafts = []
-        for (k, _), draft in zip(self._members, drafts, strict=True):
-            found = not self._merges and any(tree.nodes for tree in self._drafts)
-            self._drafts.append(draft([0 if found else min(depth, k) for depth in budget]))
-        members = zip(self._members, self._drafts, strict=True)
-        self.passes = [tokens for (_, session), tree in members for tokens in _passes(session, tree)]
-        return merge_trees(self._drafts)
+        return self._combine(budget, lambda session: session.draft_at_prefill, is_prefill=True)
 
     def observe(self, result: VerificationResult) -> None:
-        for (_, session), tree in zip(self._members, self._drafts, strict=True):
-            session.observe(result_for(result, tree))
+        """Count what was accepted, and pass the outcome on to every member as one of its own draft."""
+        for tree, emitted in zip(self._trees, result.tokens, strict=False):
+            for node, accepted in judged_nodes(tree.tokens, tree.parents, emitted):
+                self._calibration.count(tree.classes[node], tree.bins[node], accepted)
+        self._trees = []
+        for member in self._members:
+            if member.draft.nodes or member.session.top_tokens or self._has_drafted:
+                member.session.observe(result_for(result, member.draft))
 
     def end(self) -> None:
-        for _, session in self._members:
-            session.end()
+        if not self._wants_q:
+            calibration_memory.store(self.call.model, self._key, self._calibration)
+        for member in self._members:
+            member.session.end()
+
+    def _combine(
+        self,
+        budget: Sequence[int],
+        method: Callable[[DraftSession], Callable[[Sequence[int]], DraftTree]],
+        is_prefill: bool,
+    ) -> DraftTree:
+        self._trees = []
+        shape = tree_shape(self._settings.tree, self.call, budget) if any(budget) else None
+        ranks = self._merges and not self._wants_q
+        extends = ranks and isinstance(shape, FixedSize | FastestSize)
+        for member in self._members:
+            member.draft = DraftTree.empty(len(budget))
+        # Members whose drafts cost nothing come first: where their drafts are long, no pass of a network is made.
+        for member in sorted(self._members, key=lambda member: member.has_passes and ranks):
+            found = not self._merges and any(other.draft.nodes for other in self._members)
+            waits = (
+                found
+                or (extends and member.session.knows_successors)
+                or (ranks and member.has_passes and self._is_slower(member, shape, budget, is_prefill))
+            )
+            depth = [0 if waits else min(depth, member.k) for depth in budget]
+            member.draft = method(member.session)(depth)
+            if any(depth) and member.has_passes:
+                self._measure(member, shape)
+        self.passes = [tokens for member in self._members for tokens in _passes(member.session, member.draft)]
+        tree = self._ranked(shape, budget, is_prefill) if ranks and shape is not None else self._merged()
+        self._has_drafted = tree.nodes > 0
+        return tree
+
+    def _merged(self) -> DraftTree:
+        """Every node that a member proposed."""
+        return merge_trees([member.draft for member in self._members])
+
+    def _ranked(self, shape: TreeShape, budget: Sequence[int], is_prefill: bool) -> DraftTree:
+        """The best tree of what the members proposed."""
+        drafts = [member.draft for member in self._members]
+        if isinstance(shape, FastestSize):
+            count, min_joint = shape.max_nodes, shape.min_joint
+        else:
+            every = sum(draft.nodes for draft in drafts)
+            count, min_joint = shape.size if isinstance(shape, FixedSize) else every, 0.0
+        extends = isinstance(shape, FixedSize | FastestSize)
+        successors = [
+            (number, member.session.successors)
+            for number, member in enumerate(self._members)
+            if extends and member.session.knows_successors
+        ]
+        acceptance, state = self._calibration.by_bin(), self.call.state
+        self._trees = [
+            unite(
+                drafts,
+                row,
+                acceptance,
+                last_token=(state.generated[row] or state.prompts[row])[-1],
+                depth=depth,
+                nodes=count,
+                min_joint=min_joint,
+                successors=successors,
+                only_chain=is_prefill and extends,
+            )
+            for row, depth in enumerate(budget)
+        ]
+        if isinstance(shape, FastestSize):
+            count = shape.nodes(TreeBuilder.from_nodes(budget, [tree.joint for tree in self._trees]))
+        joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
+        return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
+
+    def _is_slower(self, network: _Member, shape: TreeShape | None, budget: Sequence[int], is_prefill: bool) -> bool:
+        """Whether the drafts so far alone promise more tokens per second than those of a network usually do."""
+        if not isinstance(shape, FastestSize) or network.gain is None:
+            return False
+        self._ranked(shape, budget, is_prefill)
+        alone = TreeBuilder.from_nodes(budget, [tree.joint for tree in self._trees])
+        self._trees = []
+        return shape.rate(alone) >= shape.rate_of(network.gain, network.nodes, network.seconds)
+
+    def _measure(self, member: _Member, shape: TreeShape | None) -> None:
+        """Note what a network's draft is expected to yield, and what it took."""
+        if not isinstance(shape, FastestSize) or member.draft.joint is None:
+            return
+        gain = sum(sum(joint) for joint in member.draft.joint)
+        seconds = shape.latency.drafter.draft(_passes(member.session, member.draft))
+        share = 1.0 if member.gain is None else RATE_UPDATE
+        member.gain = (1 - share) * (member.gain or 0.0) + share * gain
+        member.nodes += share * (member.draft.nodes - member.nodes)
+        member.seconds += share * (seconds - member.seconds)
 
 
 def _passes(session: DraftSession, tree: DraftTree) -> Sequence[int]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.ngram import NgramCandidates
+from hf_specgen.candidates.combined import CombinedCandidates
 
 
+@cache
 def default_candidates() -> Candidates:
-    """A strategy that needs no files and no training.
+    """A strategy that needs no files and no training: n-grams and Token Recycling, with what it has learnt so far.
 
     Example:
         >>> default_candidates().negligible_draft_cost
         True
     """
-    return NgramCandidates()
+    return CombinedCandidates()

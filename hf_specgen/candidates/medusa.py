@@ -150,7 +150,7 @@ class MedusaSession(MarginalSession):
     def depth_logits(self, depth: int) -> torch.Tensor:
         """All heads read the state that chose each row's last token."""
         pending = torch.tensor([text[-1] for text in self.call.state.generated])
-        return self._reader.logits(self._target.states, pending).float()
+        return self._reader.logits(self._target.states_of((OUTPUT_STATE,)), pending).float()
 
     def acceptance(self, confidence: Floats) -> Floats:
         """By calibration, starting from the acceptance that was measured with the heads, if it was."""

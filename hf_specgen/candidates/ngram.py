@@ -1,85 +1,56 @@
-"""Prompt lookup: guess that the text goes on as it did after an earlier occurrence of its last few tokens.
+"""N-gram candidates: the text goes on as it did after earlier occurrences of its last tokens.
 
-Which occurrence: the longest match; of several that long, the one whose next token most of all matches agree on; then
-the most recent. How far it is followed depends on the evidence, see `_trusted_length`.
+All occurrences vote, each with odds that depend on how long its match is and that are learnt from the outcome of the
+steps. So a long match gives a long chain, occurrences that disagree give a tree with both continuations, and a short
+match little or nothing: the tree with the highest expected tokens per second is verified.
 
-Source: Saxena, "Prompt Lookup Decoding" (2023); the history is the idea of Oliaro et al., "SuffixDecoding" (2024).
+Source: Saxena, "Prompt Lookup Decoding" (2023); Oliaro et al., "SuffixDecoding" (2024), for drafts whose length follows
+that of the match, trees weighted by frequency, and texts of earlier calls; Hu et al., "SAM Decoding" (2024).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
 
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession
-from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
+from hf_specgen.candidates.ngram_history import NgramHistory as NgramHistory
+from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH
+from hf_specgen.candidates.ngram_odds import MatchOdds
+from hf_specgen.candidates.ngram_text import MatchLengths, RowText
+from hf_specgen.candidates.ngram_tree import Limits, NgramTree
+from hf_specgen.candidates.tree_builder import TreeBuilder
+from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
 from hf_specgen.depth import Policy
+from hf_specgen.depth.calibration import CalibrationMemory
 from hf_specgen.state import Call
-from hf_specgen.tree import DraftTree, Parents, merge_paths
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification import VerificationResult
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+MAX_DEPTH = 64
+"""Maximum depth of k="auto": matches of dozens of tokens are accepted as a whole where a text is edited."""
+MIN_JOINT = 0.05
+"""Probability of being accepted below which a token is not drafted if the size of drafts is given by k alone."""
 
-MATCHES_PER_BRANCH = 4
-FEWEST_MATCHES = 8
-HISTORY_HANDICAP = 1
-TOKENS_PER_MATCHED_TOKEN = 4
-LONE_MATCH = 2
-
-
-class NgramHistory:
-    """Texts of earlier calls, and any corpus of yours, for `NgramCandidates` to look into.
-
-    Args:
-        max_tokens: how much is remembered at least, before the oldest is forgotten; up to twice as much is held.
-        max_ngram: length of the longest match that is told apart from a shorter one.
-
-    Raises:
-        ValueError: if `max_tokens` is not positive.
-
-    Example:
-        >>> history = NgramHistory(max_tokens=100_000)
-        >>> candidates = NgramCandidates(k=5, history=history)  # every call that uses it adds its texts
-    """
-
-    def __init__(self, max_tokens: int = 1_000_000, *, max_ngram: int = 8):
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-        self.max_tokens = max_tokens
-        self.index = NgramIndex(max_ngram)
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Remember a text, given as token ids."""
-        self.index.extend([*tokens[-self.max_tokens :], SEPARATOR])
-        if len(self.index.tokens) > 2 * self.max_tokens:
-            kept = self.index.tokens[-self.max_tokens - 1 :]
-            self.index = NgramIndex(self.index.max_ngram)
-            self.index.extend(kept)
-
-    def add_texts(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Remember texts, e.g. `dataset["text"]`."""
-        for text in texts:
-            self.add(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def __len__(self) -> int:
-        return len(self.index.tokens)
+odds_memory = CalibrationMemory(MatchOdds)
 
 
 class NgramCandidates(Candidates):
-    """Guesses what followed earlier occurrences of the last tokens, in the row's own text and in a history.
+    """Drafts what followed earlier occurrences of the last tokens, in the row's own text and in a history.
 
-    Costs no model and no training. Pays where output repeats input: editing, summaries, retrieval, code, JSON.
+    Costs no model and no training. Drafting is fastest where output repeats input: editing, summaries, retrieval, code,
+    JSON.
 
     Args:
-        k: greatest length of a draft, in tokens; "auto" for as many as pay. A single branch is followed only as far as
-            the evidence goes: a match of one token for as long as another occurrence agrees, every further matched
-            token buys 4 tokens more.
-        min_ngram: length of the shortest match that is considered.
-        max_ngram: length of the longest match that is told apart from a shorter one.
-        branches: how many different continuations are verified at once, as a tree, each with its full length k. Worth
-            it where the target verifies many tokens in about the time of one.
-        history: earlier texts to look into besides the row's own; counts as a match one token shorter.
+        k: maximum depth of a draft, in tokens; "auto" for as many as are expected to be faster.
+        tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
+            per second; a number is the maximum size of every tree. Left out, it is "auto" with k="auto", and with a
+            number for k the draft consists of `branches` paths of up to k tokens.
+        min_ngram: length of the shortest match that is considered. With 1, the most frequent tokens of the text are
+            proposed too where there is no match.
+        max_ngram: matches of more tokens count as that long.
+        branches: how many different continuations are verified at once, as a tree; left out, any number that the size
+            of the tree allows, and one if k is a number.
+        history: earlier texts to look into besides the row's own.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -87,7 +58,7 @@ class NgramCandidates(Candidates):
 
     Example:
         >>> NgramCandidates(k=10, branches=4)
-        NgramCandidates(k=10, min_ngram=1, max_ngram=8, branches=4, history=None)
+        NgramCandidates(k=10, branches=4)
     """
 
     negligible_draft_cost = True
@@ -96,32 +67,37 @@ class NgramCandidates(Candidates):
         self,
         k: Depth = "auto",
         *,
+        tree: Tree = None,
         min_ngram: int = 1,
-        max_ngram: int = 8,
-        branches: int = 1,
+        max_ngram: int = MAX_MATCH_LENGTH,
+        branches: int | None = None,
         history: NgramHistory | None = None,
         policy: Policy | None = None,
     ):
-        super().__init__(k, policy, max_k=16)
+        super().__init__(k, policy, max_k=MAX_DEPTH)
         for name, value in (("min_ngram", min_ngram), ("branches", branches)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if max_ngram < min_ngram:
             raise ValueError(f"max_ngram must be at least min_ngram={min_ngram}, got {max_ngram}")
-        self.min_ngram, self.max_ngram = min_ngram, max_ngram
-        self.branches, self.history = branches, history
+        self.tree = check_tree(tree, k)
+        self.adaptive_tree = self.tree == "auto"
+        self.min_ngram, self.max_ngram, self.history = min_ngram, max_ngram, history
+        self.branches = 1 if branches is None and self.tree is None else branches
 
     def start(self, call: Call) -> DraftSession:
         return _NgramSession(self, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        key = (self.k, self.min_ngram, self.max_ngram, self.branches, self.history is not None)
+        key = (self.k, str(self.tree), self.min_ngram, self.max_ngram, str(self.branches), self.history is not None)
         return ("ngram", *key)
 
     def __repr__(self) -> str:
-        names = ("k", "min_ngram", "max_ngram", "branches", "history")
-        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-        return f"NgramCandidates({values}{self._show_policy()})"
+        defaults = {"tree": None, "min_ngram": 1, "max_ngram": MAX_MATCH_LENGTH, "branches": None, "history": None}
+        values = [
+            f", {name}={getattr(self, name)!r}" for name, usual in defaults.items() if getattr(self, name) != usual
+        ]
+        return f"NgramCandidates(k={self.k}{''.join(values)}{self._show_policy()})"
 
 
 class _NgramSession(DraftSession):
@@ -130,111 +106,57 @@ class _NgramSession(DraftSession):
     def __init__(self, settings: NgramCandidates, call: Call):
         super().__init__(call)
         self._settings, self._state = settings, call.state
-        self._indices = [NgramIndex(settings.max_ngram) for _ in call.state.prompts]
-        for index, prompt in zip(self._indices, call.state.prompts, strict=True):
-            index.extend(prompt)
+        self._key = (settings.profile_key(), round(call.temperature, 2))
+        # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
+        self._remembers = call.verification is None or not call.verification.wants_q
+        self._odds = odds_memory.recall(call.model if self._remembers else None, self._key)
+        lengths = MatchLengths(settings.min_ngram, settings.max_ngram)
+        self._texts = [RowText(prompt, self._odds, settings.history, lengths) for prompt in call.state.prompts]
+        self._trees: list[NgramTree] = []
+        self._read = [0] * call.state.batch
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
-        return DraftTree.from_nodes([self._draft_row(row, depth) for row, depth in enumerate(budget)])
+        return self._draft(budget, self._settings.branches)
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self.draft(budget)
+        return self._draft(budget, 1)  # the prefill pass verifies chains
+
+    def observe(self, result: VerificationResult) -> None:
+        """Learn how likely matches of each length are accepted."""
+        for row, (tree, tokens) in enumerate(zip(self._trees, result.tokens, strict=True)):
+            self._texts[row].learn(tree, tokens)
+        self._trees = []
 
     def end(self) -> None:
+        if self._remembers:
+            odds_memory.store(self.call.model, self._key, self._odds)
         if self._settings.history is not None:
             for prompt, generated in zip(self._state.prompts, self._state.generated, strict=True):
-                self._settings.history.add(prompt + generated)
+                self._settings.history.add(prompt + generated, len(prompt))
 
-    def _draft_row(self, row: int, budget: int) -> tuple[list[int], Parents]:
-        if budget == 0:
-            return [], ()
-        index = self._indices[row]
-        index.extend(self._state.generated[row][len(index.tokens) - len(self._state.prompts[row]) :])
-        matches = self._matches(index)
-        k = min(self._settings.k, budget)
-        if not matches:
-            return [], ()
-        if self._settings.branches == 1:
-            return merge_paths([matches[0].continuation(_trusted_length(matches, k))])
-        return merge_paths(_different(matches, k, self._settings.branches))
-
-    def _matches(self, index: NgramIndex) -> list[_Match]:
-        """Places to copy from, the best first."""
+    def _draft(self, budget: Sequence[int], branches: int | None) -> DraftTree:
         settings = self._settings
-        limit = max(FEWEST_MATCHES, MATCHES_PER_BRANCH * settings.branches)
-        found = [
-            _Match(n, True, index.tokens[position], index.tokens, position)
-            for n, position in index.matches(index.tokens, settings.min_ngram, limit)
-        ]
-        if settings.history is not None:
-            past = settings.history.index
-            found += [
-                _Match(
-                    min(n, settings.max_ngram) - HISTORY_HANDICAP, False, past.tokens[position], past.tokens, position
-                )
-                for n, position in past.matches(index.tokens, settings.min_ngram, limit)
-                if past.tokens[position] != SEPARATOR
-            ]
-        votes = Counter(match.next_token for match in found)
-        return sorted(found, key=lambda match: (-match.length, not match.own, -votes[match.next_token]))
-
-
-class _Match(NamedTuple):
-    """An earlier occurrence of the last `length` tokens, in the row's own text or not; `tokens[position]` followed."""
-
-    length: int
-    own: bool
-    next_token: int
-    tokens: Sequence[int]
-    position: int
-
-    def continuation(self, k: int) -> list[int]:
-        return continuation(self.tokens, self.position, k)
-
-
-def _trusted_length(matches: Sequence[_Match], k: int) -> int:
-    """How far to follow the first match: as far as another one of its length agrees, and further if it is longer.
-
-    A lone match of one token is right in a third of the cases, one that another occurrence contradicts far less often,
-    a match of 8 tokens in nine of ten: see table `matches` in `benchmarks/README.md`.
-    """
-    first = matches[0]
-    rivals = [match for match in matches[1:] if (match.length, match.own) == (first.length, first.own)]
-    agreed = LONE_MATCH
-    if rivals:
-        path = first.continuation(k)
-        agreed = max(_common_prefix(path, rival.continuation(k)) for rival in rivals)
-    return max(0, min(k, TOKENS_PER_MATCHED_TOKEN * (first.length - 1) + agreed))
-
-
-def _different(matches: Sequence[_Match], k: int, branches: int) -> list[list[int]]:
-    """The continuations of the first matches that lead to different texts; of two that agree, the longer."""
-    paths: list[list[int]] = []
-    for match in matches:
-        path = match.continuation(k)
-        for index, known in enumerate(paths):
-            if known[: len(path)] == path[: len(known)]:
-                paths[index] = max(known, path, key=len)
-                break
+        depths = [min(settings.k, depth) for depth in budget]
+        shape = tree_shape(settings.tree, self.call, depths)
+        if isinstance(shape, FastestSize):
+            nodes, min_joint = shape.max_nodes, shape.min_joint
         else:
-            paths.append(path)
-            if len(paths) == branches:
-                break
-    return paths
+            size = settings.tree if isinstance(settings.tree, int) else settings.k * (branches or 1)
+            nodes, min_joint = size, 0.0 if isinstance(settings.tree, int) else MIN_JOINT
+        leaves = 2**31 if branches is None else branches
+        self._trees = [self._grow(row, Limits(depth, nodes, min_joint, leaves)) for row, depth in enumerate(depths)]
+        count = nodes
+        if isinstance(shape, FastestSize):
+            count = shape.nodes(TreeBuilder.from_nodes(depths, [tree.joint for tree in self._trees]))
+        joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
+        return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def continuation(tokens: Sequence[int], position: int, k: int) -> list[int]:
-    """The `k` tokens from `position` on; at the end of the text it goes on in itself, at a separator it stops.
-
-    Example:
-        >>> continuation([7, 1, 2, 1, 2], 3, 5)
-        [1, 2, 1, 2, 1]
-    """
-    path = list(tokens[position : position + k])
-    while len(path) < k:
-        path.append(path[len(path) - (len(tokens) - position)])
-    return path[: path.index(SEPARATOR)] if SEPARATOR in path else path
+    def _grow(self, row: int, limits: Limits) -> NgramTree:
+        if limits.depth == 0:
+            return NgramTree()
+        text, generated = self._texts[row], self._state.generated[row]
+        new = generated[self._read[row] :]
+        if new:
+            text.extend(new)
+            self._read[row] = len(generated)
+        return text.propose(limits)

@@ -1,124 +1,216 @@
-"""Where did the last n tokens occur before? An incremental index of all n-grams of a text, for n up to a limit.
+"""Where did the last tokens of a text occur before? Hash chains over a growing or a bounded text.
 
-For each n a dictionary maps an n-gram's hash to the position after its latest occurrence, and a linked list leads from
-there to the earlier ones. Appending a token costs one entry per n; a lookup costs one probe per n and a bounded walk,
-whatever the length of the text.
+For each of a few n-gram lengths, a table maps the hash of an n-gram to where it ended last, and a link leads from every
+position to the one before it with the same hash: the structure by which LZ77 compressors find repetitions. All of it
+lies in flat arrays of 32-bit integers, 36 bytes a token, and a bounded text overwrites its oldest tokens in place.
+Adding a token costs one entry for each length; a lookup visits a bounded number of positions and compares tokens there,
+so that a collision of hashes is never taken for a match.
+
+Source: Ziv and Lempel, "A Universal Algorithm for Sequential Data Compression" (1977); Deutsch, RFC 1951 (1996),
+section 4, for hash chains that are abandoned after a number of links.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-MULTIPLIER = 0x9E3779B97F4A7C15
-MASK = 2**64 - 1
-BULK = 256
+ORDERS = (1, 2, 4, 8)
+"""Lengths of the n-grams that are indexed; a match of any other length contains one of them."""
+MAX_MATCH_LENGTH = 64
+"""Matches are compared so far back: longer ones are accepted as often."""
 SEPARATOR = -1
 """A token that is no token: put between texts, so that no match reaches across."""
+BULK = 64
+"""From so many tokens on, numpy indexes them faster than one by one."""
+INITIAL_CAPACITY = 1024
+BASE = 0x9E3779B1
+"""Base of the polynomial hash: a prime close to the golden ratio of 2^32, so that close tokens get distant hashes."""
+POWERS = tuple(pow(BASE, exponent, 2**32) for exponent in range(ORDERS[-1]))
+"""A hash is a sum of eight tokens times these: below 2^64, as numpy's integers require."""
+RANGES = tuple(range(shorter, order) for shorter, order in zip((0, *ORDERS), ORDERS, strict=False))
+"""By which tokens, counted back from the last, an n-gram is longer than the one before."""
 
 
 class NgramIndex:
-    """All n-grams of a growing text, `1 <= n <= max_ngram`.
+    """An index of the n-grams of one text.
 
     Args:
-        max_ngram: length of the longest match that is looked for.
+        max_tokens: what is added beyond so many tokens overwrites the oldest ones; None for a text without limit.
+
+    Attributes:
+        tokens: the text; of a bounded one a ring, in which `end` is the place of the next token. A match never reaches
+            across the end of the array, nor across the place of the next token.
+        end: see above.
 
     Example:
-        >>> index = NgramIndex(max_ngram=3)
-        >>> index.extend([1, 2, 3, 9, 2, 3])
-        >>> list(index.matches([9, 2, 3], min_ngram=1, limit=8))  # (length, where the text went on)
-        [(2, 3)]
+        >>> index = NgramIndex()
+        >>> index.extend([1, 2, 3, 9, 2, 3, 7, 2, 3])
+        >>> index.occurrences([7, 2, 3], limit=8)  # by the position of what followed: the length of the match
+        {6: 2, 3: 2}
     """
 
-    def __init__(self, max_ngram: int):
-        self.max_ngram = max_ngram
-        self.tokens: list[int] = []
-        self._latest: list[dict[int, int]] = [{} for _ in range(max_ngram)]
-        self._earlier = [array("q") for _ in range(max_ngram)]
-        self._levels = list(zip(self._latest, self._earlier, strict=True))
+    tokens: memoryview
+    _links: list[memoryview]
+    _heads: list[memoryview]
+
+    def __init__(self, max_tokens: int | None = None):
+        self._max_tokens = max_tokens
+        self.end = self._length = 0
+        self._allocate(INITIAL_CAPACITY if max_tokens is None else max_tokens)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        return sum(view.nbytes for view in (self.tokens, *self._links, *self._heads))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
-        if len(tokens) >= BULK:
-            self._extend_in_bulk(tokens)
-            return
-        for token in tokens:
-            self._index_end()
-            self.tokens.append(token)
+        first = 0
+        while first < len(tokens):
+            if self.end == self._capacity:
+                self._make_room(len(tokens) - first)
+            part = tokens[first : first + self._capacity - self.end]
+            if len(part) >= BULK:
+                self._append_in_bulk(part)
+            else:
+                self._append(part)
+            self._length = max(self._length, self.end)
+            first += len(part)
 
-    def matches(self, text: Sequence[int], min_ngram: int, limit: int) -> Iterator[tuple[int, int]]:
-        """Earlier occurrences of the end of `text`: the longest first, and of each length the most recent first.
-
-        An occurrence counts only if the index's text goes on after it. Each is given once, at its full length.
+    def occurrences(
+        self, tail: Sequence[int], limit: int, known: Mapping[int, int] | None = None, grown: int = 0
+    ) -> dict[int, int]:
+        """Where the end of a text occurs in this one: the longest indexed n-grams first, and then the most recent.
 
         Args:
-            text: what is looked for; may be the index's own text.
-            min_ngram: length of the shortest match.
-            limit: how many occurrences are looked at for each length, and given at most. Hash collisions count.
+            tail: the last tokens of the text that is looked for, which may be this one.
+            limit: how many occurrences are returned, and of each n-gram length visited, at most.
+            known: what was returned for the same text before its last `grown` tokens: match lengths grow from there
+                instead of being compared anew.
+            grown: see above.
 
-        Yields:
-            the length of the match (at most `max_ngram`), and the position in `tokens` of what followed it.
+        Returns:
+            the position of the token that followed, and the length of the match, at most `MAX_MATCH_LENGTH`.
         """
-        seen: set[int] = set()
-        hashes = _suffix_hashes(text, self.max_ngram)
-        for n in range(len(hashes), min_ngram - 1, -1):
-            wanted = list(text[-n:])
-            position = self._latest[n - 1].get(hashes[n - 1], -1)
-            for _ in range(limit):
-                if position < 0 or len(seen) == limit:
+        found: dict[int, int] = {}
+        for order, links, heads, value in zip(
+            reversed(ORDERS), reversed(self._links), reversed(self._heads), self._hashes(tail), strict=True
+        ):
+            if value is None:
+                continue
+            place, age = heads[value % self._capacity] - 1, -1
+            for _ in range(limit + 1):  # one of them may be the end of the text itself
+                # A link to a token that has been overwritten since leads forward in the text.
+                if place < 0 or (new_age := (self.end - 1 - place) % self._capacity) <= age:
                     break
-                if position not in seen and self.tokens[position - n : position] == wanted:
-                    seen.add(position)
-                    yield n, position
-                position = self._earlier[n - 1][position]
+                if place + 1 not in found and place + 1 != self.end and place + 1 < self._capacity:
+                    length = self._match_length(place, tail, order, known, grown)
+                    if length:
+                        found[place + 1] = length
+                        if len(found) == limit:
+                            return found
+                place, age = links[place] - 1, new_age
+        return found
 
-    def _index_end(self) -> None:
-        """Enter the n-grams that end where the text ends now: the next token is what follows them."""
-        position = len(self.tokens)
-        hashes = _suffix_hashes(self.tokens, self.max_ngram)
-        for (latest, earlier), key in zip(self._levels, hashes, strict=False):
-            earlier.append(latest.get(key, -1))
-            latest[key] = position
-        for _, earlier in self._levels[len(hashes) :]:
-            earlier.append(-1)
+    def _match_length(
+        self, place: int, tail: Sequence[int], least: int, known: Mapping[int, int] | None, grown: int
+    ) -> int:
+        """How many tokens up to `place` equal the end of `tail`; 0 if less than `least`."""
+        tokens = self.tokens
+        # The place that is overwritten next, and the beginning of the array, end every match.
+        longest = min(len(tail), MAX_MATCH_LENGTH, place + 1 if place < self.end else place + 1 - self.end)
+        length = 0
+        while length < longest and tokens[place - length] == tail[-1 - length]:
+            length += 1
+            if length == grown and known is not None:
+                before = known.get(place + 1 - grown)
+                if before is not None:
+                    length = min(length + before, longest)
+                    break
+        return length if length >= least else 0
 
-    def _extend_in_bulk(self, tokens: Sequence[int]) -> None:
-        """The same as one by one, with numpy: a prompt of 100,000 tokens takes a fraction of a second."""
-        first = len(self.tokens)
-        self.tokens.extend(tokens)
-        origin = max(0, first - self.max_ngram)
-        text = np.array(self.tokens[origin:], dtype=np.int64).astype(np.uint64)
-        positions = np.arange(first, len(self.tokens))
-        hashes = np.zeros(len(positions), dtype=np.uint64)
-        for n in range(1, self.max_ngram + 1):
-            # The same recurrence as in `_suffix_hashes`, for all positions at once; uint64 wraps like MASK.
-            hashes = hashes * np.uint64(MULTIPLIER) + text[np.maximum(positions - n - origin, 0)] + np.uint64(1)
-            too_early = int(np.searchsorted(positions, n))
-            self._earlier[n - 1].extend([-1] * too_early)
-            self._enter(n, hashes[too_early:], positions[too_early:])
+    def _hashes(self, tail: Sequence[int]) -> list[int | None]:
+        """The hashes of the last n-grams, for `ORDERS` in descending order; None where the text is too short."""
+        hashes: list[int | None] = []
+        value = 0
+        for order, added in zip(ORDERS, RANGES, strict=True):
+            if order > len(tail):
+                hashes.append(None)
+                continue
+            for back in added:
+                value += (tail[-1 - back] + 2) * POWERS[back]
+            hashes.append(value)
+        return hashes[::-1]
 
-    def _enter(self, n: int, hashes: np.ndarray, positions: np.ndarray) -> None:
-        """Enter the n-grams with these hashes, which end right before `positions`."""
-        latest = self._latest[n - 1]
-        order = np.argsort(hashes, kind="stable")
-        repeats = hashes[order[1:]] == hashes[order[:-1]]
-        earlier = np.full(len(positions), -1)
-        earlier[order[1:][repeats]] = positions[order[:-1][repeats]]
-        keys = hashes.tolist()
-        if latest:
-            for index in np.flatnonzero(earlier < 0).tolist():
-                earlier[index] = latest.get(keys[index], -1)
-        self._earlier[n - 1].extend(earlier.tolist())
-        latest.update(zip(keys, positions.tolist(), strict=True))
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Append tokens one by one; there is room for them."""
+        text, end, capacity = self.tokens, self.end, self._capacity
+        levels = tuple(zip(ORDERS, self._links, self._heads, RANGES, strict=True))
+        for token in tokens:
+            text[end] = token
+            value = 0
+            for order, links, heads, added in levels:
+                if order > end + 1:
+                    links[end] = 0
+                    continue
+                for back in added:
+                    value += (text[end - back] + 2) * POWERS[back]
+                bucket = value % capacity
+                links[end] = heads[bucket]
+                heads[bucket] = end + 1
+            end += 1
+        self.end = end
+
+    def _append_in_bulk(self, part: Sequence[int] | NDArray[np.int32]) -> None:
+        """The same as one by one, with numpy: a prompt of 100,000 tokens takes some hundredths of a second."""
+        first, end = self.end, self.end + len(part)
+        np.frombuffer(self.tokens, dtype=np.int32)[first:end] = part
+        origin = max(0, first - ORDERS[-1] + 1)
+        values = np.frombuffer(self.tokens, dtype=np.int32)[origin:end].astype(np.uint64) + np.uint64(2)
+        hashes = np.zeros(len(values), dtype=np.uint64)
+        for order, links, heads, added in zip(ORDERS, self._links, self._heads, RANGES, strict=True):
+            for back in added:
+                hashes[back:] += values[: max(0, len(values) - back)] * np.uint64(POWERS[back])
+            begin = max(first, order - 1)
+            np.frombuffer(links, dtype=np.int32)[first:begin] = 0
+            if begin < end:
+                _enter(hashes[begin - origin :], begin, links, heads)
+        self.end = end
+
+    def _make_room(self, wanted: int) -> None:
+        """At the end of the array: continue at its beginning, or double it."""
+        if self._max_tokens is not None:
+            self.end = 0
+            return
+        text = np.frombuffer(self.tokens, dtype=np.int32)[: self.end].copy()
+        self._allocate(2 * (self.end + wanted))
+        self.end = 0
+        self._append_in_bulk(text)
+
+    def _allocate(self, capacity: int) -> None:
+        """Positions are stored as one more than they are, so that zeros, which take no memory yet, stand for none."""
+        self._capacity = capacity
+        self.tokens, *views = (np.zeros(capacity, dtype=np.int32).data for _ in range(1 + 2 * len(ORDERS)))
+        self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
 
 
-def _suffix_hashes(text: Sequence[int], longest: int) -> list[int]:
-    """The hashes of the last 1, 2, … tokens; entry n-1 belongs to the n-gram."""
-    hashes: list[int] = []
-    value = 0
-    for token in reversed(text[-longest:]):
-        value = (value * MULTIPLIER + token + 1) & MASK
-        hashes.append(value)
-    return hashes
+def _enter(hashes: NDArray[np.uint64], first: int, links: memoryview, heads: memoryview) -> None:
+    """Enter the n-grams with these hashes, which end at the places from `first` on."""
+    link, head = np.frombuffer(links, dtype=np.int32), np.frombuffer(heads, dtype=np.int32)
+    buckets = (hashes % np.uint64(len(head))).astype(np.int64)
+    order = np.argsort(buckets, kind="stable")
+    ordered, places = buckets[order], (order + first + 1).astype(np.int32)
+    begins = np.ones(len(ordered), dtype=bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    before = np.empty(len(ordered), dtype=np.int32)
+    before[1:] = places[:-1]
+    before[begins] = head[ordered[begins]]
+    link[places - 1] = before
+    ends = np.roll(begins, -1)  # the last of each bucket comes before the first of the next
+    head[ordered[ends]] = places[ends]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
 from typing import Protocol
@@ -10,6 +11,7 @@ import numpy as np
 
 from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.depth.latency import StepLatency
+from hf_specgen.state import Call
 
 MAX_NODES = 64
 """Nodes of a row at most: beyond, even a memory-bound target pays for each of them."""
@@ -120,6 +122,26 @@ class FastestSize:
     def nodes(self, builder: TreeBuilder) -> int:
         return self._best(builder)[2]
 
+    @property
+    def min_joint(self) -> float:
+        """A node that is less likely to be accepted than this cannot make a step faster, whatever the tree."""
+        # Each node adds its probability to the tokens of a step, of which there is at least one for each row.
+        return max(MIN_GAIN, float((np.diff(self._target) / self._target[1:]).min()))
+
+    def rate(self, builder: TreeBuilder) -> float:
+        """Expected tokens per second of the fastest tree."""
+        return self._best(builder)[1]
+
+    def rate_of(self, gain: float, nodes: float, drafting: float) -> float:
+        """Expected tokens per second of a step.
+
+        Args:
+            gain: draft tokens that are expected to be accepted, over all rows.
+            nodes: of a row.
+            drafting: seconds that the passes of the drafter take.
+        """
+        return (self.rows + gain) / (float(self._target[min(round(nodes), self.max_nodes)]) + drafting)
+
     def _best(self, builder: TreeBuilder) -> tuple[float, float, int]:
         """Expected tokens of all rows, tokens per second, and nodes of the fastest tree so far."""
         joint = builder.sorted_joint(self.max_nodes).sum(axis=0)
@@ -140,3 +162,22 @@ class FastestSize:
             self._child = float(builder.joint[:, new].sum() / max(reached, 1e-9))
             self._child = min(self._child, 1.0)
         self._seen = builder.joint.shape[1]
+
+
+def tree_shape(size: str | int | None, call: Call, depths: Sequence[int], children: int = MAX_CHILDREN) -> TreeShape:
+    """How the next tree of a call grows.
+
+    Args:
+        size: a number of nodes; "auto" for the fastest; None for a chain.
+        call: whose latency model decides; without one, "auto" is a chain.
+        depths: `[rows]` maximum depths.
+        children: of a node at most.
+    """
+    if isinstance(size, int):
+        return FixedSize(size, children)
+    latency = None if call.depth is None else call.depth.latency
+    if size is None or latency is None:
+        return Chain()
+    rows = sum(depth > 0 for depth in depths)
+    context = max(len(p) + len(g) for p, g in zip(call.state.prompts, call.state.generated, strict=True))
+    return FastestSize(latency.at(rows, context), rows, children=children)

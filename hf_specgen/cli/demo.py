@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specgen.candidates import Candidates, NgramCandidates
 from hf_specgen.cli.demo_view import closing_lines, comparison, one_answer
 from hf_specgen.cli.settings import DemoSettings
-from hf_specgen.evaluation.measure import Total, Variant, interleave
+from hf_specgen.evaluation.measure import Sample, Total, Variant, interleave, measure_round
 from hf_specgen.evaluation.provenance import provenance
 from hf_specgen.evaluation.strategies import head_strategy, strategies
 from hf_specgen.evaluation.widen import widen
@@ -78,7 +78,8 @@ def show(settings: DemoSettings) -> bool:
     """
     console = Console()
     with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
-        targets, tokenizer = run_demo(settings, lambda found: live.update(comparison(found), refresh=True))
+        targets, tokenizer = run_demo(settings, lambda found, now: live.update(comparison(found, now), refresh=True))
+        live.update(comparison(targets), refresh=True)
     if not console.is_terminal:
         console.print(comparison(targets))
     for line in closing_lines(targets, settings.widened):
@@ -90,13 +91,13 @@ def show(settings: DemoSettings) -> bool:
 
 
 def run_demo(
-    settings: DemoSettings, on_change: Callable[[list[Target]], None]
+    settings: DemoSettings, on_change: Callable[[list[Target], str], None]
 ) -> tuple[list[Target], PreTrainedTokenizerBase]:
     """Measure all variants on every target.
 
     Args:
         settings: of the demo.
-        on_change: receives the targets after every prompt.
+        on_change: receives the targets, and what is being done, whenever that changes.
     """
     compared = variants(settings)
     prompts = list(_alternating(domain_prompts(settings)))
@@ -105,13 +106,15 @@ def run_demo(
     targets = [_empty(f"{_millions(size)} {settings.dtype}", settings.dtype, compared)]
     if settings.widened:
         targets.append(_empty(f"{settings.wide}M {WIDE_DTYPE}", WIDE_DTYPE, compared))
-    on_change(targets)
+    on_change(targets, "loading")
     seconds = settings.seconds * (1 - WIDE_SHARE if settings.widened else 1)
     for target in targets:
         if target is not targets[0]:
+            on_change(targets, f"{target.title}: widening the layers")
             model = cast(Any, widen(model, settings.wide * 10**6)).to(torch_dtype(WIDE_DTYPE))
             seconds = settings.seconds * WIDE_SHARE
-        _measure(target, model, tokenizer, compared, prompts, settings, seconds, lambda: on_change(targets))
+        on_change(targets, f"{target.title}: warming up")
+        _measure(target, model, tokenizer, compared, prompts, settings, seconds, partial(on_change, targets))
     return targets, tokenizer
 
 
@@ -123,7 +126,7 @@ def _measure(
     prompts: Sequence[tuple[str, str]],
     settings: DemoSettings,
     seconds: float,
-    on_change: Callable[[], None],
+    on_change: Callable[[str], None],
 ) -> None:
     """Run all variants on one prompt after the other, until the time is up."""
     size = settings.batch_size
@@ -135,17 +138,20 @@ def _measure(
             break
         generation = {"max_new_tokens": settings.max_new_tokens, **DOMAINS.get(domain, GREEDY)}
         exact = _is_exact(settings, generation)
-        batches = encode(tokenizer, texts, size)
-        for samples in interleave(model, batches, compared, generation, settings.seed + number):
-            totals = target.domains.setdefault(domain, {variant.name: Total() for variant in compared})
-            for name, sample in samples.items():
-                totals[name].add(sample, samples[PLAIN])
-                target.totals[name].add(sample, samples[PLAIN])
-                if name not in (PLAIN, PEER) and exact:
+        totals = target.domains.setdefault(domain, {variant.name: Total() for variant in compared})
+        for inputs in encode(tokenizer, texts, size):
+            plain: Sample | None = None
+            for variant in (one for one in compared if one.batched or len(inputs["input_ids"]) == 1):
+                on_change(f"{target.title}: {domain}, {variant.name}")
+                found = measure_round(model, inputs, [variant], generation, settings.seed + number)
+                sample = found[variant.name]
+                plain = plain or sample
+                totals[variant.name].add(sample, plain)
+                target.totals[variant.name].add(sample, plain)
+                if variant.name not in (PLAIN, PEER) and exact:
                     target.answers += 1
-                    difference = first_difference(model, samples[PLAIN], sample)
-                    target.differences += [(name, difference)] if difference else []
-        on_change()
+                    difference = first_difference(model, plain, sample)
+                    target.differences += [(variant.name, difference)] if difference else []
 
 
 def variants(settings: DemoSettings) -> list[Variant]:

@@ -33,15 +33,20 @@ class Measured(Protocol):
     differences: list[tuple[str, Difference]]
 
 
-def comparison(targets: Sequence[Measured]) -> RenderableType:
-    """A row for each variant, a bar for each target; strategies in increasing order of speed on the last target."""
+def comparison(targets: Sequence[Measured], now: str = "") -> RenderableType:
+    """A row for each variant, a bar for each target; strategies in increasing order of speed on the last target.
+
+    Args:
+        targets: what has been measured so far.
+        now: what is being done, for a line below.
+    """
     view = Table(box=None, pad_edge=False, padding=(0, 1), show_header=True, header_style="bold")
     view.add_column("tokens per second", no_wrap=True)
     for target in targets:
         view.add_column(target.title, no_wrap=True)
     for name in _ordered(targets[-1].totals):
         view.add_row(_name(name), *(_bar(target.totals, name) for target in targets))
-    return Group("", view, "")
+    return Group("", view, Text(now, style="dim"))
 
 
 def closing_lines(targets: Sequence[Measured], widened: bool) -> Iterator[str]:
@@ -58,7 +63,7 @@ def closing_lines(targets: Sequence[Measured], widened: bool) -> Iterator[str]:
         yield _same_tokens(target)
     if widened:
         yield (
-            f"[dim]{targets[-1].title} computes the function of the small model with wider layers: a latency model of\n"
+            f"[dim]{targets[-1].title} computes the function of the small model with wider layers: a latency model of "
             "a larger target. Texts and acceptance are those of the small one, the cost of a step is not.[/]"
         )
 
@@ -69,10 +74,8 @@ def one_answer(totals: dict[str, Total], tokenizer: PreTrainedTokenizerBase) -> 
     if name is None:
         return ""
     best = max(_samples(totals[name]), key=lambda sample: sample.speculation.tokens_per_step)  # type: ignore[union-attr]
-    title = Text.from_markup(
-        f"\nOne answer, with {name}. [{ACCEPTED}]Accepted draft tokens[/]; the rest is the target's.\n"
-    )
-    return Group(title, coloured(tokenizer, best), "")
+    title = f"\nOne answer, with {name}. [{ACCEPTED}]Accepted draft tokens[/]; the others are the target's own.\n"
+    return Group(Text.from_markup(title), coloured(tokenizer, best), "")
 
 
 def coloured(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Text:
@@ -105,7 +108,8 @@ def _bar(totals: dict[str, Total], name: str) -> Text:
     style = "dim" if name in (PLAIN, PEER) else "green" if speedup > 1 else "yellow"
     bar = "█" * max(1, round(BAR * total.tokens_per_second / fastest))
     text = Text(f"{bar:<{BAR}}", style=style)
-    text.append(f"{total.tokens_per_second:>6.0f}", style="default")
+    digits = 0 if fastest >= 20 else 1
+    text.append(f"{total.tokens_per_second:>6.{digits}f}", style="default")
     text.append("       " if name == PLAIN else f"{speedup:6.2f}x", style="bold" if name not in (PLAIN, PEER) else "")
     return text
 

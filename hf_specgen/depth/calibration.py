@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 Floats = NDArray[np.floating[Any]]
 
 EDGES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95, 0.985])
 """Bounds of the confidence bins: finer towards both ends, where a factor matters more than a difference."""
+BIN_CENTERS = (np.append(0.0, EDGES) + np.append(EDGES, 1.0)) / 2
 RANKS = 4
 """Ranks that are told apart; later ones share the last."""
 PRIOR_WEIGHT = 6.0
@@ -29,6 +31,8 @@ MEASURED_PRIOR_WEIGHT = 50.0
 of plain decoding, with the weight of a confidence 2.21x."""
 REMEMBERED_OBSERVATIONS = 200.0
 """Weight per bin of what was counted in earlier calls: text changes, and a new call has to be followed."""
+MAX_OBSERVATIONS = 64.0
+"""Observations in a bin after which half of them are forgotten by `Calibration.count`."""
 REMEMBERED_KEYS = 64
 """Strategies and temperatures that are remembered per target; the least recently used is forgotten."""
 
@@ -68,11 +72,27 @@ class Calibration:
         before = np.cumsum(estimate, axis=-1) - estimate
         return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))
 
+    def by_bin(self) -> Floats:
+        """`[RANKS, bins]` acceptance of a token by its rank and the bin of its confidence."""
+        return (self.accepted + PRIOR_WEIGHT * BIN_CENTERS) / (self.seen + PRIOR_WEIGHT)
+
     def observe(self, rank: NDArray[np.integer[Any]], confidence: Floats, accepted: NDArray[np.bool_]) -> None:
         """Count tokens whose parent was accepted; three `[tokens]` arrays."""
         place = np.minimum(rank, RANKS - 1), np.searchsorted(EDGES, confidence)
         np.add.at(self.seen, place, 1.0)
         np.add.at(self.accepted, place, accepted.astype(float))
+
+    def count(self, rank: int, place: int, accepted: bool) -> None:
+        """Count one token whose parent was accepted, by its bin; half of what a bin has counted is forgotten at times.
+
+        For strategies that draft from the text alone: what is accepted changes within a text, as between a heading and
+        a copied paragraph.
+        """
+        self.seen[rank, place] += 1.0
+        self.accepted[rank, place] += accepted
+        if self.seen[rank, place] > MAX_OBSERVATIONS:
+            self.seen[rank, place] /= 2
+            self.accepted[rank, place] /= 2
 
     def copy(self) -> Calibration:
         """A copy in which old observations weigh at most `REMEMBERED_OBSERVATIONS` per bin."""
@@ -82,21 +102,35 @@ class Calibration:
         return copied
 
 
-class CalibrationMemory:
-    """What calls with a target have counted, for later calls. May be shared by threads."""
+class Learnt(Protocol):
+    """What is learnt in a call and useful in later ones."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: WeakKeyDictionary[Any, OrderedDict[Hashable, Calibration]] = WeakKeyDictionary()
+    def copy(self) -> Self:
+        """A copy for another call, which learns on its own."""
 
-    def recall(self, model: Any, key: Hashable) -> Calibration:
+
+T = TypeVar("T", bound=Learnt)
+
+
+class CalibrationMemory(Generic[T]):
+    """What calls with a target have learnt, for later calls. May be shared by threads.
+
+    Args:
+        new: makes what a first call starts with.
+    """
+
+    def __init__(self, new: Callable[[], T]):
+        self._new, self._lock = new, threading.Lock()
+        self._known: WeakKeyDictionary[Any, OrderedDict[Hashable, T]] = WeakKeyDictionary()
+
+    def recall(self, model: Any, key: Hashable) -> T:
         """A calibration to start a call with; `model` may be None."""
         with self._lock:
             known = self._known[model].get(key) if model is not None and model in self._known else None
-            return Calibration() if known is None else known.copy()
+            return self._new() if known is None else known.copy()
 
-    def store(self, model: Any, key: Hashable, calibration: Calibration) -> None:
-        """Keep the counts of a call."""
+    def store(self, model: Any, key: Hashable, calibration: T) -> None:
+        """Keep what a call has learnt."""
         if model is None:
             return
         with self._lock:
@@ -107,4 +141,4 @@ class CalibrationMemory:
                 known.popitem(last=False)
 
 
-calibration_memory = CalibrationMemory()
+calibration_memory = CalibrationMemory(Calibration)

@@ -173,7 +173,7 @@ class AdaptiveSession(PolicySession):
         accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
         plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
         if self._candidates.adaptive_tree:  # it sizes its trees itself, and so does at least as well as the plan
-            plan = plan._replace(depths=[self._k if depth else 0 for depth in plan.depths])
+            plan = plan._replace(depths=[self._candidates.k if depth else 0 for depth in plan.depths])
         self._plan, self._plan_age, self._active, self._renew = plan, 0, active, False
 
     def _remember(self) -> None:

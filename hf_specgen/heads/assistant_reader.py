@@ -72,7 +72,7 @@ class AssistantReader:
         dropped = {kind: layer.first for kind, layer in layers.items()}
         filled = int(lengths.max())
         shared: KeysValues = {
-            kind: tuple(part[:, :, : filled - layer.first].to(self._like) for part in (layer.keys, layer.values))  # type: ignore[misc]
+            kind: tuple(part[:, :, : filled - layer.first].to(self._like) for part in (layer.keys, layer.values))
             for kind, layer in layers.items()
         }
         head: Any = self.attached.head

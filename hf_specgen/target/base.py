@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target import masks
 from hf_specgen.target.attention import grouped_attention
-from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.state_layers import has_special_layers, keeps_state, make_layers
+from hf_specgen.target.own_cache import max_slots, own_cache
+from hf_specgen.target.prompt import Prompt
+from hf_specgen.target.state_layers import keeps_state
 from hf_specgen.target.step_inputs import StepInputs
 from hf_specgen.target.step_masks import StepMasks
 from hf_specgen.target.support import last_position
 from hf_specgen.target.unread import MAX_UNREAD, UnreadTokens
 from hf_specgen.tree import DraftTree
-
-MAX_DRAFT_SLOTS = 64
-"""Slots for draft tokens beyond the maximum length of the text."""
 
 
 class Target:
@@ -47,16 +43,13 @@ class Target:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
     ):
-        self.model, self._input_ids = model, input_ids
-        self._generation_config = generation_config
-        self._kwargs = model_kwargs
+        self.model = model
         self._config = model.config.get_text_config()
         self.device = compat.input_device(model)
         self._inputs = StepInputs(model, input_ids, model_kwargs)
         given = model_kwargs.get("past_key_values")
         self._given_cache = given if compat.is_user_defined(given) else None
-        self._masks = StepMasks(model, _padding(model_kwargs.get("attention_mask")))
-        self.cache = _own_cache(given, self._given_cache is not None, self._config, _max_slots(generation_config))
+        self.cache = own_cache(given, self._given_cache is not None, self._config, max_slots(generation_config))
         self._given_lengths = self.cache.lengths
         if self.cache is self._given_cache:
             self.cache.protect()
@@ -69,6 +62,8 @@ class Target:
         self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
+        self.prompt = Prompt(input_ids, generation_config, model_kwargs, self.last_position)
+        self._masks = StepMasks(model, self.prompt.padding)
 
     @property
     def rows(self) -> list[int]:
@@ -83,7 +78,7 @@ class Target:
     @property
     def batch(self) -> int:
         """Rows of the prompt."""
-        return len(self._input_ids)
+        return len(self.prompt.input_ids)
 
     @property
     def verifies_chains_only(self) -> bool:
@@ -93,11 +88,8 @@ class Target:
     @property
     def supports_prefill_drafts(self) -> bool:
         """Whether a draft can be verified together with the prompt."""
-        mask = self._kwargs.get("attention_mask")
-        width = compat.mask_length(self._generation_config) if mask is None else mask.shape[1]
-        nothing_unread = width == self._input_ids.shape[1] <= max(self.cache.lengths, default=0)
         plain = not self._inputs.accompanies_text and self._unread is None
-        return self._generation_config.prefill_chunk_size is None and plain and not nothing_unread
+        return plain and self.prompt.takes_drafts(max(self.cache.lengths, default=0))
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
         """Read the prompt, and a draft that was made before it was read.
@@ -108,44 +100,18 @@ class Target:
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the last prompt token, then after each node.
         """
-        before = self.cache.lengths or (0,) * len(self._input_ids)
-        logits = self._read_prompt(draft)[:, -1 - draft.nodes :]
+        before = self.cache.lengths or (0,) * self.batch
+        logits = self.prompt.read(self.model, self.cache, draft)[:, -1 - draft.nodes :]
         self._prompt_was_read(before[0], draft.nodes)
         return logits
-
-    def _read_prompt(self, draft: DraftTree) -> torch.Tensor:
-        """The logits of a pass over the prompt and the columns of draft tokens behind it."""
-        kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(draft.nodes)}
-        input_ids = torch.cat([self._input_ids, draft.tokens.to(self._input_ids)], dim=1)
-        config: Any = copy.copy(self._generation_config)
-        if kwargs.get("attention_mask") is None and draft.nodes:
-            # By this length `generate` decides whether the prompt begins in the cache.
-            compat.set_mask_length(config, compat.mask_length(config) + draft.nodes)
-        outputs = compat.prefill(self.model, input_ids, config, kwargs)
-        return cast(torch.Tensor, outputs.logits)
-
-    def _longer(self, columns: int) -> dict[str, Any]:
-        """What goes with the prompt, with columns added."""
-        longer: dict[str, Any] = {}
-        if columns == 0:
-            return longer
-        mask, positions = self._kwargs.get("attention_mask"), self._kwargs["position_ids"]
-        more = positions[..., -1:] + torch.arange(1, columns + 1, device=positions.device)
-        within_table = positions[..., -1:] <= self.last_position
-        more = torch.where(within_table, more.clamp(max=self.last_position), more)
-        longer["position_ids"] = torch.cat([positions, more], dim=-1)
-        if mask is not None:
-            longer["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), columns)], dim=1)
-        if "logits_to_keep" in self._kwargs:
-            longer["logits_to_keep"] = 1 + columns
-        return longer
 
     def _prompt_was_read(self, before: int, columns: int) -> None:
         """Note where the prompt lies in the cache, which held `before` slots; its last token counts as pending."""
         read = self.cache.lengths[0] - columns - before if self.cache.lengths else 0
-        if not 0 < read <= self._input_ids.shape[1]:
+        tokens = self.prompt.input_ids.shape[1]
+        if not 0 < read <= tokens:
             raise ValueError(
-                f"the model cached {read} positions for a prompt of {self._input_ids.shape[1]} tokens; models that add "
+                f"the model cached {read} positions for a prompt of {tokens} tokens; models that add "
                 "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
             )
         self._prompt_slots = tuple(length - columns for length in self.cache.lengths)
@@ -335,30 +301,3 @@ class Target:
     def returns_cache(self) -> bool:
         """Whether the user can see the cache after the call even if only tokens are returned."""
         return self._given_cache is not None
-
-
-def _own_cache(given: Any, user_owned: bool, config: Any, max_slots: int | None) -> RaggedCache:
-    if isinstance(given, RaggedCache):
-        return given
-    copied = given is not None and user_owned and given.get_seq_length() and has_special_layers(config)
-    if given is None or (type(given) is DynamicCache and not given.offloading and not copied):
-        if given is not None and user_owned and not has_special_layers(config):
-            return RaggedCache.from_dynamic(given, max_slots)
-        if has_special_layers(config):
-            return RaggedCache(layers=make_layers(config, max_slots))
-        return RaggedCache(masks.layer_windows(config), max_slots)
-    raise ValueError(
-        f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
-        f"not with {type(given).__name__}; leave past_key_values and cache_implementation unset"
-    )
-
-
-def _max_slots(config: GenerationConfig) -> int | None:
-    """The number of cache slots that a call can fill: its maximum length and a draft behind it."""
-    return None if config.max_length is None else int(config.max_length) + MAX_DRAFT_SLOTS
-
-
-def _padding(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-    if attention_mask is None or bool((attention_mask != 0).all()):
-        return None
-    return attention_mask != 0

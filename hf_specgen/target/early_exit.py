@@ -67,9 +67,9 @@ class EarlyExitTarget(Target):
             `[batch, 1, hidden]` the state that goes into layer E at the last token, and `[batch, 1, vocab]` the logits
             that follow from it.
         """
-        self._before_prompt = self.cache.lengths or (0,) * len(self._input_ids)
+        self._before_prompt = self.cache.lengths or (0,) * self.batch
         with self._passing(self._last), self._noting_form():
-            logits = self._read_prompt(DraftTree.empty(len(self._input_ids)))
+            logits = self.prompt.read(self.model, self.cache, DraftTree.empty(self.batch))
         self._prompt_was_read(self._before_prompt[0], 0)
         seen = self._pass_through[self._last[0]].seen
         assert seen is not None
@@ -83,7 +83,7 @@ class EarlyExitTarget(Target):
                 return super().prefill(draft)
         states = self._take_states(draft)  # [batch, prompt + nodes, hidden]
         self.cache.set_lengths(self._before_prompt)
-        kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(draft.nodes)}
+        kwargs = {**self.prompt.kwargs, "past_key_values": self.cache, **self.prompt.longer(draft.nodes)}
         kwargs["position_ids"] = kwargs["position_ids"][..., -states.shape[1] :]
         with self._passing(self._first):
             return self.model(inputs_embeds=states, return_dict=True, **kwargs).logits[:, -1 - draft.nodes :]

@@ -75,6 +75,10 @@ class HiddenStateTarget(Target):
         self.states[rows] = self._step_states[rows, ends]
         self._kept = [[] if path is None else [0, *(1 + node for node in path)] for path in paths]
 
+    def states_of(self, taps: Sequence[int]) -> torch.Tensor:
+        """`[batch, taps * hidden]` of `states` those of some taps: several strategies may read different ones."""
+        return _columns(self.states, self._indices, taps)
+
     def committed_states(self, taps: Sequence[int]) -> list[torch.Tensor]:
         """The states of what the last `commit` kept of the last pass: what a draft head reads of each step.
 

@@ -47,12 +47,36 @@ def check_computation(
     implementation = compat.attention_implementation(model.config.get_text_config())
     key = (requirements.exit_layer, model.dtype, compat.input_device(model), implementation)
     requirements = TargetRequirements(exit_layer=requirements.exit_layer)
-    _check(model, requirements, key, (), lambda: trial.compare_text(model, requirements))
+    try:
+        _check(model, requirements, key, (), lambda: trial.compare_text(model, requirements))
+    except ValueError as refusal:
+        _check_one_row(model, requirements, key, refusal, input_ids, model_kwargs)
     inputs = tuple(sorted(accompanying_inputs(model_kwargs or {})))
     if inputs:
         assert input_ids is not None and config is not None and model_kwargs is not None
         prompt = input_ids, config, model_kwargs
         _check(model, requirements, key, inputs, lambda: trial.compare(model, requirements, *prompt))
+
+
+def _check_one_row(
+    model: PreTrainedModel,
+    requirements: TargetRequirements,
+    key: tuple[Any, ...],
+    refusal: ValueError,
+    input_ids: torch.Tensor | None,
+    model_kwargs: dict[str, Any] | None,
+) -> None:
+    """Raise the refusal of a model that fails in batches, unless it passes with one row and the call has no more."""
+    one_row = (*key, "one row")
+    try:
+        _check(model, requirements, one_row, (), lambda: trial.compare_text(model, requirements, rows=1))
+    except ValueError:
+        raise refusal from None
+    mask = None if model_kwargs is None else model_kwargs.get("attention_mask")
+    if input_ids is None or len(input_ids) > 1 or (mask is not None and not bool(mask.all())):
+        raise _refusal(
+            model, requirements, (), "rows of different lengths get other scores than in plain decoding", "one row"
+        ) from refusal
 
 
 def _check(
@@ -84,9 +108,11 @@ def _check(
 
 
 def _refusal(
-    model: PreTrainedModel, requirements: TargetRequirements, inputs: tuple[str, ...], reason: str
+    model: PreTrainedModel, requirements: TargetRequirements, inputs: tuple[str, ...], reason: str, works: str = ""
 ) -> ValueError:
     what, remedy = "verify draft tokens", "call generate() without candidate_generator="
+    if works:
+        remedy = "give one prompt at a time, without padding, or leave candidate_generator= out"
     if requirements.exit_layer:
         what, remedy = "draft with its own first layers", "use another candidate generator"
     given = f" with {', '.join(inputs)}" if inputs else ""

@@ -1,8 +1,8 @@
 """Which models can verify a draft tree, as far as their configuration tells; the others are refused with the reason.
 
-What a model must do: place tokens by `position_ids`, take a 4-D attention mask, and keep all its state in a key/value
-cache (a recurrent state cannot be rolled back when a draft token is rejected). What the configuration does not tell is
-found out by `hf_specgen.target.self_check`.
+What a model must do: place tokens by `position_ids`, take a 4-D attention mask, and keep all its state in the cache, so
+that it can be rolled back when a draft token is rejected. What the configuration does not tell is found out by
+`hf_specgen.target.self_check`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ def check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if reason := _training_problem(model):
         raise ValueError(f"{name} {reason}; call model.eval() before generate(), or leave candidate_generator out")
+    if compat.has_virtual_tokens(model):
+        raise ValueError(
+            f"{name} is used with prefix or prompt tuning (PEFT), whose virtual tokens take positions of their own; "
+            "call generate() without candidate_generator="
+        )
     if compat.is_sharded(model):
         raise ValueError(
             f"the parameters of {name} are sharded over processes (FSDP, ZeRO-3), which must all run the same forward "
@@ -54,11 +59,6 @@ def check_architecture(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{name} is an encoder-decoder model; candidate_generator= works with decoder-only models, so leave it out"
-        )
-    if compat.has_virtual_tokens(model):
-        raise ValueError(
-            f"{name} is used with prefix or prompt tuning (PEFT), whose virtual tokens take positions of their own; "
-            "call generate() without candidate_generator="
         )
     layer_types = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(layer_types.difference(LAYER_TYPES))

@@ -42,15 +42,16 @@ class UndecidedError(Exception):
     """The logits of plain decoding are NaN, +inf or all -inf, so that nothing can be compared."""
 
 
-def compare_text(model: PreTrainedModel, requirements: TargetRequirements) -> None:
-    """`compare` on two rows of text, of which one is padded.
+def compare_text(model: PreTrainedModel, requirements: TargetRequirements, rows: int = 2) -> None:
+    """`compare` on two rows of text, of which one is padded, or on one row without padding.
 
     Raises:
         DifferenceError, UndecidedError: as `compare`.
     """
-    input_ids = _prompt(model)
+    input_ids = _prompt(model)[:rows]
     mask = torch.ones_like(input_ids)
-    mask[0, :PADDING] = 0
+    if rows > 1:
+        mask[0, :PADDING] = 0
     config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
 
     def run(

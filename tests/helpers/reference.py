@@ -6,16 +6,13 @@ The constants are those of the package, so that other values break no test; what
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from hf_specgen.candidates import ngram as tuning
+from hf_specgen.candidates import ngram_odds as tuning
 from hf_specgen.target.model_parts import output_logits
-
-SEPARATOR = -1
-
 
 # Trees
 
@@ -115,94 +112,57 @@ def row_mask(
 # N-grams
 
 
-def ngram_matches(
-    tokens: Sequence[int], text: Sequence[int], min_ngram: int, max_ngram: int, limit: int
-) -> list[tuple[int, int]]:
-    """Compare the end of `text` with what precedes every position: the longest match first, then the most recent."""
-    found = []
-    for position in range(len(tokens)):
-        n = 0
-        while n < min(max_ngram, position, len(text)) and tokens[position - n - 1] == text[len(text) - n - 1]:
-            n += 1
-        if n >= min_ngram:
-            found.append((n, position))
-    return sorted(found, key=lambda match: (-match[0], -match[1]))[:limit]
+def ngram_occurrences(tokens: Sequence[int], tail: Sequence[int], end: int, is_full: bool = False) -> dict[int, int]:
+    """Compare `tail` with what precedes every position, token by token.
 
+    Args:
+        tokens: the text; a ring if it is full.
+        tail: what is looked for.
+        end: the place of the next token.
+        is_full: whether the tokens from `end` on are older ones.
 
-def follow(tokens: Sequence[int], position: int, k: int) -> list[int]:
-    """Copy k tokens one by one from `position` on to the end of the text, so that the copy can be copied too."""
-    text = list(tokens)
-    while len(text) < len(tokens) + k and text[position] != SEPARATOR:
-        text.append(text[position])
-        position += 1
-    return text[len(tokens) :]
-
-
-class Match(NamedTuple):
-    """An earlier occurrence of the last tokens, and what followed it."""
-
-    length: int
-    own: bool
-    position: int
-    path: list[int]
-
-
-def ngram_paths(
-    text: Sequence[int],
-    past: Sequence[int],
-    k: int,
-    min_ngram: int = 1,
-    max_ngram: int = 8,
-    branches: int = 1,
-) -> list[list[int]]:
-    """The paths that `NgramCandidates` proposes after `text`, with `past` as the tokens of the history."""
-    limit = max(tuning.FEWEST_MATCHES, tuning.MATCHES_PER_BRANCH * branches)
-    matches = [
-        Match(n, True, position, follow(text, position, k))
-        for n, position in ngram_matches(text, text, min_ngram, max_ngram, limit)
-    ] + [
-        Match(n - tuning.HISTORY_HANDICAP, False, position, follow(past, position, k))
-        for n, position in ngram_matches(past, text, min_ngram, max_ngram, limit)
-        if past[position] != SEPARATOR
-    ]
-
-    def votes(match: Match) -> int:
-        return sum(other.path[0] == match.path[0] for other in matches)
-
-    best = sorted(matches, key=lambda match: (-match.length, not match.own, -votes(match), -match.position))
-    if not best:
-        return []
-    if branches == 1:
-        return [best[0].path[: trusted_length(best)]]
-    paths: list[list[int]] = []
-    for match in best:
-        for index, known in enumerate(paths):
-            shorter, longer = sorted([known, match.path], key=len)
-            if longer[: len(shorter)] == shorter:
-                paths[index] = longer
+    Returns:
+        by the position that followed: the length of the match; of all occurrences.
+    """
+    found = {}
+    for position in range(1, len(tokens) + (not is_full)):
+        barrier = end if position > end else 0
+        length = 0
+        while length < min(len(tail), tuning.MAX_MATCH_LENGTH, position - barrier):
+            if tokens[position - length - 1] != tail[len(tail) - length - 1]:
                 break
-        else:
-            paths.append(match.path)
-        if len(paths) == branches:
-            break
-    return paths
+            length += 1
+        if length and position != end:
+            found[position] = length
+    return found
 
 
-def trusted_length(matches: Sequence[Match]) -> int:
-    """How far the first match is followed: a constant if it is the only one of its kind, otherwise as far as another
-    one agrees; and further for each matched token beyond the first."""
-    first, *others = matches
-    agreements = []
-    for other in others:
-        if other.length == first.length and other.own == first.own:
-            agreed = 0
-            for mine, theirs in zip(first.path, other.path, strict=False):
-                if mine != theirs:
-                    break
-                agreed += 1
-            agreements.append(agreed)
-    evidence = max(agreements) if agreements else tuning.LONE_MATCH
-    return max(0, evidence + tuning.TOKENS_PER_MATCHED_TOKEN * (first.length - 1))
+def ngram_nodes(
+    tokens: Sequence[int], occurrences: dict[int, int], odds: Sequence[float], depth: int, prefix: tuple[int, ...] = ()
+) -> dict[tuple[int, ...], float]:
+    """The joint probability of every path that occurrences in the row's own text propose.
+
+    Args:
+        tokens: the text.
+        occurrences: by position, the length of the match.
+        odds: of each class; here of occurrences of kind 0.
+        depth: maximum length of a path.
+        prefix: the path so far; what does not start with it is left out.
+    """
+    done = len(prefix)
+    votes: dict[int, float] = {}
+    for position, length in occurrences.items():
+        if done < depth and tuple(tokens[position : position + done]) == prefix and position + done < len(tokens):
+            token = tokens[position + done]
+            longer = min(length + done, tuning.MAX_MATCH_LENGTH)
+            votes[token] = votes.get(token, 0.0) + odds[tuning.BUCKET_OF_LENGTH[longer]]
+    total = sum(votes.values()) + tuning.NEW_TOKEN_ODDS + tuning.NEW_TOKEN_ODDS_PER_TOKEN * len(votes)
+    nodes = {}
+    for token, vote in votes.items():
+        nodes[(*prefix, token)] = vote / total
+        for path, joint in ngram_nodes(tokens, occurrences, odds, depth, (*prefix, token)).items():
+            nodes[path] = vote / total * joint
+    return nodes
 
 
 def naive_medusa_loss(

@@ -12,14 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, StaticCache, pipeline
 from transformers.generation.logits_process import LogitsProcessor
 
 import hf_specgen
-from hf_specgen import CombinedCandidates, DraftModelCandidates, NgramCandidates, SpeculationMonitor, speculate
-from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
+from hf_specgen import (
+    CombinedCandidates,
+    DraftModelCandidates,
+    NgramCandidates,
+    NgramHistory,
+    RecyclingCandidates,
+    RecyclingTable,
+    SpeculationMonitor,
+    compat,
+    speculate,
+)
+from tests.helpers import VOCAB, RecordingStreamer, fresh_model, prompts, tiny_model
 
 NEW = 16
 
@@ -141,6 +153,11 @@ def saved_with_torch(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
+def combined() -> CombinedCandidates:
+    table = RecyclingTable(VOCAB)
+    return CombinedCandidates([NgramCandidates(), RecyclingCandidates(table=table)])
+
+
 def compiled(model: Any) -> Any:
     return torch.compile(model, backend="eager")
 
@@ -165,7 +182,7 @@ WRAPPERS: list[Callable[[Any], Any]] = [
 
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
 def test_wrapped_or_copied_model_still_speculates(model: Any, wrap: Callable[[Any], Any]) -> None:
-    hf_specgen.attach(model, NgramCandidates(k=4), monitor=SpeculationMonitor(prometheus=False))
+    hf_specgen.attach(model, "auto", monitor=SpeculationMonitor(prometheus=False))
     wrapped = wrap(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -184,6 +201,39 @@ def test_attach_to_a_wrapper_attaches_to_the_model_inside(model: Any, wrap: Call
     assert hf_specgen.statistics(model).calls == hf_specgen.statistics(wrapped).calls == 1
 
 
+def test_distributed_data_parallel_keeps_the_strategy(model: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(hf_specgen.attach(model, NgramCandidates()))
+        generate(wrapped.module)
+        assert hf_specgen.statistics(wrapped).calls == 1
+        hf_specgen.detach(wrapped)
+    finally:
+        dist.destroy_process_group()
+    assert "_hf_specgen_attachment" not in vars(model)
+
+
+@pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
+def test_peft_prompt_learning_same_tokens(model: Any, kind: Any) -> None:
+    """Would catch: virtual tokens that the speculative loop does not know. A refusal is right as well."""
+    torch.manual_seed(1)
+    tuned = get_peft_model(model, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    expected = generate(tuned)
+    hf_specgen.attach(tuned, NgramCandidates(k=4))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a strategy is attached")
+        assert torch.equal(generate(tuned), expected)
+
+
+def test_model_whose_parameters_are_sharded_falls_back(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: processes that wait for each other forever, since `generate` does not pass `synced_gpus` on."""
+    expected = generate(model)
+    hf_specgen.attach(model, NgramCandidates())
+    monkeypatch.setattr(compat, "is_sharded", lambda model: True)
+    with pytest.warns(UserWarning, match="sharded over processes"):
+        assert torch.equal(generate(model), expected)
+
+
 def test_deep_copy_counts_its_own_calls_and_shares_the_strategy(model: Any) -> None:
     """Would catch: a second draft model in memory, or one set of counters for two models."""
     draft = tiny_model("llama")
@@ -195,6 +245,15 @@ def test_deep_copy_counts_its_own_calls_and_shares_the_strategy(model: Any) -> N
     assert (hf_specgen.statistics(model).calls, hf_specgen.statistics(twin).calls) == (1, 2)
     settings = [vars(one)["_hf_specgen_attachment"].settings for one in (model, twin)]
     assert settings[0].candidates is settings[1].candidates
+
+
+@pytest.mark.parametrize("make", [lambda: NgramCandidates(history=NgramHistory(100)), RecyclingCandidates, combined])
+def test_used_strategy_with_a_memory_can_be_pickled_with_the_model(model: Any, make: Any) -> None:
+    """Would catch: a lock or a weak reference to the model, neither of which can be pickled."""
+    hf_specgen.attach(model, make())
+    expected = generate(model)
+    assert torch.equal(generate(pickled(model)), expected)
+    assert torch.equal(generate(copy.deepcopy(model)), expected)
 
 
 def test_saved_checkpoint_does_not_contain_the_strategy(model: Any, tmp_path: Any) -> None:

@@ -38,11 +38,11 @@ OURS = {"n-grams", "Medusa", "layer skip", "draft model", "n-grams + draft"}
 def test_demo_shows_two_targets_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a wrapped or cut table, a strategy left out, tokens that differ, time limits that are ignored."""
     monkeypatch.setenv("COLUMNS", "80")
-    command = ["demo", "--max-new-tokens", "8", "--wide", "40", "--seconds", "0"]
+    command = ["demo", "--max-new-tokens", "8", "--wide", "18", "--seconds", "0"]
     result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "demo.json")])
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "demo.json").read_text())
-    assert list(saved["targets"]) == ["16M float32", "40M bfloat16"]
+    assert list(saved["targets"]) == ["16M float32", "18M bfloat16"]
     for title, target in saved["targets"].items():
         assert set(target["variants"]) == {"plain", "prompt lookup", *OURS} and list(target["domains"]) == ["math"]
         assert title in result.output and all(variant["tokens"] <= 8 for variant in target["variants"].values())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 import pytest
 import torch
+import transformers.tokenization_utils_base
 
 import hf_specgen
 
@@ -57,6 +59,7 @@ def test_xgrammar_json_schema_same_text(model: Any, tokenizer: Any, batch: int) 
 
 def test_lm_format_enforcer_regex_same_text(model: Any, tokenizer: Any) -> None:
     enforcer = pytest.importorskip("lmformatenforcer", exc_type=ImportError)
+    sys.modules.setdefault("transformers.tokenization_utils", transformers.tokenization_utils_base)
     from lmformatenforcer.integrations.transformers import build_transformers_prefix_allowed_tokens_fn
 
     inputs = tokenizer("Three words: red, green, red, green", return_tensors="pt")

@@ -73,7 +73,7 @@ def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypat
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path) -> None:
     """The signal itself, sent to the process while it measures."""
     command = [sys.executable, "-m", "benchmarks", "suite", "--strategies", "ngram", "--peers", "", "--domains", "edit"]
-    command += ["--prompts", "40", "--tuning-prompts", "1", "--repeats", "1", "--max-new-tokens", "16"]
+    command += ["--prompts", "16", "--tuning-prompts", "1", "--repeats", "1", "--max-new-tokens", "16"]
     command += ["--batches", "", "--temperatures", "", "--contexts", "", "--trace-texts", "0", "--out", str(tmp_path)]
     log, records = tmp_path / "log", tmp_path / "records-0.jsonl"
     heed: Any = {
@@ -85,12 +85,12 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path) -> No
         process.send_signal(signal.SIGINT)
     assert process.returncode == 130, log.read_text()[-2000:]
     kept = records.read_text().splitlines()
-    assert 4 < len(kept) < 42 and "interrupted" in (tmp_path / "report.html").read_text()
+    assert 4 < len(kept) < 18 and "interrupted" in (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "report.json").read_text())["tables"]["speed"]
     ended = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
     lines = records.read_text().splitlines()
-    assert lines[: len(kept)] == kept and len(lines) == 42  # the plan, the tuning prompt, 40 prompts
+    assert lines[: len(kept)] == kept and len(lines) == 18  # the plan, the tuning prompt, 16 prompts
     assert "interrupted" not in (tmp_path / "report.html").read_text()
 
 

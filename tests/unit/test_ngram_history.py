@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from hf_specgen import Call, DraftSession, NgramCandidates, NgramHistory
+from hf_specgen.candidates.ngram_history import FILE_NAME, FORMAT
 from hf_specgen.candidates.ngram_index import SEPARATOR
+from hf_specgen.candidates.ngram_odds import HISTORY_OUTPUT, HISTORY_PROMPT
 from tests.helpers.calls import make_call, make_state
 from tests.helpers.ngram import ngram_draft
 
@@ -25,69 +31,81 @@ def history_of(*texts: list[int], **kwargs: int) -> NgramHistory:
     return history
 
 
+def kept(history: NgramHistory) -> list[int]:
+    """The tokens of a history that is not full."""
+    return history.index.tokens[: len(history)].tolist()
+
+
 def test_draft_with_history_continues_a_text_of_it() -> None:
     text = [9, 1, 2]
-    assert ngram_draft(NgramCandidates(k=3, history=history_of([1, 2, 3, 4, 5, 6])), text)[0] == [3, 4]
-    assert ngram_draft(NgramCandidates(k=3), text)[0] == []
+    assert ngram_draft(NgramCandidates(k=3, history=history_of([1, 2, 3, 4, 5, 6])), text)[0][:2] == [3, 4]
+    assert 3 not in ngram_draft(NgramCandidates(k=3), text)[0]
+
+
+def test_draft_prefers_own_text_to_an_equal_match_in_the_history() -> None:
+    history = history_of([7, 8, 9, 5])
+    assert ngram_draft(NgramCandidates(k=1, history=history), [8, 9, 6, 1, 8, 9])[0] == [6]
+
+
+def test_draft_prefers_generated_text_to_prompts_of_the_history() -> None:
+    """Would catch: prompts that count as much as outputs; both matches are as long."""
+    history = NgramHistory()
+    history.add([1, 2, 3, 4, 5], prompt_length=5)
+    history.add([1, 2, 3, 6, 7], prompt_length=0)
+    history.add([1, 2, 3, 4, 8], prompt_length=5)
+    candidates = NgramCandidates(k=1, branches=2, history=history)
+    assert ngram_draft(candidates, [1, 2, 3])[0] == [4, 6]  # two votes against one
+    history.add([1, 2, 3, 6, 9], prompt_length=2)
+    assert ngram_draft(candidates, [1, 2, 3])[0] == [6, 4]
 
 
 @pytest.mark.parametrize(
-    ("past", "text", "expected"), [([8, 9, 5], [9, 6, 8, 9], 6), ([7, 8, 9, 5], [9, 6, 7, 8, 9], 5)]
-)
-def test_draft_prefers_own_text_unless_history_matches_two_tokens_more(
-    past: list[int], text: list[int], expected: int
-) -> None:
-    """Would catch: a match in the history that does not count as one token shorter.
-
-    The text's own match is 9 -> 6, of one token. The history's is 8 9 -> 5, which counts as one token: the own one is
-    taken. With 7 8 9 -> 5 it counts as two.
-    """
-    assert ngram_draft(NgramCandidates(k=1, history=history_of(past)), text)[0] == [expected]
-
-
-@pytest.mark.parametrize(
-    ("text", "min_ngram", "expected"),
-    [([1, 2], 1, [3]), ([2, 3], 1, []), ([3, 4], 2, [])],
+    ("text", "expected"),
+    [([1, 2], [3]), ([2, 3], []), ([3, 4], [])],
     ids=["continuation", "end of text", "match across texts"],
 )
-def test_draft_never_crosses_a_separator(text: list[int], min_ngram: int, expected: list[int]) -> None:
+def test_draft_never_crosses_a_separator(text: list[int], expected: list[int]) -> None:
     """Would catch: a draft that continues in the next text, or a match that reaches back into the one before."""
-    history = history_of([1, 2, 3], [4, 5, 6])
-    assert ngram_draft(NgramCandidates(k=9, min_ngram=min_ngram, history=history), text)[0] == expected
+    candidates = NgramCandidates(k=9, min_ngram=2, history=history_of([1, 2, 3], [4, 5, 6]))
+    assert ngram_draft(candidates, text)[0] == expected
 
 
-def test_history_beyond_max_tokens_drops_the_oldest_texts() -> None:
-    """Would catch: a history that grows without limit, drops everything at once, or drops the newest text."""
-    history = NgramHistory(max_tokens=12)
+def test_history_beyond_max_tokens_overwrites_the_oldest_tokens() -> None:
+    """Would catch: a history that grows without limit, or drops the newest text."""
+    history = NgramHistory(max_tokens=15)
+    memory = history.nbytes
     for first in range(100, 1100, 10):
         history.add([first, first + 1, first + 2, first + 3])
-        assert len(history) <= 24
-    candidates = NgramCandidates(k=2, history=history)
+        assert len(history) <= 15 and history.nbytes == memory <= 50 * 15
+    candidates = NgramCandidates(k=2, min_ngram=2, history=history)
     assert ngram_draft(candidates, [1090, 1091])[0] == [1092, 1093]
     assert ngram_draft(candidates, [1080, 1081])[0] == [1082, 1083]
     assert ngram_draft(candidates, [100, 101])[0] == []
 
 
 def test_history_of_a_text_longer_than_max_tokens_keeps_its_end() -> None:
-    history = history_of([*range(50)], max_tokens=10)
-    assert list(history.index.tokens) == [*range(40, 50), SEPARATOR]
+    history = NgramHistory(max_tokens=10)
+    history.add([*range(50)], prompt_length=43)
+    assert kept(history) == [*range(41, 50), SEPARATOR]
+    assert [history.kind(place) for place in range(9)] == [HISTORY_PROMPT] * 2 + [HISTORY_OUTPUT] * 7
 
 
-@pytest.mark.parametrize("max_tokens", [0, -1])
-def test_history_without_tokens_raises(max_tokens: int) -> None:
-    with pytest.raises(ValueError, match=f"max_tokens must be at least 1, got {max_tokens}"):
+@pytest.mark.parametrize("max_tokens", [0, -1, "many"])
+def test_history_without_tokens_raises(max_tokens: Any) -> None:
+    with pytest.raises(ValueError, match=f"max_tokens must be at least 1, got {max_tokens!r}"):
         NgramHistory(max_tokens)
 
 
 def test_session_end_adds_prompt_and_output_of_every_row() -> None:
-    """Would catch: only the prompts added, or rows of a batch joined to one text."""
+    """Would catch: only the prompts added, rows of a batch joined to one text, or output taken for a prompt."""
     history = NgramHistory()
     state = make_state([[1, 2], [3]])
     session = NgramCandidates(history=history).start(make_call(state))
     state.append(0, [7, 8])
     assert len(history) == 0
     session.end()
-    assert list(history.index.tokens) == [1, 2, 7, 8, SEPARATOR, 3, SEPARATOR]
+    assert kept(history) == [1, 2, 7, 8, SEPARATOR, 3, SEPARATOR]
+    assert [history.kind(place) == HISTORY_OUTPUT for place in (0, 1, 2, 3, 5)] == [False, False, True, True, False]
 
 
 def test_add_texts_tokenizes_each_text_without_special_tokens(tokenizer: Any) -> None:
@@ -95,8 +113,98 @@ def test_add_texts_tokenizes_each_text_without_special_tokens(tokenizer: Any) ->
     lines = ["The keeper of the lighthouse wrote a letter.", "Nobody answered for eleven years."]
     history.add_texts(lines, tokenizer)
     ids = [tokenizer(line, add_special_tokens=False)["input_ids"] for line in lines]
-    assert list(history.index.tokens) == [*ids[0], SEPARATOR, *ids[1], SEPARATOR]
+    assert kept(history) == [*ids[0], SEPARATOR, *ids[1], SEPARATOR]
     assert ngram_draft(NgramCandidates(k=4, history=history), ids[1][:3])[0] == ids[1][3:7]
+
+
+# Files
+
+
+@pytest.mark.parametrize(("max_tokens", "first"), [(40, 0), (8, 4)], ids=["partly filled", "wrapped around"])
+def test_load_of_a_saved_history_reads_the_same_texts(tmp_path: Path, max_tokens: int, first: int) -> None:
+    """Would catch: tokens of a full history in the wrong order, flags of the wrong tokens, a lost setting."""
+    history = NgramHistory(max_tokens)
+    history.add([1, 2, 3, 4, 5], prompt_length=4)
+    history.add([7, 8, 9, 6, 3], prompt_length=1)
+    history.save(tmp_path / "history.safetensors")
+    loaded = NgramHistory.load(tmp_path / "history.safetensors")
+    assert loaded.max_tokens == max_tokens
+    assert kept(loaded) == [1, 2, 3, 4, 5, SEPARATOR, 7, 8, 9, 6, 3, SEPARATOR][first:]
+    is_output = [loaded.kind(place) == HISTORY_OUTPUT for place in range(len(loaded))]
+    assert is_output == [bool(flag) for flag in (0, 0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1)][first:]
+
+
+def test_load_of_another_file_raises(tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    save_file({"tokens": np.zeros(3, dtype=np.int32)}, path)
+    with pytest.raises(ValueError, match="is no n-gram history: its format is null"):
+        NgramHistory.load(path)
+    path.write_bytes(b"\xff" * 40)
+    with pytest.raises(ValueError, match="is no n-gram history"):
+        NgramHistory.load(path)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        NgramHistory.load(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_output", "max_tokens"),
+    [([1, -5], [0, 0], 9), ([1, 2], [0], 9), ([1, 2, 3], [0, 0, 0], 2), ([1], [0], 2**40)],
+    ids=["negative token", "missing flag", "too many tokens", "huge"],
+)
+def test_load_of_a_manipulated_file_raises(
+    tmp_path: Path, tokens: list[int], is_output: list[int], max_tokens: int
+) -> None:
+    """Would catch: a file of some bytes that makes us allocate terabytes, or index tokens that are none."""
+    arrays = {"tokens": np.array(tokens, dtype=np.int32), "is_output": np.array(is_output, dtype=np.uint8)}
+    save_file(arrays, tmp_path / "x", metadata={"format": FORMAT, "max_tokens": str(max_tokens)})
+    with pytest.raises(ValueError, match="is no n-gram history"):
+        NgramHistory.load(tmp_path / "x")
+
+
+def test_from_pretrained_reads_a_folder(tmp_path: Path) -> None:
+    history_of([1, 2, 3]).save(tmp_path / FILE_NAME)
+    assert kept(NgramHistory.from_pretrained(tmp_path)) == [1, 2, 3, SEPARATOR]
+
+
+def test_push_to_hub_uploads_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads: dict[str, Any] = {}
+
+    class Api:
+        def __init__(self, token: Any = None):
+            pass
+
+        def create_repo(self, repo_id: str, **arguments: Any) -> None:
+            uploads["repository"] = repo_id
+
+        def upload_file(self, *, path_or_fileobj: str, path_in_repo: str, repo_id: str) -> str:
+            uploads[path_in_repo] = kept(NgramHistory.load(path_or_fileobj))
+            return "address"
+
+    monkeypatch.setattr("hf_specgen.candidates.ngram_history.HfApi", Api)
+    assert history_of([1, 2]).push_to_hub("user/texts") == "address"
+    assert uploads == {"repository": "user/texts", FILE_NAME: [1, 2, SEPARATOR]}
+
+
+def test_history_shared_by_threads_keeps_every_text() -> None:
+    """Would catch: two texts written into each other, or a lookup that fails while a text is added."""
+    history, errors = NgramHistory(max_tokens=3000), []
+
+    def use(first: int) -> None:
+        try:
+            for number in range(60):
+                history.add([first] * 9)
+                ngram_draft(NgramCandidates(k=4, history=history), [first, first, number])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [Thread(target=use, args=(first,)) for first in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    texts = [kept(history)[place : place + 10] for place in range(0, len(history), 10)]
+    assert sorted(texts) == sorted([[first] * 9 + [SEPARATOR] for first in range(1, 5) for _ in range(60)])
 
 
 # Transformers' interface
@@ -126,7 +234,7 @@ def test_get_candidates_of_a_growing_text_keeps_its_session() -> None:
     assert candidates_for(generator, [5, 6, 7, 5]) == [6, 7]
     assert candidates_for(generator, [5, 6, 7, 5, 8, 9, 5, 8]) == [9, 5]
     assert candidates_for(generator, [5, 6, 7, 5, 8, 9, 5, 8]) == [9, 5]
-    assert candidates_for(generator, [5, 6, 7, 5, 8, 9, 5, 8, 1, 1]) == [1, 1]
+    assert candidates_for(generator, [5, 6, 7, 5, 8, 9, 5, 8, 1, 2, 1]) == [2, 1]
     assert generator.sessions == 1
 
 
@@ -146,16 +254,16 @@ def test_get_candidates_of_texts_in_any_order_equals_that_of_a_new_object(
     steps: list[tuple[int, list[int]]],
 ) -> None:
     """Would catch: a truncated text taken for one that continues."""
-    generator, text = NgramCandidates(k=3), [1]
+    generator, text = NgramCandidates(k=3, min_ngram=2), [1]
     for kept, more in steps:
         text = text[:kept] + more or [0]
-        assert candidates_for(generator, text) == candidates_for(NgramCandidates(k=3), text)
+        assert candidates_for(generator, text) == candidates_for(NgramCandidates(k=3, min_ngram=2), text)
 
 
 def test_get_candidates_of_a_tree_is_its_leftmost_chain() -> None:
     """Would catch: the nodes of a tree returned as if they were a chain."""
     text = [5, 6, 7, 5, 8, 9, 5]
-    assert ngram_draft(NgramCandidates(k=2, branches=2), text) == ([8, 9, 6, 7], (-1, 0, -1, 2))
+    assert ngram_draft(NgramCandidates(k=2, branches=2), text) == ([8, 6, 9, 7], (-1, -1, 0, 1))
     assert candidates_for(NgramCandidates(k=2, branches=2), text) == [8, 9]
 
 

@@ -51,7 +51,7 @@ def test_target_passes_match_the_tokens_read_by_the_target(rows: int) -> None:
     if rows == 1:
         assert [step.target for step in decoding] == sizes[1:]
     assert all(step.target <= size for step, size in zip(decoding, sizes[1:], strict=True))
-    assert all(step.drafter == () for step in passes)
+    assert all(not step.drafter for step in passes)
     assert len(passes) == max(map(len, candidates.speculation.rows))
 
 

@@ -1,0 +1,160 @@
+"""The text of one row: where its end occurred before, which text is being copied, and what it proposes to follow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hf_specgen.candidates.ngram_history import NgramHistory
+from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
+from hf_specgen.candidates.ngram_odds import NEAR, OWN, MatchOdds
+from hf_specgen.candidates.ngram_tree import Limits, NgramTree, Occurrence, grow_tree
+from hf_specgen.tree import judged_nodes
+
+MAX_OCCURRENCES = 24
+"""Occurrences that vote at most, in the row's text and in the history each: 16 yield 1% fewer tokens per step."""
+NEAR_TOKENS = 16
+"""An occurrence counts as near if it is so many tokens or less behind the place that was copied from last."""
+MAX_SKIPPED = 3
+"""Tokens in a row that differ from the text being copied, after which it is given up."""
+FREQUENT_TOKENS, FREQUENT_OCCURRENCES = 24, 4
+"""The most frequent tokens that are proposed, and the occurrences that vote for what follows one of them."""
+RECOUNT_EVERY = 32
+"""Tokens between counts of the most frequent ones."""
+
+
+class MatchLengths(NamedTuple):
+    """Which matches are considered.
+
+    Args:
+        least: occurrences with shorter matches are ignored. With more than 1, nothing is proposed without a match.
+        most: longer matches count as that long.
+    """
+
+    least: int = 1
+    most: int = MAX_MATCH_LENGTH
+
+
+class RowText:
+    """The text of one row.
+
+    Args:
+        prompt: the text so far.
+        odds: of occurrences; learns from the outcome of proposals. May be shared by rows.
+        history: earlier texts.
+        lengths: which matches are considered.
+
+    Example:
+        >>> text = RowText([5, 6, 7, 8, 5, 6], MatchOdds())
+        >>> text.propose(Limits(depth=2, nodes=2)).first(2)
+        ([7, 8], (-1, 0))
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        odds: MatchOdds,
+        history: NgramHistory | None = None,
+        lengths: MatchLengths = MatchLengths(),  # noqa: B008
+    ):
+        self.index = NgramIndex()
+        self.index.extend(prompt)
+        self._odds, self._history, self._lengths = odds, history, lengths
+        self._tail = list(prompt[-MAX_MATCH_LENGTH:])
+        self._known: dict[int, int] = {}
+        self._known_history: dict[int, int] = {}
+        self._grown = 0
+        self._source, self._skipped = -1, 0
+        self._counts = Counter(prompt)
+        self._frequent: list[tuple[int, float]] = []
+        self._counted = -RECOUNT_EVERY
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        self._follow_source(tokens)
+        self.index.extend(tokens)
+        self._counts.update(tokens)
+        self._tail = [*self._tail, *tokens][-MAX_MATCH_LENGTH:]
+        self._grown += len(tokens)
+
+    def propose(self, limits: Limits) -> NgramTree:
+        """The most probable continuations of the text."""
+        known = self.index.occurrences(self._tail, MAX_OCCURRENCES, self._known, self._grown)
+        least, most = self._lengths
+        found = [
+            Occurrence(self.index, position, min(length, most), NEAR if self._is_near(position) else OWN)
+            for position, length in known.items()
+            if length >= least
+        ]
+        if least == 1:
+            found += [Occurrence(self.index, place, 0, NEAR) for place in self._resumed() if place not in known]
+        if self._history is not None:
+            self._known_history = self._history.occurrences(
+                self._tail, MAX_OCCURRENCES, self._known_history, self._grown
+            )
+            found += [
+                Occurrence(self._history.index, position, min(length, most), self._history.kind(position))
+                for position, length in self._known_history.items()
+                if length >= least
+            ]
+        self._known, self._grown = known, 0
+        frequent = self._most_frequent() if least == 1 else ()
+        return grow_tree(found, self._odds.values, limits, frequent, self._find)
+
+    def learn(self, tree: NgramTree, emitted: Sequence[int]) -> None:
+        """Learn the odds of occurrences from the tokens that followed in fact.
+
+        Args:
+            tree: what was proposed.
+            emitted: the tokens; the children of a node are judged if the text has reached the node.
+        """
+        for node, accepted in judged_nodes(tree.tokens, tree.parents, emitted):
+            self._odds.observe(tree.classes[node], tree.expected[node], accepted)
+
+    def _is_near(self, position: int) -> bool:
+        return self._source >= 0 and 0 <= position - self._source <= NEAR_TOKENS
+
+    def _resumed(self) -> list[int]:
+        """Where to go on copying after a mismatch: the tokens that differed were replaced, or inserted."""
+        if not self._skipped:
+            return []
+        places = (self._source + self._skipped, self._source)
+        return [place for place in places if place < self.index.end]
+
+    def _follow_source(self, tokens: Sequence[int]) -> None:
+        """Note where the new tokens were copied from: the occurrence that proposed most of them, and is the nearest."""
+        places = [
+            (self._agreement(position, tokens), self._is_near(position), length, position)
+            for position, length in self._known.items()
+            if length > 1 or self._is_near(position)
+        ]
+        places += [(self._agreement(place, tokens), True, 0, place) for place in self._resumed()]
+        agreed, _, _, place = max(places, default=(0, False, 0, -1))
+        if agreed:
+            self._source, self._skipped = place + agreed, len(tokens) - agreed
+        elif self._source >= 0:
+            self._skipped += len(tokens)
+        if self._skipped > MAX_SKIPPED:
+            self._skipped = 0
+
+    def _agreement(self, position: int, tokens: Sequence[int]) -> int:
+        """How many of the tokens follow at a position."""
+        text, room = self.index.tokens, self.index.end - position
+        agreed = 0
+        while agreed < min(len(tokens), room) and text[position + agreed] == tokens[agreed]:
+            agreed += 1
+        return agreed
+
+    def _most_frequent(self) -> list[tuple[int, float]]:
+        if len(self) >= self._counted + RECOUNT_EVERY:
+            self._counted = len(self)
+            self._frequent = [(token, n / len(self)) for token, n in self._counts.most_common(FREQUENT_TOKENS)]
+        return self._frequent
+
+    def _find(self, token: int) -> list[Occurrence]:
+        found = self.index.occurrences([token], FREQUENT_OCCURRENCES)
+        return [Occurrence(self.index, position, length, OWN) for position, length in found.items()]

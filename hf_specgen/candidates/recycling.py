@@ -1,0 +1,236 @@
+"""Token Recycling: drafts from the tokens that the target itself considered likely in earlier steps.
+
+Verification computes the target's logits after every node of a draft, also after those that are rejected. The most
+likely tokens after each token are kept in a table, one row for each token of the vocabulary. Following the table from
+the last token on gives a tree; nothing is trained, and drafting needs no forward pass.
+
+Source: Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling"
+(2024). There the tree is a fixed template; here it grows best-first by measured acceptance.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from hf_specgen.candidates.autoregressive import vocabulary_size
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
+from hf_specgen.candidates.recycling_table import SUCCESSORS, RecyclingTable
+from hf_specgen.candidates.tree_builder import MAX_JOINT, TreeBuilder
+from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
+from hf_specgen.depth import Policy
+from hf_specgen.depth.calibration import BIN_CENTERS, RANKS, calibration_memory
+from hf_specgen.state import Call
+from hf_specgen.tree import DraftTree, Parents, judged_nodes
+from hf_specgen.verification import VerificationResult
+
+CENTERS: list[float] = BIN_CENTERS.tolist()
+MAX_DEPTH = 8
+"""Maximum depth of k="auto": the template of the paper has 6 levels."""
+
+
+class RecyclingCandidates(Candidates):
+    """Drafts with Token Recycling. Needs nothing; what it has learnt about a target is kept from call to call.
+
+    Args:
+        k: maximum depth of a draft, in tokens; "auto" for as many as are expected to be faster.
+        tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
+            per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
+            k the draft is a chain of k tokens.
+        table: what to start from, such as `RecyclingTable.load("table.safetensors")`; it is updated by every call. Left
+            out, there is an empty one for each target.
+        policy: how much of k is used, step by step; see `hf_specgen.depth`.
+
+    Raises:
+        ValueError: if a number is out of range; at the first call, if the table belongs to another vocabulary.
+
+    Example:
+        >>> RecyclingCandidates(k=6, tree=32)
+        RecyclingCandidates(k=6, tree=32)
+    """
+
+    negligible_draft_cost = True
+
+    def __init__(
+        self,
+        k: Depth = "auto",
+        *,
+        tree: Tree = None,
+        table: RecyclingTable | None = None,
+        policy: Policy | None = None,
+    ):
+        super().__init__(k, policy, max_k=MAX_DEPTH)
+        self.tree = check_tree(tree, k)
+        self.adaptive_tree = self.tree == "auto"
+        self._given = table
+        self._tables: WeakKeyDictionary[PreTrainedModel, RecyclingTable] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_tables": None}  # they belong to targets of this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._tables = WeakKeyDictionary()
+
+    def table(self, model: PreTrainedModel) -> RecyclingTable:
+        """The table that calls with this target use: to save it, for instance."""
+        vocab_size = vocabulary_size(model)
+        if self._given is None:
+            return self._tables.setdefault(model, RecyclingTable(vocab_size))
+        if self._given.vocab_size != vocab_size:
+            raise ValueError(
+                f"the table is for a vocabulary of {self._given.vocab_size} tokens, the target has {vocab_size}; "
+                "give the table of this target, or none"
+            )
+        return self._given
+
+    def start(self, call: Call) -> DraftSession:
+        if call.model is None:
+            raise ValueError("RecyclingCandidates works with generate(candidate_generator=…) only")
+        if call.verification is not None and call.verification.wants_q:
+            # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
+            return RecyclingSession(self, call, RecyclingTable(vocabulary_size(call.model)))
+        return RecyclingSession(self, call, self.table(call.model))
+
+    def profile_key(self) -> tuple[str | int | float | bool, ...]:
+        return ("recycling", self.k, str(self.tree))
+
+    def __repr__(self) -> str:
+        tree = "" if self.tree is None else f", tree={self.tree!r}"
+        table = "" if self._given is None else f", table={self._given!r}"
+        return f"RecyclingCandidates(k={self.k}{tree}{table}{self._show_policy()})"
+
+
+class RecyclingSession(DraftSession):
+    """The state of one call.
+
+    Args:
+        settings: of the strategy.
+        call: the call.
+        table: is drafted from, and updated.
+    """
+
+    passes = ()
+    top_tokens = SUCCESSORS
+    knows_successors = True
+
+    def __init__(self, settings: RecyclingCandidates, call: Call, table: RecyclingTable):
+        super().__init__(call)
+        self._settings, self._table = settings, table
+        self._key = (settings.profile_key(), call.do_sample, round(call.temperature, 2))
+        self._remembers = call.verification is None or not call.verification.wants_q
+        self._calibration = calibration_memory.recall(call.model if self._remembers else None, self._key)
+        self._trees: list[_Tree] = []
+
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        return self._draft(budget, SUCCESSORS)
+
+    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
+        return self._draft(budget, 1)  # the prefill pass verifies chains
+
+    def successors(self, token: int) -> list[tuple[int, float]]:
+        tokens, bins = self._table.row(token)
+        return [(successor, CENTERS[place]) for successor, place in zip(tokens, bins, strict=True)]
+
+    def observe(self, result: VerificationResult) -> None:
+        """Count which ranks and confidences were accepted, and learn the successors of every token that was read."""
+        for tree, emitted in zip(self._trees, result.tokens, strict=False):
+            judged = judged_nodes(tree.tokens, tree.parents, emitted)
+            for node, accepted in judged:
+                self._calibration.count(min(tree.ranks[node], RANKS - 1), tree.bins[node], accepted)
+        self._trees = []
+        if result.top_tokens is not None:
+            self._table.update(result.top_tokens)
+
+    def end(self) -> None:
+        if self._remembers:
+            calibration_memory.store(self.call.model, self._key, self._calibration)
+
+    def _draft(self, budget: Sequence[int], children: int) -> DraftTree:
+        settings, state = self._settings, self.call.state
+        depths = [min(settings.k, depth) for depth in budget]
+        shape = tree_shape(settings.tree, self.call, depths)
+        is_fastest = isinstance(shape, FastestSize)
+        count = shape.max_nodes if isinstance(shape, FastestSize) else shape.nodes(TreeBuilder(depths))
+        children = children if is_fastest or settings.tree is not None else 1
+        min_joint = shape.min_joint if isinstance(shape, FastestSize) else 0.0
+        acceptance = self._calibration.by_bin().tolist()
+        texts = zip(state.prompts, state.generated, strict=True)
+        last = [(generated or prompt)[-1] for prompt, generated in texts]
+        self._trees = [
+            grow_tree(self._table, token, acceptance, depth, count, min_joint, children)
+            for token, depth in zip(last, depths, strict=True)
+        ]
+        if isinstance(shape, FastestSize):
+            count = shape.nodes(TreeBuilder.from_nodes(depths, [tree.joint for tree in self._trees]))
+        joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
+        return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
+
+
+class _Tree:
+    """Nodes in descending order of their joint probability of being accepted, with rank and confidence bin."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.joint: list[float] = []
+        self.ranks: list[int] = []
+        self.bins: list[int] = []
+
+    def first(self, count: int) -> tuple[list[int], Parents]:
+        return self.tokens[:count], tuple(self.parents[:count])
+
+
+def grow_tree(
+    table: RecyclingTable,
+    token: int,
+    acceptance: Sequence[Sequence[float]],
+    depth: int,
+    nodes: int,
+    min_joint: float = 0.0,
+    children: int = SUCCESSORS,
+) -> _Tree:
+    """The most probable continuations of a token by the table, best-first.
+
+    Args:
+        table: of successors.
+        token: the last one of the text.
+        acceptance: `[ranks][bins]` probability that a successor is accepted, given that its parent is.
+        depth: maximum depth.
+        nodes: maximum number of nodes.
+        min_joint: joint probability below which a node is left out.
+        children: of a node at most.
+    """
+    tree = _Tree()
+    heap: list[tuple[float, int, int, int, float, tuple[list[int], list[int]]]] = []
+    pushed = 0
+
+    def push(parent: int, level: int, rank: int, above: float, row: tuple[list[int], list[int]]) -> None:
+        """A node waits with its next sibling behind it: successors come in the order of their probability."""
+        nonlocal pushed
+        if rank < min(children, len(row[0])):
+            value = above * min(MAX_JOINT, acceptance[min(rank, RANKS - 1)][row[1][rank]])
+            if value > min_joint:
+                pushed += 1
+                # `pushed` breaks ties: rows are never compared.
+                heapq.heappush(heap, (-value, pushed, parent, level * SUCCESSORS + rank, above, row))
+
+    if depth:
+        push(-1, 1, 0, 1.0, table.row(token))
+    while heap and len(tree.tokens) < nodes:
+        negative, _, parent, place, above, row = heapq.heappop(heap)
+        level, rank = divmod(place, SUCCESSORS)
+        node = len(tree.tokens)
+        tree.tokens.append(row[0][rank])
+        tree.parents.append(parent)
+        tree.joint.append(-negative)
+        tree.ranks.append(rank)
+        tree.bins.append(row[1][rank])
+        push(parent, level, rank + 1, above, row)
+        if level < depth:
+            push(node, level + 1, 0, -negative, table.row(row[0][rank]))
+    return tree

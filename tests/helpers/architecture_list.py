@@ -1,0 +1,95 @@
+"""Which architectures give the tokens of plain `generate`: tries them all, and writes the documentation's page.
+
+python -m tests.helpers.architecture_list          # writes tests/assets/architectures.json and docs/architectures.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.models import ARCHITECTURES, tiny_model
+from tests.helpers.comparison import assert_same_tokens
+from tests.helpers.models import prompts
+from tests.helpers.multimodal import MULTIMODAL, multimodal_model, multimodal_prompts
+from tests.helpers.oracle import Oracle
+from tests.helpers.stateful import CONFIGS, stateful_model
+
+RESULTS = Path(__file__).parents[1] / "assets" / "architectures.json"
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+TREES, CHAINS, ONE_ROW = "trees", "chains", "one row"
+NAMES = sorted({*ARCHITECTURES, *CONFIGS} | {f"{kind} (with image or audio)" for kind in MULTIMODAL})
+INTRODUCTION = """# Architectures
+
+This page is generated from test results: tiny random models of each architecture, three rows of different lengths,
+draft trees of which a part is accepted. Models of these types gave exactly the tokens of plain `generate`, or were
+refused before the first token. Your own model is checked once, before its first token, see [exactness](exactness.md).
+
+Convolutions and recurrent states follow one path, so their models verify chains; strategies draft chains for them.
+Chunked and recurrent kernels of such layers round differently: in float32, tokens can differ from plain decoding where
+two logits are within 1e-5 of each other. Models that select tokens by an index (DeepSeek-V3.2, GLM-5) may select
+others where two index scores are equal.
+"""
+
+
+def outcome(name: str) -> str:
+    """What the architecture verifies, or the sentence with which it is refused.
+
+    Raises:
+        AssertionError: if its tokens are not those of plain `generate`.
+    """
+    kind, _, with_features = name.partition(" (")
+    model, inputs = _model(kind, bool(with_features))
+    for batch in (3, 1):
+        given = multimodal_prompts(kind, batch) if with_features else inputs(batch)
+        try:
+            statistics = assert_same_tokens(
+                model, given, lambda answers: Oracle(answers, 0.7, k=3, branching=True), max_new_tokens=8
+            )
+        except ValueError as refusal:
+            sentence = str(refusal)
+            continue
+        if batch == 1:
+            return ONE_ROW
+        return TREES if statistics.accepted else CHAINS  # the first path of the oracle's trees is always wrong
+    return re.sub(r"^\w+ ", "", sentence)
+
+
+def _model(kind: str, with_features: bool) -> tuple[Any, Any]:
+    if with_features:
+        return multimodal_model(kind), None
+    return (stateful_model(kind) if kind in CONFIGS else tiny_model(kind)), prompts
+
+
+def page(results: dict[str, str]) -> str:
+    """The documentation page of these results."""
+    groups = {TREES: "Draft trees and batches", CHAINS: "Chains and batches", ONE_ROW: "One prompt at a time"}
+    parts = [INTRODUCTION]
+    for status, title in groups.items():
+        names = [name for name, result in results.items() if result == status]
+        if names:
+            parts.append(f"\n## {title}\n\n{', '.join(f'`{name}`' for name in names)}\n")
+    refused = [(name, result) for name, result in results.items() if result not in groups]
+    rows = "".join(f"| `{name}` | {reason.replace('|', '/')} |\n" for name, reason in refused)
+    return "".join(parts) + f"\n## Refused\n\n| type | reason |\n|---|---|\n{rows}"
+
+
+def main() -> None:
+    """Try every architecture that has no result yet."""
+    results: dict[str, str] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    for name in NAMES:
+        if name not in results:
+            try:
+                results[name] = outcome(name)
+            except Exception as error:
+                print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                continue
+            print(f"{name}: {results[name]}", flush=True)
+            RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(dict(sorted(results.items()))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Token Recycling: the table, the trees grown from it, and what a session reads from the target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from hf_specgen import RecyclingCandidates, RecyclingTable
+from hf_specgen.candidates.recycling import grow_tree
+from hf_specgen.candidates.recycling_table import FORMAT, SUCCESSORS
+from hf_specgen.depth.calibration import EDGES, RANKS
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification.base import TopTokens
+from tests.helpers import assert_same_tokens, prompts, tiny_model
+
+thorough = settings(max_examples=60, deadline=None, derandomize=True)
+BINS = len(EDGES) + 1
+
+
+def top_tokens(rows: dict[int, list[int]]) -> TopTokens:
+    """What the target expected after some tokens; the first is the most probable."""
+    count = max(map(len, rows.values()))
+    probabilities = np.tile(0.6 ** np.arange(1, count + 1), (len(rows), 1))
+    return TopTokens(np.array(list(rows)), np.array(list(rows.values())), probabilities)
+
+
+def random_table(seed: int, vocab_size: int = 12) -> RecyclingTable:
+    """A table that knows the successors of two thirds of its tokens."""
+    generator, table = np.random.default_rng(seed), RecyclingTable(vocab_size)
+    known = generator.permutation(vocab_size)[: 2 * vocab_size // 3]
+    successors = np.array([generator.permutation(vocab_size)[:SUCCESSORS] for _ in known])
+    probabilities = -np.sort(-generator.dirichlet(np.ones(SUCCESSORS), len(known)), axis=1)
+    table.update(TopTokens(known, successors, probabilities))
+    return table
+
+
+# What the target expected
+
+
+def test_top_tokens_of_a_step_are_those_of_every_node_of_active_rows() -> None:
+    """Would catch: padding or inactive rows, the successors of another node, probabilities over a few tokens only."""
+    torch.manual_seed(0)
+    tree = DraftTree.from_nodes([([5, 6, 7], (-1, -1, 0)), ([8], (-1,)), ([9], (-1,))])
+    logits = torch.randn(3, 4, 20, dtype=torch.bfloat16)
+    top = TopTokens.of_step(logits, tree, [1, 2, 3], [True, False, True], count=4)
+    places = [(0, 0), (0, 1), (0, 2), (0, 3), (2, 0), (2, 1)]
+    assert top.tokens.tolist() == [1, 5, 6, 7, 3, 9]
+    for (row, node), successors, probabilities in zip(places, top.successors, top.probabilities, strict=True):
+        expected = logits[row, node].float().softmax(dim=-1)
+        assert np.allclose(probabilities, expected[successors].numpy(), atol=1e-6)
+        assert np.allclose(probabilities, expected.sort(descending=True).values[:4].numpy(), atol=1e-6)
+
+
+def test_generate_updates_the_table_with_what_plain_generate_expects() -> None:
+    """Would catch: successors entered under another token, such as the one that follows."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    candidates = RecyclingCandidates(k=3, tree=6)
+    ids = model.generate(**inputs, max_new_tokens=12, candidate_generator=candidates)
+    logits = model(ids).logits[0, 11:-1]
+    read = ids[0, 11:-1].tolist()
+    last = {token: place for place, token in enumerate(read)}
+    for token, place in last.items():
+        row = candidates.table(model).row(token)[0]
+        assert row, "a token that was read has no successors"
+        if read.count(token) == 1:  # rejected nodes may have overwritten it only if they hold the same token
+            expected = logits[place].topk(SUCCESSORS).indices.tolist()
+            assert row == expected or token in candidates.table(model).row(read[place - 1])[0]
+
+
+# The table
+
+
+def test_update_of_a_token_read_twice_keeps_the_last() -> None:
+    table = RecyclingTable(20)
+    table.update(top_tokens({3: [7, 8]}))
+    table.update(TopTokens(np.array([3, 3]), np.array([[1, 2], [4, 5]]), np.full((2, 2), 0.3)))
+    assert table.row(3)[0][:2] == [4, 5]
+
+
+def test_nbytes_of_the_table_are_40_a_token() -> None:
+    assert RecyclingTable(1000).nbytes == 40_000
+
+
+@pytest.mark.parametrize("vocab_size", [0, -3, 2**40])
+def test_table_of_an_impossible_vocabulary_raises(vocab_size: int) -> None:
+    with pytest.raises(ValueError, match="vocab_size must be 1 to"):
+        RecyclingTable(vocab_size)
+
+
+def test_load_of_a_saved_table_is_equal(tmp_path: Path) -> None:
+    table = random_table(1)
+    table.save(tmp_path / "table.safetensors")
+    loaded = RecyclingTable.load(tmp_path / "table.safetensors")
+    assert [loaded.row(token) for token in range(12)] == [table.row(token) for token in range(12)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"successors": np.zeros((4, 3), dtype=np.int32)},
+        {"successors": np.full((4, SUCCESSORS), 4, dtype=np.int32)},
+        {"successors": np.array([[0, *[-1] * (SUCCESSORS - 1)]] * 4, dtype=np.int32)},
+        {"bins": np.full((4, SUCCESSORS), BINS, dtype=np.uint8)},
+        {"bins": np.zeros((4, SUCCESSORS), dtype=np.float32)},
+    ],
+    ids=["shape", "token outside the vocabulary", "missing successors", "bin", "type"],
+)
+def test_load_of_a_manipulated_table_raises(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Would catch: a token that the target's embedding does not have."""
+    arrays = {"successors": np.zeros((4, SUCCESSORS), np.int32), "bins": np.zeros((4, SUCCESSORS), np.uint8), **change}
+    save_file(arrays, tmp_path / "x", metadata={"format": FORMAT})
+    with pytest.raises(ValueError, match="is no table of Token Recycling"):
+        RecyclingTable.load(tmp_path / "x")
+
+
+def test_load_of_a_missing_file_raises(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        RecyclingTable.load(tmp_path / "missing")
+
+
+def test_table_shared_by_threads_has_whole_rows() -> None:
+    """Would catch: a row read while another thread writes it: half of its tokens from either."""
+    table, torn = RecyclingTable(50), []
+
+    def use(first: int) -> None:
+        for _ in range(300):
+            table.update(TopTokens(np.arange(50), np.full((50, SUCCESSORS), first), np.full((50, SUCCESSORS), 0.1)))
+            torn.extend(token for token in range(50) if len(set(table.row(token)[0])) != 1)
+
+    threads = [Thread(target=use, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not torn
+
+
+# Trees
+
+
+def enumerate_nodes(
+    table: RecyclingTable, token: int, acceptance: Any, depth: int, joint: float = 1.0, path: tuple[int, ...] = ()
+) -> dict[tuple[int, ...], float]:
+    """Every path by the table, with its joint probability."""
+    nodes: dict[tuple[int, ...], float] = {}
+    for rank, (successor, place) in enumerate(zip(*table.row(token), strict=True)):
+        if len(path) < depth:
+            value = joint * acceptance[min(rank, RANKS - 1)][place]
+            nodes[(*path, successor)] = value
+            nodes.update(enumerate_nodes(table, successor, acceptance, depth, value, (*path, successor)))
+    return nodes
+
+
+@thorough
+@given(st.integers(0, 100), st.integers(0, 3), st.integers(0, 40))
+def test_grow_tree_agrees_with_the_reference(seed: int, depth: int, count: int) -> None:
+    """Would catch: a node that is not among the most probable, a sibling lost, a wrong probability."""
+    table = random_table(seed)
+    # Acceptance falls with the rank and rises with the bin, so that siblings come in the order of their probability.
+    acceptance = (np.linspace(0.05, 0.9, BINS) * np.array([[1.0], [0.8], [0.6], [0.5]])).tolist()
+    tree = grow_tree(table, 3, acceptance, depth, count)
+    expected = enumerate_nodes(table, 3, acceptance, depth)
+    paths: list[tuple[int, ...]] = []
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        assert parent < node
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        assert tree.joint[node] == pytest.approx(expected[paths[-1]])
+    assert len(set(paths)) == len(paths)
+    assert tree.joint == pytest.approx(sorted(expected.values(), reverse=True)[:count])
+
+
+# The strategy
+
+
+def test_recycling_accepts_tokens_in_later_calls() -> None:
+    """Would catch: a table that is not kept from call to call: the second call repeats the text of the first."""
+    model, candidates = tiny_model("llama"), RecyclingCandidates(k=4, tree=16)
+    accepted = [assert_same_tokens(model, prompts(1), candidates, max_new_tokens=30).accepted for _ in range(2)]
+    assert accepted[1] > accepted[0]
+
+
+def test_recycling_keeps_a_table_for_each_target() -> None:
+    candidates = RecyclingCandidates()
+    first, second = tiny_model("llama"), tiny_model("llama", vocab_size=120)
+    assert candidates.table(first) is candidates.table(first) is not candidates.table(second)
+    assert candidates.table(second).vocab_size == 120
+
+
+def test_recycling_with_the_table_of_another_vocabulary_raises() -> None:
+    candidates = RecyclingCandidates(table=RecyclingTable(7))
+    with pytest.raises(ValueError, match="the table is for a vocabulary of 7 tokens, the target has"):
+        tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
+
+
+def test_recycling_rejection_sampling_does_not_depend_on_earlier_calls() -> None:
+    """Would catch: a table of an earlier call used where the text depends on the draft."""
+    model, candidates = tiny_model("llama"), RecyclingCandidates(k=4, tree=8)
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        arguments = {"max_new_tokens": 20, "do_sample": True, "verification": "rejection"}
+        texts.append(model.generate(**prompts(2), candidate_generator=candidates, **arguments).tolist())
+    assert texts[0] == texts[1]
