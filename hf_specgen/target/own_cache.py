@@ -32,9 +32,7 @@ def own_cache(given: Any, user_owned: bool, config: Any, slots: int | None) -> R
     if given is None or (type(given) is DynamicCache and not given.offloading and not (user_owned and special)):
         if given is not None and user_owned:
             return RaggedCache.from_dynamic(given, slots)
-        return RaggedCache(
-            masks.layer_windows(config), slots, layers=make_layers(config, slots) if special else None
-        )
+        return RaggedCache(masks.layer_windows(config), slots, layers=make_layers(config, slots) if special else None)
     raise ValueError(
         f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
         f"not with {type(given).__name__}; leave past_key_values and cache_implementation unset"
