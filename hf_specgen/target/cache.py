@@ -206,8 +206,9 @@ class RaggedCache(Cache):
         return any(getattr(part, "has_recurrent_state", False) for part in self._filled)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The length of the longest row; also of a cache without attention layers."""
-        return max(self.lengths, default=0)
+        """The length of the longest row in a layer; of a layer without attention, in the cache."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer.get_seq_length() if isinstance(layer, RaggedLayer) else max(self.lengths, default=0)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """A copy of the state: kernels may overwrite it, and a rollback needs it."""
