@@ -77,7 +77,7 @@ class RecyclingTable:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table to a safetensors file; `load` reads it back."""
         with self._lock:
-            arrays = {"successors": self._successors.copy(), "bins": self._bins.copy()}
+            arrays: dict[str, NDArray[Any]] = {"successors": self._successors.copy(), "bins": self._bins.copy()}
         save_file(arrays, str(path), metadata={"format": FORMAT})
 
     @classmethod
