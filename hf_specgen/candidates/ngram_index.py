@@ -13,6 +13,7 @@ section 4, for hash chains that are abandoned after a number of links.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,16 @@ class NgramIndex:
 
     def __len__(self) -> int:
         return self._length
+
+    def __getstate__(self) -> dict[str, Any]:
+        views = [self.tokens, *self._links, *self._heads]
+        plain = {name: value for name, value in vars(self).items() if name not in ("tokens", "_links", "_heads")}
+        return {**plain, "arrays": [np.frombuffer(view, dtype=np.int32) for view in views]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.tokens, *views = (array.data for array in state.pop("arrays"))
+        self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
+        vars(self).update(state)
 
     @property
     def nbytes(self) -> int:
