@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -40,6 +42,21 @@ def test_draft_with_history_continues_a_text_of_it() -> None:
     text = [9, 1, 2]
     assert ngram_draft(NgramCandidates(k=3, history=history_of([1, 2, 3, 4, 5, 6])), text)[0][:2] == [3, 4]
     assert 3 not in ngram_draft(NgramCandidates(k=3), text)[0]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("max_tokens", [6, 100])
+def test_copied_or_pickled_history_remembers_the_same_and_grows_apart(duplicate: Any, max_tokens: int) -> None:
+    """Would catch: an index whose buffers two histories share, or that cannot be pickled with a model."""
+    history = NgramHistory(max_tokens)
+    history.add([5, 6, 7, 8, 9, 10, 11])
+    twin = duplicate(history)
+    assert len(twin) == len(history) and twin.index.tokens.tolist() == history.index.tokens.tolist()
+    for tail in ([7, 8], [9, 10, 11]):
+        assert twin.index.occurrences(tail, 8) == history.index.occurrences(tail, 8)
+    before = history.index.tokens.tolist()
+    twin.add([20, 21, 22])
+    assert history.index.tokens.tolist() == before != twin.index.tokens.tolist()
 
 
 def test_draft_prefers_own_text_to_an_equal_match_in_the_history() -> None:
