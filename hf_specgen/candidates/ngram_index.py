@@ -74,16 +74,6 @@ class NgramIndex:
     def __len__(self) -> int:
         return self._length
 
-    def __getstate__(self) -> dict[str, Any]:
-        views = [self.tokens, *self._links, *self._heads]
-        plain = {name: value for name, value in vars(self).items() if name not in ("tokens", "_links", "_heads")}
-        return {**plain, "arrays": [np.frombuffer(view, dtype=np.int32) for view in views]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.tokens, *views = (array.data for array in state.pop("arrays"))
-        self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
-        vars(self).update(state)
-
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
