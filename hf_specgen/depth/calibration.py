@@ -1,8 +1,8 @@
-"""Calibration: from a drafter's confidence in a token to the probability that the target accepts it.
+"""Calibration: maps a drafter's confidence in a token to the probability that the target accepts it.
 
-A confidence is the drafter's probability of the token, or its share of the weights by which verification prefers tokens
-(see `VerificationSession.draft_weights`). How often tokens of a rank and a confidence were accepted is counted; where
-little was counted, the confidence itself is taken for the probability.
+A confidence is the drafter's probability of the token, or its share of the weights of
+`VerificationSession.draft_weights`. Acceptance is counted by rank and confidence; with few counts, the estimate is
+shrunk towards the confidence itself.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Floats = NDArray[np.floating[Any]]
 EDGES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95, 0.985])
 """Bounds of the confidence bins: finer towards both ends, where a factor matters more than a difference."""
 RANKS = 4
-"""Ranks that are told apart; later ones share the last."""
+"""Ranks with bins of their own; later ones share the last."""
 PRIOR_WEIGHT = 6.0
-"""Observations that the confidence itself counts for."""
+"""Weight, in observations, of the confidence itself."""
 MEASURED_PRIOR_WEIGHT = 50.0
-"""Observations that acceptance measured on other texts counts for: with it the projected speed of Medusa heads is 2.26x
-of plain decoding, with the weight of a confidence 2.21x."""
+"""Weight, in observations, of acceptance measured on other texts: with it the projected speed of Medusa heads is 2.26x
+of plain decoding, with `PRIOR_WEIGHT` 2.21x."""
 REMEMBERED_OBSERVATIONS = 200.0
-"""Weight per bin of what was counted in earlier calls: text changes, and a new call has to be followed."""
+"""Maximum weight per bin of the counts of earlier calls: texts differ from call to call."""
 REMEMBERED_KEYS = 64
-"""Strategies and temperatures that are remembered per target; the least recently used is forgotten."""
+"""Strategies and temperatures remembered per target; those stored longest ago are dropped."""
 
 
 class Calibration:
@@ -38,7 +38,7 @@ class Calibration:
 
     Example:
         >>> calibration = Calibration()
-        >>> calibration.acceptance(np.array([[0.5, 0.2]])).round(2).tolist()  # nothing was counted
+        >>> calibration.acceptance(np.array([[0.5, 0.2]])).round(2).tolist()  # no observations yet
         [[0.5, 0.2]]
         >>> for _ in range(100):
         ...     calibration.observe(np.array([0]), np.array([0.5]), np.array([True]))
@@ -51,12 +51,10 @@ class Calibration:
         self.accepted: Floats = np.zeros((RANKS, len(EDGES) + 1))
 
     def acceptance(self, confidence: Floats, prior: Floats | None = None) -> Floats:
-        """`[…, children]` confidences, most preferred first, to acceptance probabilities.
-
-        They do not increase along the children, and their sum is at most 1: only one child can be accepted.
+        """`[…, children]` acceptance probabilities of siblings: not increasing, with a sum of at most 1.
 
         Args:
-            confidence: of each child.
+            confidence: `[…, children]` of each sibling, most preferred first.
             prior: `[…, children]` probabilities measured on other texts; the confidences if left out.
         """
         weight = PRIOR_WEIGHT if prior is None else MEASURED_PRIOR_WEIGHT
@@ -83,7 +81,7 @@ class Calibration:
 
 
 class CalibrationMemory:
-    """What calls with a target have counted, for later calls. May be shared by threads."""
+    """Keeps the calibrations of finished calls by target, for later calls. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
