@@ -1,4 +1,4 @@
-"""The target model as the decoding loop sees it: read the prompt, score a draft tree, keep what was accepted."""
+"""The target model in the decoding loop: prefill, forward passes over draft trees, rollback to the accepted path."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Target:
     """A causal language model with a per-row cache.
 
     Args:
-        model: the model whose text is generated.
+        model: the target.
         input_ids: `[batch, prompt]`, left-padded.
         generation_config: as prepared by `generate`.
         model_kwargs: as prepared by `generate`: attention mask, positions, cache and whatever else forward takes.
 
     Raises:
-        ValueError: for a cache or inputs that speculative decoding cannot work with.
+        ValueError: for a cache or inputs that speculative decoding does not support.
     """
 
     reuses_drafter_states: bool = False
-    """Whether a step goes on from what drafting has computed for its tokens."""
+    """Whether a step starts from hidden states that drafting has computed for its tokens."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Target:
 
     @property
     def verifies_chains_only(self) -> bool:
-        """Whether a draft must be a chain: a state that follows one path cannot follow several."""
+        """Whether a draft must be a chain, as for models with a recurrent state, which cannot branch."""
         return self._unread is not None
 
     @property
@@ -92,7 +92,7 @@ class Target:
         return plain and self.prompt.takes_drafts(max(self.cache.lengths, default=0))
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
-        """Read the prompt, and a draft that was made before it was read.
+        """Run the model on the prompt, and on draft tokens that were proposed from the prompt alone.
 
         Args:
             draft: chains of draft tokens for the first positions, or an empty tree.
@@ -106,7 +106,7 @@ class Target:
         return logits
 
     def _prompt_was_read(self, before: int, columns: int) -> None:
-        """Note where the prompt lies in the cache, which held `before` slots; its last token counts as pending."""
+        """Record the prompt's slots in the cache, which held `before` slots; its last token counts as pending."""
         read = self.cache.lengths[0] - columns - before if self.cache.lengths else 0
         tokens = self.prompt.input_ids.shape[1]
         if not 0 < read <= tokens:
@@ -122,12 +122,12 @@ class Target:
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
     ) -> torch.Tensor:
-        """Score a draft.
+        """Run the model on the pending tokens and a draft.
 
         Args:
             tree: the draft.
-            pending: the last token of each row, which the target has not read yet.
-            active: the rows of which something may be kept; all if left out.
+            pending: the last token of each row, which is not in the cache yet.
+            active: the rows of which `commit` may keep something; all if left out.
 
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the pending token, then after each node.
@@ -140,18 +140,18 @@ class Target:
         return self._of_draft(logits, tree.batch)
 
     def _step_tokens(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """`[batch, 1 + nodes]` what a step reads; also notes where it begins."""
+        """`[batch, 1 + nodes]` input tokens of a step; also records the slots at which it begins."""
         self._starts = self.cache.lengths
         first = torch.as_tensor(pending, device=self.device)[:, None]
         return torch.cat([first, tree.tokens.to(self.device)], dim=1) if tree.nodes else first
 
     @property
     def _tracks_unread(self) -> bool:
-        """Whether the model has a recurrent state, which is known once the prompt has been read."""
+        """Whether the model has a recurrent state, which is known after the prefill."""
         return self._unread is not None and self.cache.has_recurrent_state
 
     def _read_unread(self) -> None:
-        """Read all unread tokens, with as few passes as rows have different numbers of them."""
+        """Run the model on all unread tokens; one pass for each different number of them."""
         assert self._unread is not None
         while any(self._unread.tokens):
             rows = self._unread.to_read()
@@ -163,14 +163,14 @@ class Target:
             self.cache.keep_accepted(self._starts, [kept[row] for row in self._present])
 
     def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
-        """Score further nodes of a tree whose root and first nodes have been read: for drafters that expand a tree.
+        """Run the model on further nodes of a tree whose root and first nodes are cached: for draft models.
 
         The root is the last token in the cache before the first `grow` of a tree. `commit` then keeps a path.
 
         Args:
             tree: all nodes so far.
-            new: how many of them, at the end, are to be read; the same number in every row.
-            active: the rows of which something may be kept; all if left out.
+            new: number of new nodes, the last ones of the tree; the same in every row.
+            active: the rows of which `commit` may keep something; all if left out.
 
         Returns:
             `[batch, new, vocab]` logits after each of them.
@@ -181,7 +181,7 @@ class Target:
         return self._for_all_rows(self._run(self.model, tree, inputs, active, cached).logits, tree.batch)
 
     def _of_draft(self, values: torch.Tensor, batch: int) -> torch.Tensor:
-        """Results of a pass `[present, …]` to `[batch, 1 + nodes, …]` of the pending token and the draft."""
+        """Results of a pass, `[present, …]`, as `[batch, 1 + nodes, …]` of the pending token and the draft."""
         values = self._for_all_rows(values, batch)
         return self._unread.align(values) if self._tracks_unread and self._unread is not None else values
 
@@ -204,9 +204,9 @@ class Target:
         """One pass of the model, or of a part of it, over the pending token and the nodes of a tree.
 
         Args:
-            module: what is run.
-            tree, inputs, active: of all rows; only those that are present take part.
-            cached: how many of the pending token and the first nodes are in the cache already; inputs are the others.
+            module: the model or the part to run.
+            tree, inputs, active: of all rows; dropped rows take no part.
+            cached: how many of the pending token and the first nodes are in the cache already; `inputs` has the others.
 
         Returns:
             the module's output for the rows that are present.
@@ -218,11 +218,11 @@ class Target:
         lengths = tuple(length - cached for length in self.cache.lengths)
         bases = [length + offset for length, offset in zip(lengths, self._offsets, strict=True)]
         if active is not None:
-            # A row that has come to its end may stand behind a table of positions, where a model would raise.
+            # The positions of an ended row may exceed the model's position table, where a model would raise.
             kept = [active[row] for row in self._present]
             bases = [base if keeps else min(base, self.last_position) for base, keeps in zip(bases, kept, strict=True)]
         positions = torch.tensor(bases, device=self.device)[:, None] + depth[:, cached:]
-        if cached:  # nodes that fill up a row may stand behind a table of positions; their results are ignored
+        if cached:  # padding nodes may exceed the position table; their results are ignored
             ends = [self.last_position if base <= self.last_position else 2**31 for base in bases]
             positions = positions.minimum(torch.tensor(ends, device=self.device)[:, None])
         with grouped_attention():
@@ -243,13 +243,13 @@ class Target:
         self.cache.keep_accepted(self._starts, [paths[row] for row in self._present])
 
     def rewind(self, read: Sequence[int]) -> None:
-        """Keep of each row the prompt and the first `read` generated tokens."""
+        """Cut the cache of each row to the prompt and the first `read` generated tokens."""
         kept = [read[row] for row in self._present]
         lengths = [first + n for first, n in zip(self._prompt_slots, kept, strict=True)]
         self.cache.set_lengths(self._reachable(lengths) if self._tracks_unread else lengths)
 
     def _reachable(self, lengths: Sequence[int]) -> list[int]:
-        """Where a recurrent state can return to, before these lengths or at them; the tokens between stay unread."""
+        """The largest lengths up to these that a recurrent state can return to; the tokens between become unread."""
         assert self._unread is not None
         if self._unread.is_in_pass:
             self.commit([None] * self.batch)
@@ -261,10 +261,9 @@ class Target:
         return reachable
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
-        """Remove rows that have ended from the batch, once enough of them have.
+        """Remove ended rows from the batch, with their part of the cache, once enough rows have ended.
 
         That is a quarter of them, or half of the last four: in float32 on two cores three rows take longer than four.
-        Their part of the cache is lost.
         """
         places = [place for place, row in enumerate(self._present) if needed[row]]
         rows, ended = len(self._present), len(self._present) - len(places)
@@ -278,10 +277,10 @@ class Target:
         self.cache.batch_select_indices(torch.tensor(places))
 
     def finish(self) -> Any:
-        """Hand the cache back: the user's own object if one was given, with the new text in it.
+        """Return the cache with the generated tokens: the user's own object if one was given.
 
-        None where a recurrent state has read more than the text, because a stopping criterion cut off what was
-        accepted in an earlier step.
+        None where a recurrent state contains tokens beyond the output, because a stopping criterion cut off tokens
+        that were accepted in an earlier step.
         """
         if self._tracks_unread:
             self._read_unread()
@@ -293,7 +292,7 @@ class Target:
         return self.cache
 
     def abandon(self) -> None:
-        """After an exception: leave a cache that the user gave as it was."""
+        """After an exception: restore a cache that the user gave."""
         if self.cache is self._given_cache:
             self.cache.set_lengths(self._given_lengths or (0,) * len(self.cache.lengths))
 
