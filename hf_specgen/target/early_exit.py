@@ -68,7 +68,7 @@ class EarlyExitTarget(Target):
             model's own norm and head compute from it.
         """
         self._before_prompt = self.cache.lengths or (0,) * self.batch
-        with self._passing(self._last), self._noting_form():
+        with self._passing(self._last), self._detecting_output_type():
             logits = self.prompt.read(self.model, self.cache, DraftTree.empty(self.batch))
         self._prompt_was_read(self._before_prompt[0], 0)
         seen = self._pass_through[self._last[0]].seen
