@@ -75,6 +75,7 @@ class TreeBuilder:
         self.depth: Ints = np.zeros((rows, 0), dtype=np.int64)
         self.rank: Ints = np.zeros((rows, 0), dtype=np.int64)
         self._expandable: NDArray[np.bool_] = np.zeros((rows, 0), dtype=bool)
+        self._expanded: NDArray[np.bool_] = np.zeros((rows, 0), dtype=bool)
 
     @classmethod
     def from_marginals(cls, depths: Sequence[int], tokens: Ints, acceptance: Floats, count: int) -> TreeBuilder:
@@ -130,6 +131,7 @@ class TreeBuilder:
         """Add the children of these nodes `[rows, nodes]`, as `frontier` returned them."""
         valid = np.take_along_axis(self._expandable, nodes, axis=1)
         np.put_along_axis(self._expandable, nodes, False, axis=1)
+        np.put_along_axis(self._expanded, nodes, True, axis=1)
         self._add(nodes, valid, proposals)
 
     def _add(self, nodes: Ints, valid: NDArray[np.bool_], proposals: Proposals) -> None:
@@ -151,13 +153,16 @@ class TreeBuilder:
         rank = np.broadcast_to(np.arange(children), proposals.tokens.shape).reshape(shape)
         self.rank = np.concatenate([self.rank, rank], axis=1)
         self._expandable = np.concatenate([self._expandable, expandable.reshape(shape)], axis=1)
+        self._expanded = np.concatenate([self._expanded, np.zeros(shape, dtype=bool)], axis=1)
 
     def frontier(self, width: int) -> Ints:
         """`[rows, at most width]` the most likely nodes that can be expanded and have not been.
 
-        A row with fewer of them is filled up with nodes that cannot be expanded (their children have probability 0).
+        A row with fewer of them is filled up with nodes that cannot be expanded (their children have probability 0):
+        leaves first, so that the nodes of a chain come first and in their order.
         """
-        scores = np.where(self._expandable, self.joint, -1.0)
+        leaves = (self.joint > 0) & ~self._expanded
+        scores = np.where(self._expandable, self.joint, np.where(leaves, self.joint - 1.0, -1.0))
         width = min(width, int(self._expandable.sum(axis=1).max(initial=0)))
         return np.argsort(-scores, axis=1, kind="stable")[:, :width]
 
