@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
-from hf_specgen.candidates.vocabulary import check_vocabularies
+from hf_specgen.candidates.reencoding import ReencodingSession, load_tokenizer
+from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
@@ -32,7 +33,10 @@ MAX_DEPTH = 16
 
 
 class DraftModelCandidates(Candidates):
-    """Drafts with a small model of the same tokenizer.
+    """Drafts with a small model.
+
+    A draft of another tokenizer writes text, which is encoded again in the target's vocabulary: chains only, and fewer
+    draft tokens are accepted than with a draft of the target's family.
 
     Args:
         model_or_id: a loaded model (also one that PEFT has wrapped), a Hub id or a folder.
@@ -90,8 +94,9 @@ class DraftModelCandidates(Candidates):
                 "attention layers only"
             )
         check_computation(draft, TargetRequirements())
-        if call.model is not None:
-            check_vocabularies(draft, call.model)
+        if call.model is not None and not have_same_vocabulary(draft, call.model):
+            tokenizers = load_tokenizer(call.model.name_or_path), load_tokenizer(draft.name_or_path)
+            return ReencodingSession(call, draft, tokenizers, self.k, self.confidence_threshold)
         return _DraftModelSession(self, draft, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:

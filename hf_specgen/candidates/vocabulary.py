@@ -1,4 +1,4 @@
-"""Checks that a draft model and its target have the same tokenizer.
+"""Tells whether a draft model and its target have the same tokenizer.
 
 The sizes of their embedding tables do not tell: Qwen models have tables of 151,936 and 152,064 rows for one tokenizer,
 as the tables are padded. So the tokenizers are compared, if they can be loaded from where the models came from.
@@ -44,17 +44,17 @@ _known: dict[str, Vocabulary | _Failure] = {}
 _lock = Lock()
 
 
-def check_vocabularies(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Raise unless the two models have the same tokenizer; embedding tables may be padded to different sizes.
+def have_same_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
+    """Whether the two models have the same tokenizer; embedding tables may be padded to different sizes.
 
     Args:
         draft, target: loaded models. Their tokenizers are loaded from the same folder or repository.
 
     Raises:
-        ValueError: if the tokenizers differ, or cannot be loaded while the sizes of the tables differ.
+        ValueError: if the tokenizers cannot be loaded while the sizes of the tables differ.
     """
     if draft is target or draft.name_or_path == target.name_or_path != "":
-        return
+        return True
     names = str(draft.name_or_path or ""), str(target.name_or_path or "")
     of_draft, of_target = (vocabulary_of(name) for name in names)
     if of_draft is None or of_target is None:
@@ -64,11 +64,7 @@ def check_vocabularies(draft: PreTrainedModel, target: PreTrainedModel) -> None:
                 f"the draft has a vocabulary of {sizes[0]}, the target of {sizes[1]}, and their tokenizers could not "
                 f"be compared ({_reason(names)}); load both models from folders that hold their tokenizers"
             )
-    elif of_draft != of_target:
-        raise ValueError(
-            f"the draft {names[0]!r} and the target {names[1]!r} have different tokenizers (of {of_draft.size} and "
-            f"{of_target.size} tokens); use a draft of the target's own family"
-        )
+    return of_draft is None or of_target is None or of_draft == of_target
 
 
 def vocabulary_of(name: str) -> Vocabulary | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_specgen.candidates import vocabulary
-from hf_specgen.candidates.vocabulary import check_vocabularies, digest, vocabulary_of
+from hf_specgen.candidates.vocabulary import digest, have_same_vocabulary, vocabulary_of
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
 
 
@@ -60,19 +60,19 @@ def test_vocabulary_of_tokenizer_that_cannot_be_loaded_is_none_and_tried_again_l
     assert vocabulary_of("org/model") == digest({"a": 0}), "a success is kept"
 
 
-def test_check_vocabularies_damaged_tokenizer_and_other_size_names_the_reason(tmp_path: Path) -> None:
+def test_have_same_vocabulary_damaged_tokenizer_and_other_size_names_the_reason(tmp_path: Path) -> None:
     broken = Path(shutil.copytree(EMBEDDED_DRAFT, tmp_path / "broken"))
     (broken / "tokenizer.json").write_text("{}", encoding="utf-8")
     draft, target = model(str(broken), 100), model(str(EMBEDDED_DRAFT), 99)
     with pytest.raises(ValueError, match=rf"of 100, the target of 99.*tokenizer of '{broken}' cannot be loaded"):
-        check_vocabularies(draft, target)
-    check_vocabularies(model(str(broken), 99), target)  # the same size: not proved, but likely
+        have_same_vocabulary(draft, target)
+    have_same_vocabulary(model(str(broken), 99), target)  # the same size: not proved, but likely
 
 
-def test_check_vocabularies_unnamed_models_of_one_size_pass_and_others_do_not() -> None:
-    check_vocabularies(model("", 99), model("", 99))
+def test_have_same_vocabulary_unnamed_models_of_one_size_pass_and_others_do_not() -> None:
+    have_same_vocabulary(model("", 99), model("", 99))
     with pytest.raises(ValueError, match="not loaded from a folder or repository"):
-        check_vocabularies(model("", 99), model("", 98))
+        have_same_vocabulary(model("", 99), model("", 98))
 
 
 def test_known_tokenizers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,218 @@
+"""A draft model with another tokenizer: its text is encoded again in the target's vocabulary.
+
+The draft reads the text of the row in its own tokens and continues it greedily; what it writes is decoded, encoded by
+the target's tokenizer and proposed. Only proposals are translated, so verification is as exact as ever. Text near the
+end of a row may be divided otherwise once more of it is known; only the last few tokens are encoded anew::
+
+    target    The| cat| s                 "The cat s"                 ►  at| on           proposed
+    draft     T|he c|at s            ►    T|he c|at s| a|t on    ►   "at on"
+
+Source: Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
+Vocabularies" (2025), section 3 (string-level exact match).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specgen import compat
+from hf_specgen.candidates.base import DraftSession
+from hf_specgen.state import Call
+from hf_specgen.target.base import Target
+from hf_specgen.tree import DraftTree
+
+UNSTABLE_TOKENS = 8
+"""Tokens at the end of a text that are encoded anew when it grows: merges do not reach further in practice."""
+INCOMPLETE = "\ufffd"
+"""What a decoder writes for the first bytes of a character."""
+
+
+@lru_cache(maxsize=8)
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or repository."""
+    return AutoTokenizer.from_pretrained(name)  # type: ignore[no-any-return]
+
+
+class Codec:
+    """A tokenizer without the special tokens that another one does not know."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        unknown = (None, other.unk_token_id)
+        special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        self._hidden = {index for index, token in special if other.convert_tokens_to_ids(token) in unknown}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; the others' special tokens are left out."""
+        shown = [token for token in tokens if token not in self._hidden]
+        return str(self._tokenizer.decode(shown, clean_up_tokenization_spaces=False))
+
+    def encode(self, text: str, begins: bool = False) -> list[int]:
+        """The tokens of a text; of one that `begins`, with what the tokenizer puts first."""
+        return list(self._tokenizer.encode(text, add_special_tokens=begins))
+
+
+class Reencoder:
+    """One row's text in the draft's tokens, and the draft's continuations in the target's.
+
+    Args:
+        target, draft: of the two tokenizers.
+        prompt: the row's prompt in the target's tokens.
+
+    Attributes:
+        tokens: the text in the draft's tokens.
+        stable: how many of them at the beginning never change.
+    """
+
+    def __init__(self, target: Codec, draft: Codec, prompt: Sequence[int]):
+        self._target, self._draft = target, draft
+        complete = len(prompt)
+        while complete and target.decode(prompt[:complete]).endswith(INCOMPLETE):
+            complete -= 1
+        self._text, self._waiting = list(prompt[:complete]), list(prompt[complete:])
+        self.tokens: list[int] = draft.encode(target.decode(self._text), begins=True) or [0]
+        self.stable = 1
+        self.stable = self._first_unstable()
+
+    def extend(self, new: Sequence[int]) -> bool:
+        """Append target tokens; returns False, and waits for more, while a character is incomplete."""
+        new = [*self._waiting, *new]
+        window = self._text[-UNSTABLE_TOKENS:]
+        before, after = self._target.decode(window), self._target.decode([*window, *new])
+        self._waiting = new if after.endswith(INCOMPLETE) else []
+        if self._waiting:
+            return False
+        kept = self._first_unstable()
+        tail = self._draft.decode(self.tokens[kept:])
+        text = tail + after[len(before) :] if after.startswith(before) else tail + self._target.decode(new)
+        self.tokens[kept:] = self._draft.encode(text)
+        self._text.extend(new)
+        return True
+
+    def _first_unstable(self) -> int:
+        """Where the tokens that are encoded anew begin: at the beginning of a character."""
+        place = max(self.stable, len(self.tokens) - UNSTABLE_TOKENS)
+        while place > self.stable and self._draft.decode(self.tokens[place:]).startswith(INCOMPLETE):
+            place -= 1
+        return place
+
+    def translate(self, continuation: Sequence[int]) -> list[int]:
+        """Draft tokens behind the text to target tokens."""
+        tail = self.tokens[-UNSTABLE_TOKENS:]
+        before, after = self._draft.decode(tail), self._draft.decode([*tail, *continuation])
+        text = after[len(before) :].split(INCOMPLETE)[0] if after.startswith(before) else ""
+        if not text:
+            return []
+        known = self._target.decode(self._text[-UNSTABLE_TOKENS:])
+        base = self._target.encode(known)
+        longer = self._target.encode(known + text)
+        if longer[: len(base)] == base:
+            return longer[len(base) :]
+        return self._target.encode(text)  # the row's last token would have been longer
+
+
+class ReencodingSession(DraftSession):
+    """Drafts chains with a model of another tokenizer.
+
+    Args:
+        call: the call.
+        draft: the draft model.
+        tokenizers: of the target and of the draft.
+        k: maximum depth.
+        confidence_threshold: a draft ends before a token with a lower probability.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        draft: PreTrainedModel,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase],
+        k: int,
+        confidence_threshold: float,
+    ):
+        super().__init__(call)
+        self._k, self._threshold = k, confidence_threshold
+        of_target, of_draft = tokenizers
+        codecs = Codec(of_target, of_draft), Codec(of_draft, of_target)
+        self._rows = [Reencoder(*codecs, prompt) for prompt in call.state.prompts]
+        self._translated = [0] * call.state.batch
+        self._cached = [row.tokens[: row.stable] for row in self._rows]
+        self._target = _reader(draft, self._cached, call.config.prefill_chunk_size)
+        self._prompts = list(map(len, self._cached))
+        self._table = int(getattr(draft.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+        self._has_read_prompt = False
+        self.passes: list[int] = []
+
+    @torch.no_grad()
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        self.passes = []
+        depths = [min(self._k, depth) if self._catch_up(row) else 0 for row, depth in enumerate(budget)]
+        depths = [
+            max(0, min(depth, self._table - len(row.tokens))) for depth, row in zip(depths, self._rows, strict=True)
+        ]
+        if not any(depths):
+            return DraftTree.empty(len(depths))
+        if not self._has_read_prompt:
+            self._target.prefill(DraftTree.empty(len(depths)))
+            self._target.commit([[] for _ in depths])
+            self._has_read_prompt = True
+        written = self._write(depths)
+        drafts = zip(self._rows, written, depths, strict=True)
+        return DraftTree.chains([row.translate(tokens)[:depth] if tokens else [] for row, tokens, depth in drafts])
+
+    def _catch_up(self, row: int) -> bool:
+        """Translate what was generated since the last draft; whether all of it could be."""
+        new = self.call.state.generated[row][self._translated[row] :]
+        self._translated[row] += len(new)
+        return self._rows[row].extend(new)
+
+    def _write(self, depths: Sequence[int]) -> list[list[int]]:
+        """The draft's own tokens behind each row's text."""
+        unread = [self._unread(row) if depth else [0] for row, depth in enumerate(depths)]
+        read = [len(tokens) - prompt for tokens, prompt in zip(self._cached, self._prompts, strict=True)]
+        self._target.rewind(read)
+        written: list[list[int]] = [[] for _ in depths]
+        active = [depth > 0 for depth in depths]
+        while any(active):
+            tree = DraftTree.chains([tokens[1:] for tokens in unread])
+            self.passes.append(sum(active) * (1 + tree.nodes))
+            logits = self._target.forward(tree, [tokens[0] for tokens in unread], active)
+            self._target.commit(
+                [list(range(len(tokens) - 1)) if takes else None for tokens, takes in zip(unread, active, strict=True)]
+            )
+            for row, tokens in enumerate(unread):
+                if not active[row]:
+                    continue
+                self._cached[row] = self._cached[row] + tokens
+                probability, token = logits[row, len(tokens) - 1].float().softmax(dim=-1).max(dim=-1)
+                written[row].append(int(token))
+                active[row] = len(written[row]) < depths[row] and float(probability) >= self._threshold
+            unread = [[tokens[-1]] if tokens else [0] for tokens in written]
+        return written
+
+    def _unread(self, row: int) -> list[int]:
+        """The row's tokens that the draft has not read, at least one; what was read of other tokens is forgotten."""
+        tokens, cached = self._rows[row].tokens, self._cached[row]
+        pairs = enumerate(zip(cached, tokens, strict=False))
+        common = next((place for place, (old, new) in pairs if old != new), min(len(cached), len(tokens)))
+        common = max(self._prompts[row], min(common, len(tokens) - 1))
+        self._cached[row] = tokens[:common]
+        return tokens[common:] or tokens[-1:]
+
+
+def _reader(draft: PreTrainedModel, prompts: Sequence[Sequence[int]], chunk: int | None) -> Target:
+    width = max(map(len, prompts))
+    device = compat.input_device(draft)
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    arguments: dict[str, Any] = {
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+        "use_cache": True,
+    }
+    return Target(draft, ids, GenerationConfig(prefill_chunk_size=chunk), arguments)
