@@ -24,7 +24,7 @@ from hf_specgen import (
 )
 from hf_specgen.candidates.base import Depth
 from hf_specgen.candidates.head_candidates import HeadCandidates
-from hf_specgen.candidates.vocabulary import check_vocabularies
+from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.measure import Variant
 from hf_specgen.evaluation.strategies import HEAD_NAMES
@@ -181,7 +181,8 @@ def _ngram(source: str, model: PreTrainedModel) -> Strategy:
 
 def _draft(source: str, model: PreTrainedModel) -> Strategy:
     draft = AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype, device_map=model.device).eval()
-    check_vocabularies(draft, model)
+    if not have_same_vocabulary(draft, model):
+        raise StrategyError(f"{source!r} has another tokenizer than the target; assistant_model cannot be compared with it")
     peer = Family("assistant_model", _assisted(draft, DRAFT_DEPTHS, assistant_model=draft), ours=False)
     return Strategy(
         "draft model", lambda k, policy: DraftModelCandidates(draft, k=k, policy=policy), DRAFT_DEPTHS, peer=peer

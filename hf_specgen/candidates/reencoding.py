@@ -35,7 +35,7 @@ INCOMPLETE = "\ufffd"
 @lru_cache(maxsize=8)
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder or repository."""
-    return AutoTokenizer.from_pretrained(name)  # type: ignore[no-any-return]
+    return AutoTokenizer.from_pretrained(name)
 
 
 class Codec:
