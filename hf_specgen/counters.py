@@ -43,9 +43,10 @@ class StepPasses:
     Args:
         rows: rows that took part.
         context: tokens in the longest row, prompt included.
-        target: tokens in the target's pass: the pending token of every row, and the nodes of the largest draft.
-        drafter: tokens in each forward pass of the drafter, without the pass that reads its prompt. Empty if drafting
-            needed no forward pass; None if no draft was requested.
+        target: tokens in the target's pass without the prompt: per row the pending token and as many nodes as the
+            largest draft has.
+        drafter: tokens in each forward pass of the drafter, without its prefill. Empty if drafting needed no forward
+            pass; None if no draft was requested.
     """
 
     rows: int
@@ -64,7 +65,7 @@ class Statistics:
 
     Args:
         rows: the steps of each row, in order.
-        lengths: generated tokens of each row in the output, including one that came from the prefill without a step.
+        lengths: generated tokens of each row in the output, including a first token from a prefill without a draft.
         seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (choosing draft depths), `total`.
         passes: the forward passes of each step of the batch, in order.
 
@@ -94,7 +95,7 @@ class Statistics:
         return steps
 
     def record_prefill_draft(self, tree: DraftTree, result: VerificationResult) -> list[RowStep | None]:
-        """The same for the prefill, which is a step only for the rows that had a draft."""
+        """`record` for the prefill, which is a step only for the rows that had a draft."""
         steps = self.record(tree, result)
         for row, parents in enumerate(tree.parents):
             if not parents:
@@ -107,15 +108,15 @@ class Statistics:
 
         Args:
             lengths: generated tokens of each row.
-            given: how many of them came without a step: 1 where the first came from the prefill without a draft.
+            given: how many of them no step emitted: 1 where the first came from a prefill without a draft.
         """
         self.lengths = list(lengths)
-        for steps, length, free in zip(self.rows, lengths, given, strict=True):
-            left = length - free
+        for steps, length, without_step in zip(self.rows, lengths, given, strict=True):
+            remaining = length - without_step
             for step in steps:
-                step.emitted = max(0, min(step.emitted, left))
+                step.emitted = max(0, min(step.emitted, remaining))
                 step.accepted = min(step.accepted, step.emitted)
-                left -= step.emitted
+                remaining -= step.emitted
             while steps and steps[-1].emitted == 0:
                 steps.pop()
 
@@ -128,22 +129,25 @@ class Statistics:
         emitted: Sequence[int] | None = None,
         depths: Sequence[int] | None = None,
     ) -> Statistics:
-        """The statistics of steps counted elsewhere.
+        """Statistics from per-step counts.
 
         Args:
             drafted: draft tokens of each step.
             accepted: how many of them were accepted.
             emitted: tokens that each step added to the output; accepted + 1 if left out.
-            depths: depth of each draft; `drafted` if left out, which is right for chains.
+            depths: depth of each draft; `drafted` if left out, as for chains.
 
         Raises:
-            ValueError: if the lists differ in length, or a step accepts more than its draft is deep.
+            ValueError: if the lists differ in length, or a step accepts more tokens than the depth of its draft.
         """
         emitted = [count + 1 for count in accepted] if emitted is None else emitted
         depths = drafted if depths is None else depths
         columns = (drafted, depths, accepted, emitted)
         if len({len(column) for column in columns}) != 1:
-            raise ValueError(f"need a number for each step in every list, got {[len(column) for column in columns]}")
+            raise ValueError(
+                "drafted, depths, accepted and emitted need one number per step, "
+                f"got lists of lengths {[len(column) for column in columns]}"
+            )
         steps = [RowStep(*map(int, step)) for step in zip(*columns, strict=True)]
         for step in steps:
             if not 0 <= step.accepted <= step.depth <= step.drafted:
@@ -212,17 +216,17 @@ class Statistics:
 
     @property
     def accepted_per_position(self) -> list[int]:
-        """In how many drafts position 1, 2, … was accepted."""
+        """How many drafts had position 1, 2, … accepted."""
         counts = _reached([step.accepted for step in self._steps])
         return counts + [0] * (len(self.drafted_per_position) - len(counts))
 
     @property
     def acceptance_rate_per_position(self) -> list[float]:
-        """Of the drafts that reached a position, the share in which it was accepted."""
+        """For each position, the share of the drafts reaching it in which it was accepted."""
         return [_ratio(a, d) for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
     def origins(self, row: int = 0) -> list[bool]:
-        """For each generated token of a row, True if it is an accepted draft token, False if it is the target's own."""
+        """For each generated token of a row, whether it is an accepted draft token."""
         marks = [False] * (self.lengths[row] - sum(step.emitted for step in self.rows[row]))
         for step in self.rows[row]:
             marks += [True] * step.accepted + [False] * (step.emitted - step.accepted)

@@ -1,6 +1,6 @@
-"""The decoding loop: draft, score, verify, keep. One step yields one to `1 + depth of the draft` tokens per row.
+"""The speculative decoding loop: draft, run the target, verify, roll back. A step emits 1 to `1 + draft depth` tokens.
 
-The prompt is read in a step like the others: tokens drafted before the target has read it are verified in that pass.
+The prefill is a step like the others: tokens drafted from the prompt alone are verified in the same forward pass.
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), algorithm 1; Miao et al.,
 "SpecInfer" (2023), section 4, for trees.
@@ -42,7 +42,7 @@ MEASURED_PARTS = ("prefill", "draft", "forward", "verify", "policy")
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What plain `generate` returns, and `speculation`: the statistics of the call."""
+    """The output of plain `generate`, with the statistics of the call in `speculation`."""
 
     speculation: Statistics | None = None
 
@@ -70,8 +70,8 @@ def speculative_decode(
         candidates: proposes draft tokens.
         verifier: decides which draft tokens are accepted.
         logits_processor, stopping_criteria, generation_config, streamer: as prepared by `generate`.
-        policy: chooses draft depths; that of the candidates if left out.
-        monitor: receives every step.
+        policy: chooses draft depths; `candidates.policy` if None.
+        monitor: receives the record of every step.
         on_start: called once everything has been checked, before the first forward pass.
         model_kwargs: attention mask, positions, cache.
 
@@ -117,12 +117,12 @@ def speculative_decode(
 
 
 class _Loop:
-    """The sessions of one call and the steps that they take together.
+    """Runs the steps of one call, with the target and the sessions of drafter, verifier, policy and monitor.
 
     Args:
-        call, outputs: of the call.
-        verifier, policy, monitor: started here.
-        input_ids, model_kwargs: of the prompt.
+        call, outputs: the call and its output collector.
+        verifier, policy, monitor: their sessions are started here.
+        input_ids, model_kwargs: the prompt.
         stack: ends the sessions when it closes, also after an exception.
     """
 
@@ -163,7 +163,7 @@ class _Loop:
         self.padding = PaddingReader(call, self.target, outputs)
 
     def prefill(self) -> None:
-        """The first step. A row without a draft gets the one token that the prompt gives."""
+        """The first step: process the prompt, and verify chains drafted from it where the strategy supplies them."""
         rows = [True] * self.state.batch
         tree = DraftTree.empty(self.state.batch)
         if self.target.supports_prefill_drafts:
@@ -178,7 +178,7 @@ class _Loop:
             self._report(tree, self.call.statistics.record_prefill_draft(tree, result))
 
     def decode(self) -> None:
-        """All further steps."""
+        """Run steps until every row has stopped, then complete the statistics."""
         state, statistics = self.state, self.call.statistics
         while not state.all_stopped:
             active = self._active_rows()
@@ -203,15 +203,15 @@ class _Loop:
             return draft(budget)
 
     def _score_and_verify(self, tree: DraftTree, active: Sequence[bool]) -> VerificationResult:
-        reading = active
+        processed = active
         if self.call.processes_padding:
-            tree, reading = self.padding.add_to(tree), [True] * tree.batch
+            tree, processed = self.padding.add_to(tree), [True] * tree.batch
         with self._timed("forward"):
-            logits = self.target.forward(tree, self.padding.pending(), reading)
+            logits = self.target.forward(tree, self.padding.pending(), processed)
         return self._verify(tree, logits, active)
 
     def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
-        """Accept draft tokens, extend the rows, confirm columns, and roll the cache back to what was accepted."""
+        """Accept draft tokens, append them to the rows, roll the cache back to them, and confirm columns."""
         with self._timed("verify"):
             result = self.verification.verify(tree, logits, active)
             if self.drafter.top_tokens:
@@ -235,16 +235,16 @@ class _Loop:
         self.call.statistics.passes.append(passes)
 
     def _active_rows(self) -> list[bool]:
-        """Rows that take part in the next step: not ended, and not too far ahead of the slowest."""
+        """Rows that take part in the next step: not ended, and less than `max_lead` ahead of the confirmed columns."""
         furthest = self.outputs.columns + self.verification.max_lead()
         return [
             not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in enumerate(self.state.generated)
         ]
 
     def _room(self, row: int) -> int:
-        """How many draft tokens can be used: the target adds one of its own.
+        """How many draft tokens the row can use: one less than it has tokens left, since the bonus token follows them.
 
-        A draft must not reach behind the model's last position before the text does: a table of positions ends there.
+        Draft tokens also stay within the model's position table, unless the row itself has passed its end.
         """
         target = self.target
         pending = target.first_positions[row] + len(self.state.generated[row]) - 1
@@ -261,11 +261,11 @@ class _Loop:
 
 
 class PolicyRunner:
-    """Runs the policy of a call: limits its depths to what is possible, and reports every step to it.
+    """Runs the policy of a call: limits its depths to k and to the room of each row, and reports every step to it.
 
     Args:
-        session: of the policy.
-        k: maximum depth of the strategy.
+        session: the policy's session.
+        k: maximum draft depth of the strategy.
         monitor: receives every step too.
     """
 
@@ -275,14 +275,16 @@ class PolicyRunner:
         self._reported = dict.fromkeys(("draft", "forward", "verify"), 0.0)
 
     def budget(self, room: Sequence[int]) -> list[int]:
-        """How many tokens each row may draft now, at most those that it has room for.
+        """The maximum draft depth of each row in this step.
 
         Raises:
             ValueError: if the policy returns another number of rows.
         """
         depths = self._session.depths(room)
         if len(depths) != len(room):
-            raise ValueError(f"{self._session!r} gave {len(depths)} depths for {len(room)} rows; give one for each row")
+            raise ValueError(
+                f"{self._session!r} returned {len(depths)} depths for {len(room)} rows; return one per row"
+            )
         self._requested = [max(0, min(depth, free, self._k)) for depth, free in zip(depths, room, strict=True)]
         return self._requested
 
@@ -298,7 +300,7 @@ class PolicyRunner:
         Args:
             tree: the draft.
             rows: the outcome for each row.
-            seconds: of the call so far, by part.
+            seconds: wall time of the call so far, by part.
             drafter_passes: tokens in each forward pass of the drafter; None if unknown.
         """
         spent = {part: seconds[part] - before for part, before in self._reported.items() if seconds[part] > before}

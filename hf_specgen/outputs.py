@@ -18,7 +18,7 @@ from hf_specgen.state import Call
 from hf_specgen.verification.base import VerificationResult
 
 BUILT_IN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
-"""Criteria whose decision `GenerationState` knows from the tokens alone."""
+"""Criteria that `GenerationState` applies itself."""
 
 
 class OutputCollector:
@@ -46,11 +46,11 @@ class OutputCollector:
 
     @property
     def has_custom_criteria(self) -> bool:
-        """Whether a stopping criterion may end a row in any column."""
+        """Whether there are stopping criteria besides EOS and maximum length; they may stop a row in any column."""
         return bool(self._custom)
 
     def add(self, result: VerificationResult) -> None:
-        """Take in a step, whose tokens are in the state already, and confirm the columns that are now complete."""
+        """Add a step whose tokens have been appended to the state, and confirm the columns that it completes."""
         for row in range(self._state.batch):
             self._row_scores[row].extend(result.scores[row] if result.scores else ())
             self._row_logits[row].extend(result.logits[row] if result.logits else ())

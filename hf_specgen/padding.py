@@ -1,8 +1,8 @@
-"""Reads the padding of rows that have ended, where the caller can see what comes of it.
+"""Runs the target on the padding of ended rows, where the returned cache or scores contain the results.
 
-Plain `generate` feeds padding to ended rows until the last row ends. What it computes there is visible in the returned
-cache and scores only, so all of it is read at once when the call ends. There is one exception: processors that need
-all rows of a column at once (`LogitsPipeline.lockstep`) must see the padding's logits in the step that decides the
+Plain `generate` feeds padding to ended rows until the last row ends. The results appear only in the returned cache and
+scores, so here one forward pass at the end of the call processes all padding. There is one exception: processors that
+need all rows of a column at once (`LogitsPipeline.lockstep`) need the padding's logits in the step that decides the
 column, if their scores are returned. Then an ended row takes part in every step with a chain of padding as its draft.
 """
 
@@ -18,12 +18,12 @@ from hf_specgen.verification import VerificationResult
 
 
 class PaddingReader:
-    """The padding of one call.
+    """Processes the padding of one call.
 
     Args:
         call: the call.
-        target: reads the padding.
-        outputs: receive its scores.
+        target: runs the forward passes.
+        outputs: receives the scores and logits of the padding.
     """
 
     def __init__(self, call: Call, target: Target, outputs: OutputCollector):
@@ -32,9 +32,10 @@ class PaddingReader:
 
     @property
     def needs_plain_steps(self) -> bool:
-        """Whether steps must not draft, because what follows in an ended row's padding could not be scored.
+        """Whether steps must not draft, because the logits of a row's padding could not be computed in the same step.
 
-        A stopping criterion may end a row in any column of a draft, and an early exit has run on other tokens.
+        A custom stopping criterion may end a row inside its draft, and an early-exit target would start from hidden
+        states that the drafter has computed for other tokens.
         """
         if not self._call.processes_padding:
             return False
@@ -42,7 +43,7 @@ class PaddingReader:
         return self._outputs.has_custom_criteria or (self._target.reuses_drafter_states and ended)
 
     def pending(self) -> list[int]:
-        """The token of each row that the target reads next; padding behind a row that has ended."""
+        """The next input token of each row: its last token, or padding if it has ended."""
         state, columns = self._state, self._outputs.columns
         pending = state.pending()
         if self._call.processes_padding:
@@ -61,7 +62,7 @@ class PaddingReader:
         return merge_trees([tree, DraftTree.chains(chains)])
 
     def paths(self, result: VerificationResult) -> list[list[int] | None]:
-        """The nodes of each row that its cache keeps: the accepted ones, or the padding of the confirmed columns."""
+        """The nodes of each row to keep in the cache: the accepted ones, or the padding of the decided columns."""
         if not self._call.processes_padding:
             return result.paths
         columns = [len(scores) for scores in result.scores]
@@ -71,7 +72,7 @@ class PaddingReader:
         ]
 
     def read_all(self) -> None:
-        """At the end of the call: read the padding of all rows, if it is visible, and fill in its scores."""
+        """At the end of the call: cut the cache to the output, process all padding if visible, fill in its scores."""
         state, columns = self._state, self._outputs.columns
         self._target.rewind([len(text) - 1 for text in state.generated])
         missing = [columns - len(text) for text in state.generated]

@@ -72,13 +72,13 @@ class GenerationState:
         return cls(input_ids, attention_mask, stop_ids, max_length, pad_id if pads else None)
 
     def pending(self) -> list[int]:
-        """The last token of each row: it is not in the target's cache yet."""
+        """The last token of each row, which is not in the target's cache yet."""
         return [tokens[-1] for tokens in self.generated]
 
     def has_ended(self, row: int) -> bool:
         """Whether the row takes no further tokens: EOS, maximum length, or a stopping criterion.
 
-        Where rows are not padded (no EOS token), a row that a criterion stopped goes on until all rows have stopped.
+        Without an EOS token rows are not padded: one that a criterion stopped continues until all rows have stopped.
         """
         return (self._stopped[row] and self.pad_id is not None) or self._at_end(row)
 
@@ -96,7 +96,7 @@ class GenerationState:
         return all(self._stopped)
 
     def remaining(self, row: int) -> float:
-        """How many tokens the row may still get."""
+        """How many more tokens the row may generate."""
         return self.max_length - self.prompt_length - len(self.generated[row])
 
     def append(self, row: int, tokens: Sequence[int]) -> int:
@@ -166,20 +166,20 @@ class GenerationState:
 
 @dataclass(frozen=True)
 class Call:
-    """One `generate` call as its plug-ins see it. Read-only: candidates, verifier, policy and monitor start from it.
+    """One `generate` call: what candidates, verifier, policy and monitor receive in `start`. Read-only.
 
     Args:
         model: the target; None in simulations and inside Transformers' own assisted decoding.
-        state: the tokens of every row; grows from step to step.
+        state: the tokens of every row, updated by every step.
         config: the generation config, as prepared by `generate`.
-        candidates: the settings of the strategy in use.
-        statistics: every step so far.
+        candidates: the candidate strategy in use.
+        statistics: the counters of the steps so far.
         processors: applies the logits processors of the call; None inside Transformers' own loop.
         keeps_scores, keeps_logits: whether the caller asked for the processed scores, and for the raw logits.
-        target: the target as the loop runs it. Draft sessions only.
-        verification: how draft tokens will be judged; see `VerificationSession.draft_weights`. Draft sessions only;
+        target: runs the forward passes of the model. Set for draft sessions only.
+        verification: the verification session; see `VerificationSession.draft_weights`. Set for draft sessions only;
             None inside Transformers' own loop.
-        depth: the session that chooses draft depths; its `latency` is the latency model. Draft sessions only.
+        depth: the policy's session; its `latency` is the latency model. Set for draft sessions only.
     """
 
     model: PreTrainedModel | None
@@ -207,9 +207,9 @@ class Call:
 
     @property
     def processes_padding(self) -> bool:
-        """Whether each step also scores the padding of ended rows, as plain `generate` does.
+        """Whether each step also runs the target on the padding of ended rows, as plain `generate` does.
 
-        Only where the caller sees it: scores are returned, by processors that need all rows of a column at once.
+        Needed only if scores are returned and some processor needs all rows of a column at once.
         """
         lockstep = self.processors is not None and self.processors.lockstep
         return self.keeps_scores and lockstep and self.state.pad_id is not None

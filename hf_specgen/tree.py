@@ -1,8 +1,8 @@
-"""The draft tree: the one thing that every candidate strategy produces.
+"""The draft tree: the output of every candidate strategy.
 
 A row's draft is a tree of draft tokens after the row's last token. Node ``i`` holds a token and the index of its
-parent; ``-1`` means that it continues the row itself. Parents come before their children. Two draft tokens for the
-next token, the first of them continued twice::
+parent; ``-1`` means that it continues the row itself. Parents come before their children. Two alternatives for the
+next token, and two for the one after "the"::
 
     row ─┬─ 0 "the" ─┬─ 2 "cat"          tokens  = [the, a, cat, dog]
          │           └─ 3 "dog"          parents = [-1, -1, 0, 0]
@@ -70,7 +70,7 @@ class DraftTree:
         return self.tokens.shape[1]
 
     def depths(self, row: int) -> list[int]:
-        """`1 + nodes` depths of a row: 0 for its last token, then each node's; padding counts as 0."""
+        """`[1 + nodes]` depths in a row: 0 for its last token, then each node's; 0 for padding nodes."""
         parents = self.parents[row]
         return [0, *depths(parents), *[0] * (self.nodes - len(parents))]
 
@@ -81,7 +81,7 @@ class DraftTree:
         return DraftTree(self.tokens[chosen], tuple(self.parents[row] for row in chosen), q)
 
     def leftmost_chain(self) -> DraftTree:
-        """Of each row only the first path: a chain. From every node it goes on to the first of its children."""
+        """The leftmost path of each row, from every node to its first child, as a chain."""
         paths = [_leftmost_path(parents) for parents in self.parents]
         if paths == [list(range(len(parents))) for parents in self.parents]:
             return self
@@ -144,7 +144,7 @@ def chain_parents(length: int) -> Parents:
 
 
 def merge_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], Parents]:
-    """Merge token paths into one tree (a trie), in the order of their first appearance.
+    """Merge token paths into one tree (a trie); nodes are in order of first appearance.
 
     Example:
         >>> merge_paths([[5, 6], [5, 7]])
@@ -197,7 +197,7 @@ def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
 def _merge_row(
     drafts: Sequence[DraftTree], tokens: Sequence[list[int]], row: int
 ) -> tuple[list[int], Parents, list[tuple[int, int]]]:
-    """Tokens and parents of the merged row, and (draft, node) that each node comes from."""
+    """Tokens and parents of the merged row, and the (draft, node) that each of its nodes comes from."""
     merged: list[int] = []
     parents: list[int] = []
     sources: list[tuple[int, int]] = []
@@ -231,7 +231,7 @@ def children(parents: Parents) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def depths(parents: Parents) -> tuple[int, ...]:
-    """How far each node is from the row's last token: 1 for its direct continuations."""
+    """The depth of each node: 1 for the children of the row's last token."""
     result: list[int] = []
     for parent in parents:
         result.append(1 if parent < 0 else result[parent] + 1)
@@ -259,7 +259,7 @@ def ancestor_matrix(parents: Parents) -> torch.Tensor:
 
 
 def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Follow the target's choices down the tree as long as the draft contains them.
+    """Follow the target's choices down the tree for as long as they are draft tokens.
 
     Args:
         tokens: the token of each node.
@@ -267,8 +267,7 @@ def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]
         chosen: `1 + nodes` tokens: what the target picks after the row's last token, then after each node.
 
     Returns:
-        The accepted nodes from the top down, and the tokens to emit: theirs, then the target's own next one
-        (the bonus token).
+        The accepted nodes from the root down, and the tokens to emit: theirs, then the bonus token.
 
     Example:
         >>> accepted_path([5, 6, 7], (-1, -1, 1), [6, 0, 7, 9])

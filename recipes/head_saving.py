@@ -15,6 +15,7 @@ from distillation import load_target
 from head_evaluation import HeadEvaluation, eval_results, evaluation_section
 from head_training import DraftPass, HeadSettings, HeadTraining
 from hf_specgen.heads.base import DraftHead
+from hf_specgen.heads.eagle import Eagle3Head
 from hf_specgen.heads.saving import save_head
 from training import start, train
 
@@ -68,15 +69,14 @@ def _save(
     folder = Path(settings.output)
     save_head(cast(DraftHead, cast(Any, head).to(torch.bfloat16)), folder)
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    kind = {"train_eagle": "EAGLE-3 head"}.get(recipe, "block head (DFlash)")
+    kind = "EAGLE-3 head" if isinstance(head, Eagle3Head) else "block head (DFlash)"
     write_card(
         folder,
         title=f"{folder.name}: {kind}",
         recipe=recipe,
         base_model=settings.target,
-        summary=f"An {kind}" * (recipe == "train_eagle")
-        + f"A {kind}" * (recipe != "train_eagle")
-        + f", {parameters / 1e6:.1f}M parameters, in the format of speculators. The target itself is unchanged.",
+        summary=f"{kind[0].upper()}{kind[1:]} of {parameters / 1e6:.1f}M parameters, in the format of speculators, in "
+        "bfloat16. The target itself is unchanged.",
         usage=USAGE.format(target=settings.target, head=settings.push_to_hub or settings.output),
         settings=settings,
         measured=evaluation_section(settings.evaluation, results),

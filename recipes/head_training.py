@@ -96,12 +96,16 @@ class HeadTraining(nn.Module):
         states = read_target(target, attached[0], batch)
         drafts = self._draft(attached[0], batch, states.features)
         rows = batch["predicts"].nonzero()[:, 0]
-        ids = getattr(self.head, "draft_to_target", None)
-        logits = [attached[0].logits] * len(drafts.states)
         return draft_loss(
-            target, drafts.states, logits, states.hidden, rows,
-            sources=drafts.anchors, drafted_ids=ids, decay=self._decay,
-        )  # fmt: skip
+            target,
+            drafts.states,
+            [attached[0].logits] * len(drafts.states),
+            states.hidden,
+            rows,
+            sources=drafts.anchors,
+            drafted_ids=attached[0].head.draft_to_target,
+            decay=self._decay,
+        )
 
 
 @torch.no_grad()

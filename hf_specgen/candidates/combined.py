@@ -122,9 +122,7 @@ class _CombinedSession(DraftSession):
         """Count what was accepted, and pass the outcome on to every member as one of its own draft."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
             for node, accepted in judged_nodes(tree.tokens, tree.parents, emitted):
-                place = tree.classes[node], tree.bins[node]
-                self._calibration.seen[place] += 1.0
-                self._calibration.accepted[place] += accepted
+                self._calibration.count(tree.classes[node], tree.bins[node], accepted)
         self._trees = []
         for member in self._members:
             if member.draft.nodes or member.session.top_tokens or self._has_drafted:

@@ -39,8 +39,8 @@ class DFlashCandidates(HeadCandidates):
         ValueError: if a number is out of range; at the first call, if the head does not fit the target.
 
     Example:
-        >>> DFlashCandidates("org/dflash-head", tree=32)
-        DFlashCandidates('org/dflash-head', k=16, tree=32)
+        >>> DFlashCandidates("org/dflash-head", k=7, tree=32)
+        DFlashCandidates('org/dflash-head', k=7, tree=32)
     """
 
     def __init__(

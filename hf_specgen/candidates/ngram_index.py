@@ -62,18 +62,17 @@ class NgramIndex:
         self.end = self._length = 0
         self._allocate(INITIAL_CAPACITY if max_tokens is None else max_tokens)
 
-    def __len__(self) -> int:
-        return self._length
-
     def __getstate__(self) -> dict[str, Any]:
-        views = [self.tokens, *self._links, *self._heads]
-        plain = {name: value for name, value in vars(self).items() if name not in ("tokens", "_links", "_heads")}
-        return {**plain, "arrays": [np.frombuffer(view, dtype=np.int32) for view in views]}
+        """Copies and pickles hold the arrays behind the views."""
+        arrays = [np.asarray(view) for view in (self.tokens, *self._links, *self._heads)]
+        return {"arrays": arrays, "rest": (self._max_tokens, self.end, self._length, self._capacity)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.tokens, *views = (array.data for array in state.pop("arrays"))
-        self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
-        vars(self).update(state)
+        self._max_tokens, self.end, self._length, self._capacity = state["rest"]
+        self._set_views([array.copy().data for array in state["arrays"]])
+
+    def __len__(self) -> int:
+        return self._length
 
     @property
     def nbytes(self) -> int:
@@ -207,8 +206,10 @@ class NgramIndex:
     def _allocate(self, capacity: int) -> None:
         """Positions are stored as one more than they are, so that zeros, which take no memory yet, stand for none."""
         self._capacity = capacity
-        self.tokens, *views = (np.zeros(capacity, dtype=np.int32).data for _ in range(1 + 2 * len(ORDERS)))
-        self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
+        self._set_views([np.zeros(capacity, dtype=np.int32).data for _ in range(1 + 2 * len(ORDERS))])
+
+    def _set_views(self, views: list[memoryview]) -> None:
+        self.tokens, self._links, self._heads = views[0], views[1 : 1 + len(ORDERS)], views[1 + len(ORDERS) :]
 
 
 def _enter(hashes: NDArray[np.uint64], first: int, links: memoryview, heads: memoryview) -> None:

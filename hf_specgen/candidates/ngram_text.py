@@ -68,6 +68,7 @@ class RowText:
         self._source, self._skipped = -1, 0
         self._counts = Counter(prompt)
         self._frequent: list[tuple[int, float]] = []
+        self._following: dict[int, list[Occurrence]] = {}
         self._counted = -RECOUNT_EVERY
 
     def __len__(self) -> int:
@@ -152,9 +153,13 @@ class RowText:
     def _most_frequent(self) -> list[tuple[int, float]]:
         if len(self) >= self._counted + RECOUNT_EVERY:
             self._counted = len(self)
+            self._following.clear()
             self._frequent = [(token, n / len(self)) for token, n in self._counts.most_common(FREQUENT_TOKENS)]
         return self._frequent
 
     def _find(self, token: int) -> list[Occurrence]:
-        found = self.index.occurrences([token], FREQUENT_OCCURRENCES)
-        return [Occurrence(self.index, position, length, OWN) for position, length in found.items()]
+        """Occurrences of a frequent token, as they were when frequencies were counted last."""
+        if token not in self._following:
+            found = self.index.occurrences([token], FREQUENT_OCCURRENCES)
+            self._following[token] = [Occurrence(self.index, position, 1, OWN) for position in found]
+        return self._following[token]

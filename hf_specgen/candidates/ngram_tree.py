@@ -146,6 +146,8 @@ def _vote(voters: Voters, depth: int, odds: Sequence[float]) -> list[_Child]:
 
     An occurrence that followed the path so far has a match that is longer by the depth.
     """
+    if len(voters) == 1:
+        return _only_vote(voters, depth, odds)
     votes: dict[int, _Vote] = {}
     total = NEW_TOKEN_ODDS
     for voter in voters:
@@ -163,6 +165,17 @@ def _vote(voters: Voters, depth: int, odds: Sequence[float]) -> list[_Child]:
         else:
             vote.add(value, kind, voter)
     return [(token, vote.odds / total, vote.kind, vote.voters) for token, vote in votes.items()]
+
+
+def _only_vote(voters: Voters, depth: int, odds: Sequence[float]) -> list[_Child]:
+    """The same for one occurrence: most nodes of a long chain have no other."""
+    text, end, position, classes, length = voters[0]
+    position += depth
+    if position == end or position >= len(text) or (token := text[position]) < 0:
+        return []
+    kind = classes[min(length + depth, LONGEST)]
+    value = odds[kind]
+    return [(token, value / (value + NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN), kind, voters)]
 
 
 class _Vote:

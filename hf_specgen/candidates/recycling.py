@@ -141,9 +141,7 @@ class RecyclingSession(DraftSession):
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
             judged = judged_nodes(tree.tokens, tree.parents, emitted)
             for node, accepted in judged:
-                place = min(tree.ranks[node], RANKS - 1), tree.bins[node]
-                self._calibration.seen[place] += 1.0
-                self._calibration.accepted[place] += accepted
+                self._calibration.count(min(tree.ranks[node], RANKS - 1), tree.bins[node], accepted)
         self._trees = []
         if result.top_tokens is not None:
             self._table.update(result.top_tokens)

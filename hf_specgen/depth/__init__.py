@@ -1,35 +1,34 @@
-"""How deep to draft: policies, from a fixed depth to the one that estimates, plans and explores.
+"""Policies that choose the draft depth: fixed, rule-based, and adaptive.
 
-A draft of depth d costs time: the target's step gets longer, since it verifies d more tokens, and the drafter runs.
-It gains as many tokens as are accepted before the first rejection. The best d depends on the text and on the machine;
-where drafts are seldom accepted, or tokens are expensive, it is 0. `AdaptiveDepth`, the policy behind `k="auto"`,
-decides in four steps:
+A draft of depth d costs time: the target verifies d more tokens in the step, and the drafter runs. It gains as many
+tokens as are accepted before the first rejection. The best d depends on the text and on the machine; where acceptance
+is low, or verification is expensive, it is 0. `AdaptiveDepth`, the policy behind `k="auto"`, decides in four steps:
 
 1. **Acceptance** (`acceptance`): P(position i is accepted | position i - 1 was), by row, from the outcomes of the
-   call's steps. Positions behind a rejected token were not judged and count neither way. Old outcomes are forgotten;
-   few outcomes are shrunk towards the previous position and the mean over rows. What was accepted in earlier calls
-   with the same target, strategy and temperature counts as a few trials.
+   call's steps. Positions after a rejected token are censored: they count neither as accepted nor as rejected. Old
+   outcomes decay exponentially; few outcomes are shrunk towards the previous position and the mean over rows. Earlier
+   calls with the same target, strategy and temperature count as a few trials.
 2. **Latency** (`latency`): seconds of a target step by tokens per row, rows and context, and of a drafter's pass.
-   They are learnt from the steps of the first calls on a machine (`learning`): medians by size, the first of each
-   dropped. Once enough is known, they are fixed and written to a profile file (`profiles`), whose key covers all that
-   they depend on.
+   They are learnt from the steps of the first calls on a machine (`learning`): medians by size, without the first
+   measurement of each. After enough steps they are fixed and written to a profile file (`profiles`), whose key covers
+   all that they depend on.
 3. **Plan** (`planner`): the depths with the most expected tokens per second,
 
        tokens(d) / time(d),  tokens(d) = 1 + sum over i <= d of P(positions 1 to i are accepted),
 
    where a batch takes as long as its slowest row, so that rows are aggregated by their harmonic mean. Plans are
-   renewed every few steps, and after a draft that was fully rejected. Drafting has to be faster than plain decoding
-   by a margin, and pays for the drafter's own prefill.
-4. **Explore** (`controller`): where drafting does not pay, each plain step saves 1.5% of its time, by the latency
-   model, until a trial can be paid for. So a text that turns predictable is noticed, and one that never does loses
-   little.
+   renewed every few steps, and sooner after fully rejected drafts. Drafting has to be faster than plain decoding by a
+   margin, with the drafter's own prefill included.
+4. **Explore** (`controller`): where plain decoding is faster, each plain step adds 1.5% of its time, by the latency
+   model, to an exploration budget; a trial draft is made once the budget covers its cost. So drafting starts again
+   when the text becomes predictable, and the loss is bounded when it does not.
 
 Wall time enters the latency model only, and only until that is fixed. From then on decisions depend on the texts
-alone: two runs of a program draft alike at any load of the machine, and so round alike in bfloat16. (The tokens are
-those of plain `generate` in any case, up to that rounding.) Steps whose times contradict the profile by more than a
-factor of two are reported once. Given a model or a profile file, `AdaptiveDepth(latency=...)` decides by that alone:
-nothing is measured, remembered or written. That makes every single call repeatable, and projections for other
-machines possible (`benchmarks/profiles/gpu_like.json`).
+alone: two runs of a program make the same drafts at any load of the machine, and so get the same rounding in bfloat16.
+(The tokens are those of plain `generate` in any case, up to that rounding.) A warning is issued once if step times
+contradict the profile by more than a factor of two. Given a model or a profile file, `AdaptiveDepth(latency=...)` uses
+only that: nothing is measured, remembered or written. That makes every single call repeatable, and projections for
+other machines possible (`benchmarks/profiles/gpu_like.json`).
 
 Example:
     >>> from hf_specgen.depth import AdaptiveDepth, CostCurve, DisableWhen, LatencyModel, Schedule

@@ -1,13 +1,12 @@
-"""How likely each position of a draft is to be accepted, estimated per row from the outcomes of a call's steps.
+"""Estimates the acceptance probability of each draft position, per row, from the outcomes of a call's steps.
 
-Two conditional probabilities describe position i of a draft, given that position i - 1 succeeded:
+Two conditional probabilities describe position i of a draft, given the same event at position i - 1:
 
 - *accepted*: it was proposed and the target accepted it;
 - *proposed*: the strategy had a token for it (n-gram matches often end earlier than requested).
 
-Both are censored. A rejected token says nothing about the positions behind it, so these count neither as trials nor as
-failures; dividing accepted by drafted tokens at each position would count them as failures and choose depths that are
-too small.
+Both are censored: the positions after a rejected token were not verified, so they are not counted as trials. Dividing
+accepted by drafted tokens at each position would count them as failures and choose depths that are too small.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ if TYPE_CHECKING:
 FORGETTING = 0.95
 """Weight of a trial one draft later: a half-life of 14 drafts. Simulated speeds differ by 0.3% between 0.9 and 0.97."""
 SHRINKAGE = 4.0
-"""Trials that the estimate from elsewhere (the previous position, the batch mean) weighs against a row's own."""
+"""Weight, in trials, of the estimate that a row or position is shrunk towards."""
 PRIOR_ACCEPTANCE = 0.7
-"""Acceptance before anything was observed: high enough that drafting is tried, low enough to stop after few drafts."""
+"""Acceptance before any observation: high enough that drafting is tried, low enough to stop after few drafts."""
 MAX_SNAPSHOTS = 64
-"""Strategies and temperatures remembered for a target; those unused for longest are dropped."""
+"""Strategies and temperatures remembered per target; those stored longest ago are dropped."""
 
 
 class Snapshot(NamedTuple):
-    """What a call leaves to later ones.
+    """The counts of a call, kept for later calls.
 
     Args:
         counts: `[4, k]` trials and successes as *accepted*, then as *proposed*, over all rows.
-        exploration: what was saved for exploration, in plain steps.
+        exploration: unspent exploration budget, in plain steps.
     """
 
     counts: Array
@@ -49,14 +48,14 @@ class Snapshot(NamedTuple):
 
 
 class AcceptanceEstimator:
-    """Exponentially forgetting, shrunken estimates of acceptance by row and position.
+    """Estimates of acceptance by row and position, with exponential forgetting and shrinkage.
 
     A position is shrunk towards the one before it, a row towards the mean over rows.
 
     Args:
-        rows: of the batch.
-        k: positions.
-        proposed: probability that a draft has a first token, before anything was observed.
+        rows: rows of the batch.
+        k: number of draft positions.
+        proposed: probability that a draft has a first token, before any observation.
 
     Example:
         >>> from hf_specgen.depth.policy import StepRecord
@@ -65,7 +64,7 @@ class AcceptanceEstimator:
         >>> estimator.accepted().round(2).tolist()
         [[0.7, 0.49, 0.34]]
         >>> estimator.observe([StepRecord([3], [RowStep(drafted=3, depth=3, accepted=1, emitted=2)], 4)])
-        >>> estimator.accepted().round(2).tolist()  # one success, one failure, and a position that was not judged
+        >>> estimator.accepted().round(2).tolist()  # accepted, rejected, not verified
         [[0.81, 0.4, 0.24]]
     """
 
@@ -76,7 +75,7 @@ class AcceptanceEstimator:
         self._positions = np.arange(k)
 
     def observe(self, steps: Sequence[StepRecord]) -> None:
-        """Count the outcomes of steps, given in their order; the result does not depend on how they are grouped."""
+        """Count the outcomes of consecutive steps; the result does not depend on how they are split over calls."""
         outcomes = np.array([[_counts(*pair) for pair in zip(s.requested, s.rows, strict=True)] for s in steps])
         reached = self._positions < outcomes[..., None]  # [steps, rows, requested and the four counts, k]
         requested = reached[:, :, :1]
@@ -110,9 +109,9 @@ class AcceptanceEstimator:
         return Snapshot(self._prior + self._counts.sum(axis=0), exploration)
 
     def restore(self, snapshot: Snapshot, weight: float) -> None:
-        """Start from a snapshot, of any k, as if it were at most `weight` trials of each position.
+        """Start from a snapshot, of any k, with a weight of at most `weight` trials per position.
 
-        Positions that the snapshot does not have are without trials, so they are shrunk towards the ones before them.
+        Positions beyond the snapshot's k have no trials, so they are shrunk towards the ones before them.
         """
         k, known = len(self._positions), snapshot.counts
         scale = min(1.0, weight / max(1e-9, float(known.max())))
@@ -123,7 +122,7 @@ class AcceptanceEstimator:
 def _counts(requested: int, row: RowStep | None) -> tuple[int, int, int, int, int]:
     """Positions requested; tried and succeeded as *accepted*; tried and succeeded as *proposed*.
 
-    A row that emitted no bonus token was cut off by its end: the position after its last accepted token was not judged.
+    A row that emitted no bonus token has ended: the position after its last accepted token was not verified.
     """
     if row is None or requested == 0:
         return 0, 0, 0, 0, 0
@@ -136,9 +135,10 @@ _memory_lock = Lock()
 
 
 def remember(model: Any, key: Any, snapshot: Snapshot) -> None:
-    """Keep a snapshot for later calls with this target, for as long as it lives; none for None.
+    """Keep a snapshot for later calls with this target, for the target's lifetime.
 
     Args:
+        model: the target; nothing is kept if None.
         key: the strategy's `profile_key`, and the temperature.
     """
     if model is not None:
@@ -151,6 +151,6 @@ def remember(model: Any, key: Any, snapshot: Snapshot) -> None:
 
 
 def recall(model: Any, key: Any) -> Snapshot | None:
-    """The snapshot that was kept last under this key."""
+    """The snapshot that was last kept for this target and key."""
     with _memory_lock:
         return None if model is None else _memory.get(model, {}).get(key)

@@ -1,8 +1,8 @@
-"""Calibration: from a drafter's confidence in a token to the probability that the target accepts it.
+"""Calibration: maps a drafter's confidence in a token to the probability that the target accepts it.
 
-A confidence is the drafter's probability of the token, or its share of the weights by which verification prefers tokens
-(see `VerificationSession.draft_weights`). How often tokens of a rank and a confidence were accepted is counted; where
-little was counted, the confidence itself is taken for the probability.
+A confidence is the drafter's probability of the token, or its share of the weights of
+`VerificationSession.draft_weights`. Acceptance is counted by rank and confidence; with few counts, the estimate is
+shrunk towards the confidence itself.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ EDGES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95,
 """Bounds of the confidence bins: finer towards both ends, where a factor matters more than a difference."""
 BIN_CENTERS = (np.append(0.0, EDGES) + np.append(EDGES, 1.0)) / 2
 RANKS = 4
-"""Ranks that are told apart; later ones share the last."""
+"""Ranks with bins of their own; later ones share the last."""
 PRIOR_WEIGHT = 6.0
-"""Observations that the confidence itself counts for."""
+"""Weight, in observations, of the confidence itself."""
 MEASURED_PRIOR_WEIGHT = 50.0
-"""Observations that acceptance measured on other texts counts for: with it the projected speed of Medusa heads is 2.26x
-of plain decoding, with the weight of a confidence 2.21x."""
+"""Weight, in observations, of acceptance measured on other texts: with it the projected speed of Medusa heads is 2.26x
+of plain decoding, with `PRIOR_WEIGHT` 2.21x."""
 REMEMBERED_OBSERVATIONS = 200.0
 """Weight per bin of what was counted in earlier calls: text changes, and a new call has to be followed."""
+MAX_OBSERVATIONS = 64.0
+"""Observations in a bin after which half of them are forgotten by `Calibration.count`."""
 REMEMBERED_KEYS = 64
-"""Strategies and temperatures that are remembered per target; the least recently used is forgotten."""
+"""Strategies and temperatures remembered per target; those stored longest ago are dropped."""
 
 
 class Calibration:
@@ -40,7 +42,7 @@ class Calibration:
 
     Example:
         >>> calibration = Calibration()
-        >>> calibration.acceptance(np.array([[0.5, 0.2]])).round(2).tolist()  # nothing was counted
+        >>> calibration.acceptance(np.array([[0.5, 0.2]])).round(2).tolist()  # no observations yet
         [[0.5, 0.2]]
         >>> for _ in range(100):
         ...     calibration.observe(np.array([0]), np.array([0.5]), np.array([True]))
@@ -53,12 +55,10 @@ class Calibration:
         self.accepted: Floats = np.zeros((RANKS, len(EDGES) + 1))
 
     def acceptance(self, confidence: Floats, prior: Floats | None = None) -> Floats:
-        """`[…, children]` confidences, most preferred first, to acceptance probabilities.
-
-        They do not increase along the children, and their sum is at most 1: only one child can be accepted.
+        """`[…, children]` acceptance probabilities of siblings: not increasing, with a sum of at most 1.
 
         Args:
-            confidence: of each child.
+            confidence: `[…, children]` of each sibling, most preferred first.
             prior: `[…, children]` probabilities measured on other texts; the confidences if left out.
         """
         weight = PRIOR_WEIGHT if prior is None else MEASURED_PRIOR_WEIGHT
@@ -79,6 +79,18 @@ class Calibration:
         place = np.minimum(rank, RANKS - 1), np.searchsorted(EDGES, confidence)
         np.add.at(self.seen, place, 1.0)
         np.add.at(self.accepted, place, accepted.astype(float))
+
+    def count(self, rank: int, place: int, accepted: bool) -> None:
+        """Count one token whose parent was accepted, by its bin; half of what a bin has counted is forgotten at times.
+
+        For strategies that draft from the text alone: what is accepted changes within a text, as between a heading and
+        a copied paragraph.
+        """
+        self.seen[rank, place] += 1.0
+        self.accepted[rank, place] += accepted
+        if self.seen[rank, place] > MAX_OBSERVATIONS:
+            self.seen[rank, place] /= 2
+            self.accepted[rank, place] /= 2
 
     def copy(self) -> Calibration:
         """A copy in which old observations weigh at most `REMEMBERED_OBSERVATIONS` per bin."""

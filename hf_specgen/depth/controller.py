@@ -22,38 +22,38 @@ if TYPE_CHECKING:
 MAX_DRAFT_DEPTH = 32
 """Deepest draft that is considered: with an acceptance of 0.9 a token, 3% of drafts reach beyond it."""
 REPLAN_EVERY = 8
-"""Steps between plans, which take about 0.1 ms; the first drafts, and trials that are accepted, renew them at once."""
+"""Steps between plans, which take about 0.1 ms; the first drafts, and accepted trials, renew the plan at once."""
 REJECTED_DRAFT_WEIGHT = 4
-"""Steps that a fully rejected draft counts for: drafting that ceases to pay is noticed after two."""
+"""Steps that a fully rejected draft counts for: two of them renew the plan."""
 REMEMBERED_TRIALS = 8.0
 """Weight, in trials, of the acceptance in earlier calls: texts differ from call to call."""
 PROPOSED_PRIOR = 0.9
 """Probability that a strategy without a network has a draft token, before any draft: n-grams often have none."""
 EXPLORATION_SHARE = 0.015
-"""Share of the time that may be lost to drafts where drafting does not pay: less than the margin."""
+"""Share of the time spent on trial drafts where plain decoding is faster: less than the margin."""
 MAX_EXPLORATION = 0.25
-"""Most that is saved for exploration, in plain steps: a text that turns predictable is noticed within 17 steps."""
+"""Maximum exploration budget, in plain steps, unless a trial costs more; it fills up within 17 steps."""
 MIN_TRIAL_COST = 0.05
-"""A trial counts as at least so many plain steps: a measured curve may show steps with a draft to be free."""
+"""Minimum cost of a trial, in plain steps: a measured curve may show no cost at all for draft tokens."""
 SIZE_UPDATE = 0.3
-"""Weight of the newest draft in the mean size of drafts."""
+"""Weight of the newest draft in the moving average of draft sizes."""
 
 
 class AdaptiveDepth(Policy):
-    """Chooses the depths that promise the most tokens per second, 0 where drafting does not pay.
+    """Chooses the depths with the most expected tokens per second; 0 where plain decoding is faster.
 
     It combines an estimate of acceptance from the call's own steps with a latency model of the machine. Without a given
     model, latencies are learnt from the first calls with this target and strategy, and then kept in a profile file
     (`hf_specgen.depth.profiles`). Once they are known, decisions depend on the texts alone, not on how long steps take.
-    Ranks of a tensor-parallel model decide by the first rank's latencies.
+    All ranks of a tensor-parallel model use the first rank's latencies.
 
     Args:
-        latency: decides alone if given, as a model or a profile file: nothing is measured, and nothing is carried over
-            from earlier calls, so that equal calls draft alike.
-        margin: by how much drafting must be expected to be faster than plain decoding.
+        latency: a latency model or a profile file to use instead: nothing is then measured, and nothing is carried over
+            from earlier calls, so that equal calls make the same drafts.
+        margin: minimum expected speedup of drafting over plain decoding, minus 1.
 
     Raises:
-        ValueError: for a negative margin, or a file that is no profile.
+        ValueError: for a negative margin, or a file that is not a profile.
 
     Example:
         >>> from hf_specgen.depth import CostCurve
@@ -86,15 +86,15 @@ class AdaptiveSession(PolicySession):
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
         self._call, self._candidates, self._margin = call, call.candidates, policy.margin
-        key, cheap = call.candidates.profile_key(), call.candidates.negligible_draft_cost
+        key, negligible_cost = call.candidates.profile_key(), call.candidates.negligible_draft_cost
         self._key, self._k = (key, call.temperature), min(call.candidates.k, MAX_DRAFT_DEPTH)
-        self._acceptance = AcceptanceEstimator(call.state.batch, self._k, PROPOSED_PRIOR if cheap else 1.0)
+        self._acceptance = AcceptanceEstimator(call.state.batch, self._k, PROPOSED_PRIOR if negligible_cost else 1.0)
         self._profile: Profile | None = None
         self._group: Any = None
         self._fixed, self._wants_plain_step, self._exploring, self._exploration = True, False, False, 0.0
         self.remembers = policy.latency is None
         if policy.latency is not None:
-            self.latency = policy.latency.select(str(key[0]), cheap)
+            self.latency = policy.latency.select(str(key[0]), negligible_cost)
         else:
             self._profile, self._group = profile_of(call), lockstep_group(call.model)
             snapshot = recall(call.model, self._key)
@@ -105,11 +105,11 @@ class AdaptiveSession(PolicySession):
         self._plan, self._active, self._renew = Plan([], 0.0, 1.0), [False], True
         self._plan_age = self._drafts = 0
         self._new: list[StepRecord] = []
-        self._unread = max(map(len, call.state.prompts))
+        self._unread = max(map(len, call.state.prompts))  # tokens of the longest row that the drafter has not processed
         self._nodes_per_level = 1.0
 
     def depths(self, room: Sequence[int]) -> list[int]:
-        """The plan's depths where drafting pays; 0 elsewhere, but for a trial now and then."""
+        """The plan's depths if drafting is expected to be faster than plain steps, else 0 or a trial draft."""
         active = [free > 0 for free in room]
         self._exploring = False
         if not any(active):
@@ -121,13 +121,13 @@ class AdaptiveSession(PolicySession):
             self._make_plan(room, active)
         self._plan_age += 1
         depths, prefill = self._plan.depths, self._prefill_cost * self._unread
-        # Time of the remaining tokens, relative to plain steps: drafting pays if it is less by the margin.
+        # Expected time of the remaining tokens, relative to plain steps, with the drafter's prefill.
         if 1 / self._plan.speedup + prefill / max(room) >= 1 / (1 + self._margin):
             depths = [self._explore(prefill)] * len(room)
         return [min(depth, free) for depth, free in zip(depths, room, strict=True)]
 
     def _explore(self, prefill: float) -> int:
-        """Depth of a step for which plain decoding seems best: 0, but for a trial when its cost has been saved."""
+        """Depth of a step where plain decoding should be faster: 1 if the budget covers a trial draft, else 0."""
         cost = max(MIN_TRIAL_COST, float(self._cost[1]) - 1 + self._empty_draft_cost) + prefill
         self._exploration = min(self._exploration + EXPLORATION_SHARE, max(cost, MAX_EXPLORATION))
         if self._unread % REPLAN_EVERY == 0:
@@ -136,7 +136,7 @@ class AdaptiveSession(PolicySession):
         return int(self._exploring)
 
     def observe(self, step: StepRecord) -> None:
-        """Count acceptance; times only enter the latency model, as long as that is being learnt."""
+        """Count acceptance, and pass the step's times to the latency model while that is being learnt."""
         if self._profile is not None and is_first_rank(self._group):
             self._profile.add(step, self._place, self._unread)
         if not any(step.requested):
@@ -155,7 +155,7 @@ class AdaptiveSession(PolicySession):
         self._plan_age += REJECTED_DRAFT_WEIGHT - 1 if drafted and not accepted and not self._exploring else 0
 
     def _look_up_latency(self, rows: int) -> None:
-        """Follow the number of rows and the context; while latencies are learnt, also what was learnt."""
+        """Update the latencies when the number of rows or the context changes, and in every step while learning."""
         place = slice_of(rows, context_length(self._call))
         if place == self._place and self._fixed:
             return
@@ -169,7 +169,7 @@ class AdaptiveSession(PolicySession):
             self._acceptance.observe(self._new)
             self._new.clear()
             self._remember()
-        self._price(sum(active))
+        self._update_costs(sum(active))
         accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
         plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
         if self._candidates.adaptive_tree:  # it sizes its trees itself, and so does at least as well as the plan
@@ -180,8 +180,8 @@ class AdaptiveSession(PolicySession):
         if self._profile is not None:
             remember(self._call.model, self._key, self._acceptance.snapshot(self._exploration))
 
-    def _price(self, rows: int) -> None:
-        """Costs in plain steps: `[k + 1]` of a step by depth, of asking for a draft, of reading an unread token."""
+    def _update_costs(self, rows: int) -> None:
+        """Costs in plain steps: of a step by depth `[k + 1]`, of an empty draft, of the drafter's prefill per token."""
         target, drafter = self._latency
         depths, plain = np.arange(self._k + 1.0), float(target.by_tokens(rows))
         seconds = target.by_tokens(rows * (1 + self._nodes_per_level * depths)) + depths * drafter.by_tokens(rows)
@@ -194,7 +194,7 @@ class AdaptiveSession(PolicySession):
         return (max(MIN_TRIAL_COST, cost) if drafted else cost) + self._prefill_cost * self._unread
 
     def _cost_of(self, step: StepRecord) -> float:
-        """What a step took by the latency model, in plain steps."""
+        """Latency of a step by the latency model, in plain steps."""
         target, drafter = self._latency
         seconds = float(target.by_tokens(step.batch * step.tokens_per_row)) + drafter.draft(step.passes)
         return max(1.0, seconds / float(target.by_tokens(step.batch)))

@@ -17,7 +17,7 @@ Array = NDArray[np.floating[Any]]
 
 
 def interpolate(sizes: Array | float, known: Sequence[float], seconds: Sequence[float]) -> Array:
-    """Piecewise linear through the known points, and on along the last piece, but never falling."""
+    """Piecewise linear through the known points; extrapolated along the last piece, with a slope of at least 0."""
     values = np.asarray(np.interp(sizes, known, seconds))
     if len(known) > 1:
         slope = max(0.0, (seconds[-1] - seconds[-2]) / (known[-1] - known[-2]))
@@ -63,7 +63,7 @@ class CostCurve:
         return float(interpolate(queries, self.queries, self.seconds))
 
     def by_tokens(self, tokens: Array | float) -> Array:
-        """Seconds by the tokens in all rows together, also where these are another number of rows."""
+        """Seconds by the tokens in all rows together, for any number of rows."""
         return interpolate(np.asarray(tokens) / self.batch, self.queries, self.seconds)
 
     def relative(self, queries: float) -> float:

@@ -1,7 +1,7 @@
-"""How long a decoding step takes: the target's pass over the tokens of all rows, and the drafter's passes.
+"""Latency of a decoding step: the target's pass over the tokens of all rows, and the drafter's passes.
 
-A `LatencyModel` never changes. It is read from a profile file, made of measured curves, or learnt from the steps of the
-first calls on a machine (`hf_specgen.depth.learning`). Only ratios of times decide anything, so any unit will do.
+A `LatencyModel` is immutable. It is read from a profile file, built from measured curves, or learnt from the steps of
+the first calls on a machine (`hf_specgen.depth.learning`). Depths depend on ratios of times only, so any unit will do.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hf_specgen.depth.cost import Array, CostCurve, interpolate
 
 FORMAT = "hf_specgen latency profile 1"
 ANY_KIND = "any"
-"""A drafter of this name stands for every kind of drafter that has no entry of its own."""
+"""The entry used for every kind of drafter without an entry of its own."""
 MAX_SLICES = 64
-"""Powers of two of rows times powers of four of context: 8 x 8 are more than a model meets."""
+"""8 powers of two of rows times 8 powers of four of context: more than one target needs."""
 DEFAULT_TOKEN = {"cpu": 0.08}
-"""Before anything was measured: what one more token adds to a plain step of one. T(17) was 1.25 to 2.3 T(1) on
-two-core processors; the upper end is assumed, so that drafts are not too deep."""
+"""Before any measurement: the cost of one more token per pass, in plain steps. T(17) was 1.25 to 2.3 T(1) on two-core
+processors; the upper end is assumed, so that drafts are not too deep."""
 DEFAULT_TOKEN_ELSEWHERE, DEFAULT_PASS = 0.02, 0.10
 """The same on accelerators, where decoding is bound by reading the weights; and a drafter's pass, in plain steps."""
 
@@ -35,9 +35,9 @@ class DraftLatency:
     """Seconds of drafting.
 
     Args:
-        tokens, seconds: of one forward pass of the drafter, by the tokens that it reads in all rows.
-        overhead: of any draft, empty or not; heads that run once per draft belong here.
-        prefill: of reading one token of one row's prompt before the first draft.
+        tokens, seconds: seconds of one forward pass of the drafter over that many tokens, all rows together.
+        overhead: seconds of any draft, empty or not; includes heads that run once per draft.
+        prefill: seconds per prompt token of one row, before the first draft.
 
     Raises:
         ValueError: if a number is negative or not finite, or the tokens do not increase.
@@ -55,7 +55,7 @@ class DraftLatency:
             raise ValueError(f"a drafter needs increasing tokens, and seconds for each, got {self}")
 
     def by_tokens(self, tokens: Array | float) -> Array:
-        """Seconds of one pass by its tokens in all rows together."""
+        """Seconds of one pass over so many tokens, all rows together."""
         return interpolate(tokens, self.tokens, self.seconds)
 
     def draft(self, passes: Sequence[int]) -> float:
@@ -63,7 +63,7 @@ class DraftLatency:
         return self.overhead + float(self.by_tokens(np.array(passes, dtype=float)).sum())
 
     def scaled(self, factor: float) -> DraftLatency:
-        """The same in another unit of time."""
+        """The same with all times multiplied by a factor."""
         seconds = tuple(factor * one for one in self.seconds)
         return DraftLatency(self.tokens, seconds, factor * self.overhead, factor * self.prefill)
 
@@ -101,7 +101,8 @@ class LatencyModel:
 
     Args:
         slices: at different numbers of rows and context lengths; the nearest one is used.
-        drafter: kind of drafter that drafts.
+        drafter: the kind of drafter in use.
+        description: what the latencies depend on, as written to profile files.
 
     Example:
         >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
@@ -123,7 +124,7 @@ class LatencyModel:
         rows, context = slice_of(rows, context)
 
         def distance(one: Slice) -> float:
-            # Rows count double: they change what each token costs, contexts only what attention adds.
+            # Rows have twice the weight: they change the cost of every token, contexts only that of attention.
             return 2 * abs(log2(rows / one.target.batch)) + abs(log2(context / one.target.context))
 
         nearest = min(self.slices, key=distance)
@@ -133,7 +134,7 @@ class LatencyModel:
         """The same model with this kind of drafter.
 
         Raises:
-            ValueError: if it does not have this kind, unless drafting costs next to nothing.
+            ValueError: if it has no such drafter, unless the draft cost is negligible.
         """
         slices = []
         for target, drafters in self.slices:
@@ -151,14 +152,14 @@ class LatencyModel:
         Args:
             curves: at least one.
             draft_token: seconds of one pass of the drafter, for all rows.
-            draft_step: seconds that every draft takes besides.
+            draft_step: overhead of every draft in seconds.
         """
         drafters = {ANY_KIND: DraftLatency(seconds=(draft_token,), overhead=draft_step)}
         return cls(tuple(Slice(curve, drafters) for curve in curves))
 
     @classmethod
     def default(cls, device: str, drafter: str, negligible_draft_cost: bool) -> LatencyModel:
-        """What is assumed of a type of device before anything was measured."""
+        """The model assumed for a type of device before any measurement."""
         token = DEFAULT_TOKEN.get(device, DEFAULT_TOKEN_ELSEWHERE)
         draft = DraftLatency(seconds=(0.0 if negligible_draft_cost else DEFAULT_PASS,))
         return cls((Slice(CostCurve((1, 2), (1.0, 1.0 + token), context=1, batch=1), {drafter: draft}),), drafter)
@@ -199,10 +200,10 @@ class LatencyModel:
         """Read a profile file, such as `benchmarks/profiles/gpu_like.json`.
 
         Raises:
-            ValueError: if the file is no profile.
+            ValueError: if the file is not a profile.
             OSError: if it cannot be read.
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{str(path)!r} is no latency profile: {error}") from None
+            raise ValueError(f"{str(path)!r} is not a latency profile: {error}") from None

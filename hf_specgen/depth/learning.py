@@ -1,4 +1,4 @@
-"""Learns the latencies of a target and a strategy from the times of the first calls' steps, then fixes them."""
+"""Learns the latencies of a target and a strategy from the step times of the first calls, then fixes them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from hf_specgen.state import Call
 
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Tokens per row under which times are collected: half octaves, as kernels change at such sizes."""
+"""Sizes (tokens per row) that times are binned by: half octaves, as kernels change at such sizes."""
 KEPT = 7
-"""Measurements that a median is taken of: three of them may be disturbed."""
+"""Measurements that a median is taken over: three of them may be outliers."""
 PLAIN_NEEDED, DRAFTED_NEEDED = 5, 12
-"""Measured steps after which a slice is fixed: a call of 128 tokens has more, and most have too few to be sure."""
+"""Measured plain steps, and steps with a draft, after which a slice is fixed: a call of 128 tokens has more."""
 PLAIN_EVERY = 8
 """One step in so many is plain until enough plain steps are measured."""
 CATCHING_UP = 16
-"""Unread tokens that a drafter reads in about the time of one pass; more is measured as prefill."""
+"""Tokens that a drafter can catch up on in about the time of one pass; more are measured as its prefill."""
 CONTRADICTION, CHECKED_STEPS = 2.0, 33
-"""How far measured times may depart from the profile, in the median of so many steps of a kind."""
+"""Factor by which median times may deviate from the profile, and steps of each kind in a median."""
 MAX_PROFILES = 64
-"""Profiles that a process keeps; those unused for longest are dropped, and read from their files again."""
+"""Profiles that a process keeps; the least recently used are dropped, and read from their files again."""
 
 
 class LatencyRecorder:
@@ -56,12 +56,12 @@ class LatencyRecorder:
         self._prefill_seconds = self._prefill_tokens = 0.0
 
     def add(self, step: StepRecord, unread: int) -> None:
-        """Enter a step before which the drafter had not read the last `unread` tokens of each row."""
+        """Add a step before which the drafter had not processed the last `unread` tokens of each row."""
         self._steps += 1
         draft = step.seconds.get("draft", 0.0)
         if "forward" in step.seconds:
             size = min(GRID, key=lambda size: abs(log2(size / step.tokens_per_row)))
-            if size in self._target:  # the first step of a size, which prepares kernels, is dropped
+            if size in self._target:  # the first step of each size, a warm-up, is dropped
                 self._target[size].append(sum(step.seconds.values()) - draft)
                 self._drafted += step.tokens_per_row > 1
             self._target.setdefault(size, deque(maxlen=KEPT))
@@ -83,10 +83,10 @@ class LatencyRecorder:
 
     @property
     def wants_plain_step(self) -> bool:
-        """Whether the next step should be plain to learn what that takes."""
-        known = len(self._target.get(1, ()))
-        at_once = not self._measured and known < 2
-        return at_once or (known < PLAIN_NEEDED and self._steps % PLAIN_EVERY == 0)
+        """Whether the next step should be plain, to measure its latency."""
+        measured = len(self._target.get(1, ()))
+        at_once = not self._measured and measured < 2
+        return at_once or (measured < PLAIN_NEEDED and self._steps % PLAIN_EVERY == 0)
 
     @property
     def complete(self) -> bool:
@@ -94,7 +94,7 @@ class LatencyRecorder:
         return len(self._target.get(1, ())) >= PLAIN_NEEDED and self._drafted >= DRAFTED_NEEDED
 
     def estimate(self) -> StepLatency:
-        """Latencies by what was measured so far: linear between medians, and on in the direction of all of them."""
+        """Latencies from the measurements so far: linear between medians, extrapolated with their overall slope."""
         seconds = {size: median_low(times) for size, times in sorted(self._target.items()) if times}
         if not seconds:
             return self._prior
@@ -103,13 +103,13 @@ class LatencyRecorder:
         seconds.setdefault(1, least * plain / prior)
         slope = (most - seconds[1]) / (last - 1) if last > 1 else seconds[1] * (longest / plain - 1) / (GRID[-1] - 1)
         seconds.setdefault(GRID[-1], most + slope * (GRID[-1] - last))
-        # Some kernels are slower for few tokens than for more; but no step with a draft is faster than a plain one.
+        # Some kernels are slower for fewer tokens; a step with a draft is never assumed to be faster than a plain one.
         points = {size: max(seconds[1], seconds[size]) for size in sorted(seconds)}
         curve = CostCurve(tuple(points), tuple(points.values()), self.context, self.rows)
         return StepLatency(curve, self._drafter(self._prior.drafter.scaled(seconds[1] / plain)))
 
     def _drafter(self, latency: DraftLatency) -> DraftLatency:
-        """What drafting takes: the given latency, but for what was measured."""
+        """The given latency of drafting, with measured values where there are any."""
         if self._empty or self._drafts:
             latency = replace(latency, overhead=median_low(self._empty) if self._empty else 0.0)
         if self._drafts:
@@ -117,7 +117,7 @@ class LatencyRecorder:
                 width: median(max(0.0, seconds - latency.overhead) / passes for seconds, passes in drafts)
                 for width, drafts in sorted(self._drafts.items())
             }
-            rising = np.maximum.accumulate(list(by_width.values())).tolist()  # more tokens take no less
+            rising = np.maximum.accumulate(list(by_width.values())).tolist()  # more tokens never take less time
             latency = replace(latency, tokens=tuple(by_width), seconds=tuple(rising))
         if self._prefill_tokens:
             latency = replace(latency, prefill=self._prefill_seconds / self._prefill_tokens)
@@ -129,8 +129,8 @@ class View(NamedTuple):
 
     Args:
         latency: the model.
-        fixed: whether it stays as it is under these conditions.
-        wants_plain_step: whether the next step should be plain, to be measured.
+        fixed: whether it is final for this number of rows and context.
+        wants_plain_step: whether the next step should be plain, to measure its latency.
     """
 
     latency: LatencyModel
@@ -142,8 +142,8 @@ class Profile:
     """The latencies of one strategy on one target: slices that are fixed, and those still being learnt. Thread-safe.
 
     Args:
-        default: assumed before anything was measured.
-        description: what the latencies depend on; None if nothing is to be kept in a file.
+        default: assumed before any measurement.
+        description: what the latencies depend on; None to keep nothing in a file.
     """
 
     def __init__(self, default: LatencyModel, description: dict[str, Any] | None = None):
@@ -154,7 +154,7 @@ class Profile:
         self._read_file()
 
     def view(self, place: tuple[int, int]) -> View:
-        """Latencies at a number of rows and a context length, as `slice_of` rounds them."""
+        """Latencies at a number of rows and a context length, rounded by `slice_of`."""
         with self._lock:
             if place in self._fixed:
                 return View(self._model())
@@ -162,9 +162,9 @@ class Profile:
             return View(self._model(self._slice(recorder)), False, recorder.wants_plain_step)
 
     def add(self, step: StepRecord, place: tuple[int, int], unread: int) -> None:
-        """Learn from the times of a step; fixes a slice, and writes the file, once enough is known of it.
+        """Learn from the times of a step; once a slice has enough measurements, fix it and write the file.
 
-        Steps of a slice that is fixed are compared with it.
+        Steps of a fixed slice are compared with it.
         """
         with self._lock:
             if place in self._fixed:
@@ -176,21 +176,21 @@ class Profile:
             recorder.add(step, unread)
             if not recorder.complete:
                 return
-            self._read_file()  # what another process has fixed first stays: all decide alike
+            self._read_file()  # slices that another process has fixed first are used, so that all decide alike
             self._fixed.setdefault(place, self._slice(recorder))
             if self._description is not None:
                 profiles.save(self._description, self._model())
 
     def _compare(self, step: StepRecord, expected: StepLatency, unread: int) -> None:
-        """Warn, once, if steps depart from the profile."""
+        """Warn, once, if step times deviate from the profile."""
         factor = self._check.departure(step, expected, unread)
         if factor <= CONTRADICTION or self._reported or self._description is None:
             return
         self._reported = True
         key = profiles.key_of(self._description)
         warnings.warn(
-            f"the times of steps depart by a factor of {factor:.1f} from the latency profile {key!r}: draft depths may "
-            f"not be the best ones. `hf-specgen profile delete {key}` deletes it, and it is learnt again; "
+            f"step times deviate by a factor of {factor:.1f} from the latency profile {key!r}, so draft depths may be "
+            f"suboptimal. `hf-specgen profile delete {key}` deletes it, and the next calls measure it again; "
             "`hf-specgen tune MODEL` renews it at once.",
             stacklevel=2,
         )
@@ -220,7 +220,7 @@ _profiles_lock = Lock()
 
 
 def profile_of(call: Call) -> Profile:
-    """The profile of a call's target and strategy, which all such calls of the process share."""
+    """The profile of a call's target and strategy, shared by all such calls of the process."""
     key = call.candidates.profile_key()
     device = getattr(getattr(call.model, "device", None), "type", "cpu")
     default = LatencyModel.default(device, str(key[0]), call.candidates.negligible_draft_cost)
@@ -237,17 +237,17 @@ def profile_of(call: Call) -> Profile:
 
 
 class ProfileCheck:
-    """Compares the times of steps with a profile.
+    """Compares step times with a profile.
 
-    Only the ratio between steps with and without drafts counts: on a machine that is uniformly slower, or busy,
-    decisions stay right.
+    Only the ratio between steps with and without drafts counts: on a uniformly slower, or busy, machine the best depths
+    are the same.
     """
 
     def __init__(self) -> None:
         self._ratios: tuple[deque[float], deque[float]] = deque(maxlen=CHECKED_STEPS), deque(maxlen=CHECKED_STEPS)
 
     def departure(self, step: StepRecord, expected: StepLatency, unread: int) -> float:
-        """Enter a step; returns how far the two kinds of steps depart from each other, 1.0 while that is unknown."""
+        """Add a step; returns the factor by which the two kinds of steps deviate from each other, 1.0 if unknown."""
         drafted = any(step.requested)
         if "forward" not in step.seconds or (drafted and unread > CATCHING_UP):
             return 1.0

@@ -11,7 +11,7 @@ from hf_specgen.depth.cost import Array
 
 
 class Plan(NamedTuple):
-    """Depths, and what is expected of them.
+    """Draft depths and their expected speed.
 
     Args:
         depths: `[rows]`; 0 for a plain step.
@@ -32,16 +32,16 @@ def plan_depths(
         tokens_r = 1 + sum over i <= d_r of P(positions 1 to i of row r are accepted)
         time     = C(0) + E + sum over i of P(some row's draft reaches i) (C(i) - C(i - 1))
 
-    where E is the overhead of asking for a draft. A batch takes as long as its slowest row, so rows are aggregated by
+    where E is the overhead of an empty draft. A batch takes as long as its slowest row, so rows are aggregated by
     their harmonic mean. First the best common depth is found, then each row in turn gets the depth that is best while
-    the others keep theirs: a row whose drafts are long but seldom accepted is held back.
+    the others keep theirs: a row whose drafts are long but seldom accepted gets a smaller depth.
 
     Args:
         accepted: `[rows, k]` probability that positions 1 to i are proposed and accepted.
         proposed: `[rows, k]` probability that a draft reaches position i, if it is requested.
         seconds: `[k + 1]` C(i): time of a step whose deepest draft has depth i; C(0) is a plain step.
         room: `[rows]` maximum depth of each row; rows with 0 take no part.
-        empty_draft: E in seconds, paid where at least one row drafts.
+        empty_draft: E, in the unit of `seconds`; added if at least one row drafts.
 
     Example:
         >>> plan_depths(np.array([[0.8, 0.6, 0.3]]), np.ones((1, 3)), np.array([1, 1.1, 1.2, 1.6]), room=[5]).depths

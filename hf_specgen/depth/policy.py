@@ -56,7 +56,7 @@ class PolicySession(ABC):
     latency: LatencyModel | None = None
     """The latency model in use, for strategies that size their own trees; None if the policy has none."""
     remembers: bool = True
-    """Whether what was counted in earlier calls may be used; if not, equal calls draft alike."""
+    """Whether counts of earlier calls may be used; if not, equal calls make the same drafts."""
 
     @abstractmethod
     def depths(self, room: Sequence[int]) -> list[int]:
@@ -94,7 +94,7 @@ class Policy(ABC):
 
     @abstractmethod
     def start(self, call: Call) -> PolicySession:
-        """Begin a call."""
+        """Return the session of a call."""
 
 
 @dataclass(frozen=True)

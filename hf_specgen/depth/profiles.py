@@ -23,22 +23,22 @@ from hf_specgen.version import __version__
 
 logger = logging.getLogger("hf_specgen")
 MAX_BYTES = 1 << 20
-"""Larger files are not read: a profile has less than 1 kB a slice."""
+"""Larger files are not read: a profile has less than 1 kB per slice."""
 
 
 def directory() -> Path:
-    """Where profiles are kept: `$HF_SPECGEN_CACHE/profiles`, or else among the assets of the Hugging Face cache."""
+    """The directory of profiles: `$HF_SPECGEN_CACHE/profiles`, by default in the assets of the Hugging Face cache."""
     own = os.environ.get("HF_SPECGEN_CACHE")
     return Path(own or Path(constants.HF_ASSETS_CACHE) / "hf_specgen").expanduser() / "profiles"
 
 
 def describe(model: Any, strategy: tuple[Any, ...], samples: bool) -> dict[str, Any]:
-    """All that the latencies of a call depend on, as plain values.
+    """Everything that the latencies of a call depend on, as plain values.
 
     Args:
         model: the target.
         strategy: the `profile_key` of the strategy.
-        samples: whether the call samples: then verification draws tokens.
+        samples: whether the call samples, which makes verification slower.
     """
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
     config = getattr(model, "config", None)
@@ -60,7 +60,7 @@ def describe(model: Any, strategy: tuple[Any, ...], samples: bool) -> dict[str, 
 
 
 def key_of(description: Mapping[str, Any]) -> str:
-    """The key of what a description describes: the kind of drafter, the target's class, and a hash.
+    """The key of a description: the kind of drafter, the target's class, and a hash.
 
     Example:
         >>> key_of({"strategy": ["draft_model", "5"], "target": "LlamaForCausalLM"})
@@ -78,7 +78,7 @@ def list_profiles() -> dict[str, LatencyModel]:
 
 
 def load(key: str) -> LatencyModel | None:
-    """Read a profile; None if there is none, or it cannot be read."""
+    """Read a profile; None if it does not exist or cannot be read."""
     path = _path(key)
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -90,10 +90,10 @@ def load(key: str) -> LatencyModel | None:
 
 
 def save(description: Mapping[str, Any], latency: LatencyModel) -> str:
-    """Write a profile, replacing an older one at once; nothing happens where that is not possible.
+    """Write a profile, replacing an older one atomically; a failure is only logged.
 
     Returns:
-        Its key.
+        The key of the profile.
     """
     key = key_of(description)
     try:
@@ -116,7 +116,7 @@ def delete(key: str) -> bool:
 
 
 def export(key: str, path: str | Path) -> None:
-    """Copy a profile to a file that can be given to a policy.
+    """Copy a profile to a file that `AdaptiveDepth(latency=...)` accepts.
 
     Raises:
         ValueError: if there is no such profile.
@@ -129,12 +129,12 @@ def export(key: str, path: str | Path) -> None:
 
 def _path(key: str) -> Path:
     if not key or Path(key).name != key:
-        raise ValueError(f"a profile's key names a file without a folder, got {key!r}")
+        raise ValueError(f"a profile key must be a file name without a folder, got {key!r}")
     return directory() / f"{key}.json"
 
 
 def _replace(path: Path, latency: LatencyModel) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:

@@ -1,4 +1,4 @@
-"""Agreement between the ranks of a tensor-parallel model: they decide by what their first rank measured."""
+"""Agreement between the ranks of a tensor-parallel model: all use the latencies that the first rank measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def lockstep_group(model: Any) -> Any:
     other.
 
     Raises:
-        ValueError: if the model is tensor-parallel, but nothing tells which ranks share it.
+        ValueError: if the model is tensor-parallel, but it is unknown which ranks share it.
     """
     size = getattr(model, "tp_size", None) or 1
     if size == 1 or not (dist.is_available() and dist.is_initialized()):
@@ -44,5 +44,5 @@ def from_first_rank(value: T, group: Any) -> T:
 
 
 def is_first_rank(group: Any) -> bool:
-    """Whether this is the rank whose value counts; always without a group."""
+    """Whether this is the rank whose value is used; always True without a group."""
     return group is None or dist.get_rank(group) == 0

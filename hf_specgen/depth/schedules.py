@@ -1,4 +1,4 @@
-"""Policies by rule: by batch size and context length, by recent acceptance, and off in some calls."""
+"""Rule-based policies: depth by batch size, context length or recent acceptance, and no drafts in some calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def context_length(call: Call) -> int:
 
 @dataclass(frozen=True)
 class Schedule(Policy):
-    """A depth by batch size, by context length, or both (then the smaller one).
+    """A depth by batch size, by context length, or both (then the smaller depth).
 
     Args:
         by_batch: depth from each number of rows on: `{1: 8, 4: 4, 16: 0}` drafts 8 tokens for 1 to 3 rows, 4 for 4 to
@@ -67,11 +67,11 @@ def _look_up(schedule: Mapping[int, int], size: int, otherwise: int) -> int:
 class MovingWindow(Policy):
     """One token deeper while a row's acceptance rate exceeds `target + 0.1`, one less below `target - 0.1`.
 
-    The rate is taken over the tokens that were verified: those behind a rejected one do not count.
+    The rate is taken over the tokens that were verified: those after a rejected one do not count.
 
     Args:
         target: desired acceptance rate.
-        window: number of drafted steps over which the rate is taken.
+        window: number of steps with a draft over which the rate is taken.
         start: first depth; the strategy's k if None.
 
     Raises:
@@ -138,9 +138,9 @@ class DisableWhen(Policy):
     otherwise: Policy = field(default_factory=FixedDepth)
 
     def start(self, call: Call) -> PolicySession:
-        too_hot = self.temperature_above is not None and call.temperature > self.temperature_above
-        off = too_hot or call.max_new_tokens < self.new_tokens_below
-        return (FixedDepth(0) if off else self.otherwise).start(call)
+        above = self.temperature_above is not None and call.temperature > self.temperature_above
+        disabled = above or call.max_new_tokens < self.new_tokens_below
+        return (FixedDepth(0) if disabled else self.otherwise).start(call)
 
 
 def OffAbove(temperature: float, otherwise: Policy | None = None) -> DisableWhen:

@@ -1,1 +1,1 @@
-"""Measuring: timing several ways to generate, acceptance and latency, workloads, intervals, memory, provenance."""
+"""Measurements: throughput of generation variants, acceptance, latency, workloads, intervals, memory, provenance."""

@@ -1,7 +1,7 @@
 """Analysis of speculative decoding: expected tokens per step, expected speedup, optimal draft length.
 
-All of it depends on the probability alpha that a draft token is accepted, given that all draft tokens before it were.
-Leviathan et al. assume the same alpha at every position and every step; measured acceptance by position may be given
+All of them depend on alpha, the probability that a draft token is accepted, given that all draft tokens before it were.
+Leviathan et al. assume the same alpha at every position and every step; measured acceptance by position may be passed
 instead.
 
 Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), section 3.1, equation 1
@@ -30,7 +30,7 @@ def free_verification(queries: int) -> float:
 
 
 def expected_accepted(acceptance: Acceptance, k: int) -> float:
-    """Expected number of accepted tokens in a draft of k; a step emits one token more, the target's own.
+    """Expected number of accepted tokens in a draft of k; a step emits one token more, the bonus token.
 
     With one alpha: alpha (1 - alpha^k) / (1 - alpha). With a list: the sum of its first k entries.
 
@@ -40,13 +40,13 @@ def expected_accepted(acceptance: Acceptance, k: int) -> float:
         k: length of the draft in tokens; 0 for plain decoding.
 
     Raises:
-        ValueError: for a probability outside 0 to 1, shares that rise, a negative k, or fewer shares than k.
+        ValueError: for a probability outside 0 to 1, increasing shares, a negative k, or fewer shares than k.
 
     Example:
         >>> expected_accepted(0.5, 3), expected_accepted([0.8, 0.5, 0.4], 2)
         (0.875, 1.3)
 
-    Source: Leviathan et al. (2023), equation 1, without the target's own token.
+    Source: Leviathan et al. (2023), equation 1, without the bonus token.
     """
     if k < 0:
         raise ValueError(f"k must be at least 0, got {k}")
@@ -121,7 +121,7 @@ def speedup_limit(tokens_per_step: float, verification: float, drafting: float, 
     """The speedup if a step took only the time of its draft and of the target's forward pass.
 
     Args:
-        tokens_per_step: mean over all steps, including the target's own token.
+        tokens_per_step: mean over all steps, including the bonus token.
         verification: mean time of the target's forward pass in a step.
         drafting: mean time of a step's draft.
         plain_token: time of plain decoding per token, in the same unit.
@@ -138,8 +138,8 @@ def speedup_limit(tokens_per_step: float, verification: float, drafting: float, 
 def estimated_alpha(statistics: Statistics) -> float:
     """Maximum-likelihood estimate of alpha for chains: accepted / (accepted + rejections); 0 without any trial.
 
-    Draft tokens behind the first rejected one are never judged, so accepted / drafted underestimates alpha. Drafts that
-    were accepted completely, or cut off by a stop, contain no rejection.
+    Draft tokens after the first rejected one are never verified, so accepted / drafted underestimates alpha. Drafts
+    that were fully accepted, or cut off by a stop, contain no rejection.
 
     Example:
         >>> from hf_specgen.counters import RowStep, Statistics
@@ -162,7 +162,7 @@ def _check_shares(shares: Sequence[float], k: int) -> None:
         _check_probability(share)
     if any(later > earlier for earlier, later in pairwise(shares)):
         raise ValueError(
-            "acceptance by position must not rise, as a position is accepted only with all before it; "
+            "acceptance by position must not increase, as a position is accepted only with all before it; "
             f"got {list(shares)}"
         )
     if k > len(shares):

@@ -1,8 +1,8 @@
 """Measures the acceptance rates of Medusa heads on a dataset, from which the best draft tree is chosen.
 
 The target generates with the decoding settings of each domain; the tokens that the heads propose in each step are
-compared with the generated text. Head h counts only in steps in which every head before it had the right token among
-its first `RANKS`: in others its token could not have been accepted.
+compared with the generated tokens. Head h is counted only in steps in which every head before it had the generated
+token among its first `RANKS`: otherwise the token of head h could not have been accepted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 
 PRIOR_WEIGHT = 10.0
-"""Steps that the assumption about unmeasured heads counts for, where few were measured."""
+"""Weight, in steps, of the default acceptance of heads without measurements."""
 PROBE_NODES = 16
-"""Nodes of the draft trees that are verified meanwhile; they change the number of steps, not the counts."""
+"""Nodes of the draft trees verified during the measurement; they change the number of steps only."""
 
 
 @dataclass
 class Counts:
-    """How often the tokens of each head were right, by confidence and rank.
+    """How often the target generated the tokens of each head, by confidence and rank.
 
     Args:
         heads: number of heads.
@@ -50,7 +50,7 @@ class Counts:
         self.hits, self.seen = torch.zeros(self.heads, bins, RANKS), torch.zeros(self.heads, bins)
 
     def add(self, proposals: list[list[int]], confidences: list[float], generated: list[int]) -> None:
-        """Count one step: the tokens of each head, best first, and the tokens that were generated."""
+        """Count one step: the tokens of each head, most likely first, and the generated tokens."""
         for head, (tokens, confidence, token) in enumerate(zip(proposals, confidences, generated, strict=False)):
             bin_ = confidence_bin(confidence)
             self.seen[head, bin_] += 1
@@ -59,7 +59,7 @@ class Counts:
             self.hits[head, bin_, tokens.index(token)] += 1
 
     def acceptance(self) -> Acceptance:
-        """Acceptance rates; with few counts they are shrunk towards the assumption about unmeasured heads."""
+        """Acceptance rates, shrunk towards the default acceptance of heads without measurements."""
         prior = torch.tensor(Acceptance.untuned(self.heads).table)
         shares = (self.hits + PRIOR_WEIGHT * prior) / (self.seen.unsqueeze(-1) + PRIOR_WEIGHT)
         return Acceptance.from_lists(shares.sort(dim=-1, descending=True).values.tolist())
@@ -70,7 +70,7 @@ class Counts:
 
 
 class _Recording(MedusaCandidates):
-    """Counts which of its draft tokens were generated."""
+    """Counts which of the heads' tokens were generated."""
 
     def __init__(self, heads: MedusaHeads, counts: Counts, lora: Any):
         super().__init__(heads, tree=PROBE_NODES, lora=lora)
@@ -107,14 +107,14 @@ def measure_acceptance(
     lora: Any = None,
     seed: int = 0,
 ) -> Counts:
-    """Generate, and count how often the heads were right.
+    """Generate, and count how often the target generates the tokens of the heads.
 
     Args:
         model: the target.
         heads: its heads.
         calls: arguments of `generate` for each call: inputs, decoding settings, `max_new_tokens`.
         lora: the `PeftModel` with the heads' LoRA matrices, if they are not in the folder of the heads.
-        seed: of the first call; each further call uses the next number.
+        seed: random seed of the first call; it increases by one with every call.
     """
     counts = Counts(heads.config.num_heads)
     recording = _Recording(heads, counts, lora)

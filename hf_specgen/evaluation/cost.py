@@ -31,7 +31,7 @@ def measure_cost_curve(
 ) -> CostCurve:
     """Time the target's forward pass as the decoding loop runs it: the same cache and masks, a chain of draft tokens.
 
-    The sizes are interleaved within each repeat, so that a disturbance of the machine affects all of them; the first
+    The sizes are interleaved within each repeat, so that other load on the machine affects all of them; the first
     repeat is a warm-up and not counted; each time is the median over the repeats.
 
     Args:

@@ -1,4 +1,4 @@
-"""Bootstrap confidence intervals of a speedup, a ratio of sums."""
+"""Bootstrap confidence intervals of a speedup (a ratio of sums)."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def speedup_interval(
 ) -> Interval:
     """Ratio of two throughputs, each the sum of tokens divided by the sum of time, with its confidence interval.
 
-    The bootstrap resamples whole requests, with the times of both sides together: both ran on the same prompts at the
-    same time, so variation that affects both sides alike does not widen the interval.
+    The bootstrap is paired: it resamples requests with the times of both sides together. Both ran on the same prompts
+    at the same time, so variation that affects both sides alike does not widen the interval.
 
     Args:
         tokens, seconds: of each request.

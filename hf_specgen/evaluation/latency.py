@@ -1,8 +1,8 @@
-"""Measures the latency profile of a target and a strategy at once, instead of learning it from the first calls.
+"""Measures the latency profile of a target and a strategy in advance, instead of learning it from the first calls.
 
-Two kinds of calls are timed as the decoding loop runs them. In the first, a strategy that proposes arbitrary tokens
-makes the target read drafts of every size; in the second, the strategy itself drafts at every depth. Both feed the
-recorder that also learns from the calls of users, so a measured profile is like a learnt one.
+Two kinds of calls are timed in the decoding loop. In the first, a strategy that proposes arbitrary tokens makes the
+target verify drafts of every size; in the second, the strategy itself drafts at every depth. Both feed the recorder
+that also learns from ordinary calls, so that measured and learnt profiles have the same content.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_specgen.tree import DraftTree
 PATTERN = 32
 """Length of the random sequence that prompts repeat, so that n-grams find matches in them."""
 DRAFTING_CALLS = 3
-"""Calls in which the strategy drafts: the first prepares kernels, the others measure its prefill."""
+"""Calls in which the strategy drafts: the first is a warm-up, the others measure its prefill."""
 
 
 def measure_profile(
@@ -41,7 +41,7 @@ def measure_profile(
         candidates: the strategy, as it will be used.
         rows: numbers of rows to measure at.
         context: prompt tokens in each row.
-        sample: whether tokens are sampled: a profile for each is kept, as verification then draws tokens.
+        sample: whether tokens are sampled; sampled and greedy calls have separate profiles.
 
     Returns:
         The key of the profile, for `hf_specgen.depth.profiles`.
@@ -96,12 +96,12 @@ def _prompt(model: PreTrainedModel, rows: int, context: int) -> dict[str, torch.
 
 
 class _DepthSweep(Policy):
-    """Drafts at every depth in turn, and gives the times of all steps to a recorder.
+    """Cycles through draft depths, and passes the times of all steps to a recorder.
 
     Args:
-        depths: the depths, in the order in which they are drafted, again and again.
+        depths: the depths, in order.
         recorder: receives the steps.
-        target_only: whether the times of drafting are left out.
+        target_only: whether to leave out the times of drafting.
     """
 
     def __init__(self, depths: Sequence[int], recorder: LatencyRecorder, target_only: bool):
@@ -128,7 +128,7 @@ class _DepthSweepSession(PolicySession):
 
 
 class _ArbitraryTokens(Candidates):
-    """Repeats the last token of each row as often as it may; nearly all of it is rejected."""
+    """Drafts repetitions of each row's last token, nearly all of which are rejected."""
 
     def __init__(self, k: int):
         super().__init__(k)

@@ -1,4 +1,4 @@
-"""Times several ways to generate, interleaved in one process on the same prompts from the same seeds."""
+"""Times several generation variants, interleaved in one process, on the same prompts with the same seeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Variant:
     """One way to generate.
 
     Args:
-        name: in tables.
+        name: shown in tables.
         arguments: returns the arguments of `generate` that define the variant; called again for every prompt.
         batched: whether it accepts more than one prompt at a time.
     """
@@ -112,7 +112,7 @@ def interleave(
         seed: of the first batch; it increases by one with every batch.
 
     Yields:
-        for each batch the sample of each variant, by name.
+        For each batch the sample of each variant, by name.
     """
     for number, inputs in enumerate(batches):
         yield measure_round(model, inputs, variants, settings, seed + number, first=number)
@@ -140,7 +140,7 @@ def measure_round(
             previous answer; each turn continues from the cache of the previous one.
 
     Returns:
-        the sample of each variant, by name, in the order of `variants`.
+        The sample of each variant, by name, in the order of `variants`.
     """
     inputs = {name: tensor.to(compat.input_device(model)) for name, tensor in inputs.items()}
     able = [variant for variant in variants if variant.batched or len(inputs["input_ids"]) == 1]
@@ -204,7 +204,7 @@ class _FirstToken(BaseStreamer):
 
 
 def _count(model: PreTrainedModel, generated: torch.Tensor) -> int:
-    """Tokens up to and including the first EOS token of each row; counted alike for every variant."""
+    """Tokens up to and including the first EOS token of each row; counted the same way for every variant."""
     ends: Any = cast(Any, model).generation_config.eos_token_id
     if ends is None:
         return generated.numel()

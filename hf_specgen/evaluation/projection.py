@@ -1,7 +1,7 @@
 """Projects the speedup of a call from its forward passes and a latency profile, without measuring any time.
 
-The projection is free of noise and the same on every machine: it answers what another machine would show, if its
-latencies were those of the profile. Only decoding counts; the prefill is left out on both sides. A prefill in which
+The projection is deterministic and the same on every machine: the speedup to expect on a machine with the latencies of
+the profile. Only decoding counts; the prefill is left out for both speculative and plain decoding. A prefill in which
 draft tokens were verified counts as one step of both.
 """
 
@@ -37,7 +37,7 @@ class Projection:
 
 
 def project(statistics: Statistics, latency: LatencyModel) -> Projection:
-    """Project the decoding time of one call, or of several calls of one row whose statistics were added.
+    """Project the decoding time of one call, or of several single-row calls whose statistics were added.
 
     Args:
         statistics: of the call.
@@ -66,7 +66,7 @@ def project(statistics: Statistics, latency: LatencyModel) -> Projection:
 
 
 def step_seconds(step: StepPasses, latency: LatencyModel) -> float:
-    """The time of one step by its forward passes."""
+    """The latency of one step, computed from its forward passes."""
     at = latency.at(step.rows, step.context)
     drafting = 0.0 if step.drafter is None else at.drafter.draft(step.drafter)
     return float(at.target.by_tokens(step.target)) + drafting
@@ -76,6 +76,6 @@ def latency_for(candidates: Candidates, profile: LatencyModel) -> LatencyModel:
     """The profile with the drafter of a strategy.
 
     Raises:
-        ValueError: if the profile has no such drafter, unless drafting takes a negligible time.
+        ValueError: if the profile has no such drafter, unless the draft cost is negligible.
     """
     return profile.select(str(candidates.profile_key()[0]), candidates.negligible_draft_cost)

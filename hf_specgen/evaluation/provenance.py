@@ -16,7 +16,7 @@ RECORDED = ("benchmarks/results", "benchmarks/README.md")
 
 
 def provenance() -> dict[str, Any]:
-    """What is needed to repeat a measurement.
+    """Everything needed to repeat a measurement.
 
     Returns:
         `commit`: of the repository that this package is a checkout of, with "+changes" if anything but recorded results

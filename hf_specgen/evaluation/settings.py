@@ -1,4 +1,4 @@
-"""Settings of a workload. This module imports nothing heavy: the command line builds its options from the dataclass."""
+"""Settings of a workload. The command line builds its options from the dataclass, so this module imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def setting(default: Any, help: str, **more: Any) -> Any:
     Args:
         default: of the field.
         help: one sentence.
-        more: further metadata: `min` for the least value, `choices`, `flag` for the option's name on the command line,
+        more: further metadata: `min` for the minimum, `choices`, `flag` for the option's name on the command line,
             `flags` for several.
     """
     return field(default=default, metadata={"help": help, **more})

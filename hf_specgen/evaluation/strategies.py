@@ -1,4 +1,4 @@
-"""Strategies by the names of their draft models, heads and adapters, as options of the command line give them."""
+"""Builds strategies from the names of draft models, heads and adapters, as passed on the command line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEAD_NAMES: dict[type[Candidates], str] = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy and how it is written.
+    """A strategy and the code that builds it.
 
     Args:
         name: for tables.
@@ -51,12 +51,12 @@ class Strategy:
     candidates: Candidates
 
     def variant(self, **settings: Any) -> Variant:
-        """The strategy as a way to generate, with further settings of the call such as `verification`."""
+        """The strategy as a variant to measure, with further arguments of `generate` such as `verification`."""
         return Variant(self.name, partial(dict, candidate_generator=self.candidates, **settings))
 
 
 def strategies(draft: str = "", heads: str = "", adapter: str = "", *, dtype: Any = "auto") -> list[Strategy]:
-    """Every strategy that can be built, the cheapest to draft with first: n-grams always, the others if they are named.
+    """Every strategy that can be built, in order of draft cost: n-grams always, the others if their files are named.
 
     Args:
         draft, heads, adapter: folder or Hub id of a draft model, heads of any known format, an exit adapter; "" for

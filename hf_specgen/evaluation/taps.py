@@ -1,7 +1,7 @@
 """Compares the taps of a head: the configured hidden states of the target, and those one layer below and above.
 
 Formats count hidden states differently, and some published heads were trained with another convention than their config
-says. The text is the same with every choice; only the acceptance tells which one the head was trained with.
+specifies. The output is the same with every choice; the acceptance shows which one the head was trained with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_specgen.depth import FixedDepth
 
 SHIFTS = (0, -1, 1)
 DEPTH = 4
-"""Draft tokens of a step: enough to tell heads apart, and no more than any published head drafts."""
+"""Draft tokens per step: enough to compare acceptance, and no more than any published head drafts."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def compare_taps(
     batches: Sequence[dict[str, torch.Tensor]],
     generation: dict[str, Any],
 ) -> list[TapsResult]:
-    """Generate with the configured taps of a head and with neighbours of them.
+    """Generate with the configured taps of a head, and with these shifted by one layer.
 
     Args:
         model: the target.
@@ -51,7 +51,7 @@ def compare_taps(
         generation: further arguments of `generate`.
 
     Returns:
-        a result for each choice that the target has, the configured one first.
+        A result for each choice for which the target has hidden states, the configured one first.
     """
     configured = heads.target_requirements(model).taps
     last = model.config.get_text_config().num_hidden_layers

@@ -1,6 +1,6 @@
-"""Function-preserving widening: identical outputs with larger weights, as a latency model of a larger target.
+"""Function-preserving widening: the same function with more parameters, to measure the latency of a larger target.
 
-Every MLP gets additional neurons whose output columns are zero. They take as long as other neurons and contribute
+Every MLP gets additional neurons whose output columns are zero. They are computed like other neurons and contribute
 nothing: acceptance is that of the small model, latency that of a larger one.
 """
 

@@ -53,7 +53,7 @@ OWN_PROMPTS = "prompts"
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which our text differs from the plain one, and the target's logits of both tokens there."""
+    """The first token at which the output differs from plain decoding, with the target's logits of both tokens."""
 
     row: int
     position: int
@@ -67,7 +67,7 @@ def load(settings: WorkloadSettings) -> tuple[PreTrainedModel, PreTrainedTokeniz
     """The target in evaluation mode, and its tokenizer for left-padded batches.
 
     Raises:
-        FileNotFoundError: if there is no such folder; or no model was named, and the embedded one is not there.
+        FileNotFoundError: if there is no such folder; or no model was named and the embedded one is not installed.
         OSError: if a repository does not exist or cannot be reached.
         ValueError: for an unknown dtype or device, or damaged files.
     """
@@ -112,7 +112,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_device(name: str) -> None:
-    """Raise a `ValueError` unless PyTorch has this device here."""
+    """Raise a `ValueError` unless PyTorch can use this device."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -144,7 +144,7 @@ def read_prompts(path: Path, per_domain: int) -> dict[str, list[str]]:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if a line is no such row, or there are no prompts.
+        ValueError: if a line is not such a row, or there are no prompts.
     """
     if not path.is_file():
         hint = f"; for the number of prompts use --prompts-per-domain {path}" if str(path).isdecimal() else ""
@@ -186,7 +186,7 @@ def encode(
 
 
 def first_difference(model: PreTrainedModel, plain: Sample, ours: Sample) -> Difference | None:
-    """Where our ids first differ from the plain ones, with both tokens' logits; None if they are identical."""
+    """The first token at which `ours` differs from `plain`; None if they are identical."""
     width = min(plain.ids.shape[1], ours.ids.shape[1])
     differs = (plain.ids[:, :width] != ours.ids[:, :width]).nonzero()
     if len(differs) == 0:

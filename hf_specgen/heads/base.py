@@ -1,12 +1,12 @@
-"""What every draft head that reads the target's hidden states has in common, and how it is attached to a target.
+"""Base classes of draft heads that read the target's hidden states, and how a head is attached to a target.
 
     features of the target ─► head.combine ─► hidden ─┐
                                                       ├─► head(embeddings, hidden, …) ─► HeadOutput
     next token ─► attached.embed ─► embeddings ───────┘                                   │      │
                                                               fed to the next step ◄─ hidden   output ─► attached.logits
 
-A head owns what is in its checkpoint. What the checkpoint leaves out (usually the embedding, often the output matrix)
-belongs to the target and is borrowed by `AttachedHead`: it is neither copied nor saved.
+A head owns the weights of its checkpoint. Those that the checkpoint leaves out (usually the embedding, often the output
+matrix) are the target's, shared by `AttachedHead`: they are neither copied nor saved.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hf_specgen.heads import taps
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """What a head expects of its target, whatever its own layers are.
+    """Configuration that all heads have in common: sizes, and what the head expects of its target.
 
     Args:
         hidden_size: width of the states that the head passes from step to step.
         vocab_size: the target's.
         target_hidden_size: width of the target's hidden states.
         num_taps: how many of the target's hidden states are concatenated to a feature.
-        taps: their `hidden_states` indices; None leaves them to the format's default for the target's depth.
+        taps: their `hidden_states` indices; None for the format's default for the target's number of layers.
         draft_vocab_size: how many tokens the head can propose; `vocab_size` means all of them.
-        own_embeddings, own_lm_head: whether embedding and output matrix are the head's own or the target's.
+        own_embeddings, own_lm_head: whether the head has its own embedding and output matrix, or uses the target's.
         speculative_tokens: the number of draft tokens that the checkpoint recommends.
         base_model: Hub id or path of the target that it was trained for, if known.
         num_target_layers: number of layers of that target, if known.
@@ -62,17 +62,17 @@ class HeadConfig:
             )
         if self.draft_vocab_size < self.vocab_size and not self.own_lm_head:
             raise ValueError(
-                f"a draft vocabulary of {self.draft_vocab_size} of {self.vocab_size} tokens needs an output matrix of "
-                "the head's own (lm_head.weight)"
+                f"a head with a draft vocabulary of {self.draft_vocab_size} of {self.vocab_size} tokens needs its own "
+                "output matrix (lm_head.weight)"
             )
         if self.taps is not None and len(self.taps) != self.num_taps:
             raise ValueError(f"the head reads {self.num_taps} hidden states of the target, but taps are {self.taps}")
 
 
 class HeadOutput(NamedTuple):
-    """What a head computes for each position, both `[batch, length, hidden]`.
+    """The output of a head for each position, both `[batch, length, hidden]`.
 
-    `hidden` takes the place of the combined features at the next draft step; `output` is what the output matrix reads.
+    `hidden` replaces the combined features in the next draft step; `output` is the input of the output matrix.
     """
 
     hidden: torch.Tensor
@@ -88,7 +88,7 @@ class DraftHead(nn.Module):
 
     lm_head: nn.Module | None
     draft_to_target: torch.Tensor | None
-    """`[draft_vocab_size]` the target's id of each draft id; None where the vocabularies are the same."""
+    """`[draft_vocab_size]` the target's id of each draft id; None if the vocabularies are the same."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -109,14 +109,14 @@ class DraftHead(nn.Module):
         return draft_ids if self.draft_to_target is None else self.draft_to_target[draft_ids]
 
     def attach(self, target: PreTrainedModel, taps: Sequence[int] | None = None) -> AttachedHead:
-        """Check that the head can draft for `target`, and borrow from it what the head has not got.
+        """Check that the head can draft for `target`, and share the target's weights that the head lacks.
 
         Args:
             target: the model that the head was trained for; it is not changed.
             taps: `hidden_states` indices to read instead of the configured ones.
 
         Raises:
-            ValueError: naming the first thing that does not fit.
+            ValueError: naming the first mismatch.
         """
         return AttachedHead(self, target, taps)
 
@@ -133,7 +133,7 @@ class AttachedHead:
         embed: Any = target.get_input_embeddings()
         lm_head: Any = target.get_output_embeddings()
         if lm_head is None:
-            raise ValueError(f"{type(target).__name__} has no output matrix, so nothing can be drafted for it")
+            raise ValueError(f"{type(target).__name__} has no output matrix, which draft heads need")
         self._check_sizes(config.hidden_size, embed.weight.shape[0], embed.weight.shape[1], lm_head.weight.shape[1])
         self.taps = _checked_taps(head, config.num_hidden_layers, taps)
         self._embed: Any = head.embed_tokens or embed
@@ -161,7 +161,7 @@ class AttachedHead:
         return taps.capture_arguments(self.taps)
 
     def features(self, hidden_states: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The target's `hidden_states` to `[batch, length, taps * target_hidden]`, where the head can read them."""
+        """The target's `hidden_states` as `[batch, length, taps * target_hidden]`, in the head's dtype and device."""
         return taps.concatenate(hidden_states, self.taps).to(self._like)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ class AttachedHead:
         return self._embed(token_ids.to(self._embed.weight.device)).to(self._like)
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden]` of `HeadOutput.output` to `[..., draft_vocab_size]`; choose the positions before."""
+        """`[..., hidden]` of `HeadOutput.output` to `[..., draft_vocab_size]`; select the positions first."""
         return self._lm_head(output.to(self._lm_head.weight)).to(output.device)
 
     def target_logits(self, output: torch.Tensor) -> torch.Tensor:

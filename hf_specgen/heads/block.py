@@ -1,16 +1,17 @@
 """Block heads (DFlash, JetSpec): predict a whole block of tokens in one pass from the target's hidden states.
 
-The block starts with the last token that is known, the anchor, followed by mask tokens. Every layer attends from the
-block to the block itself and to the *context*: one key and value per accepted position, projected directly from the
-target's features. Context entries do not depend on the head's layers, so reading the prompt costs a few matrix products
-and no attention:
+The block starts with the last known token, the anchor, followed by mask tokens. Every layer attends from the block to
+the block itself and to the *context*: one key and value per accepted position, projected directly from the target's
+features. Context entries do not depend on the head's layers, so the prefill costs a few matrix products and no
+attention:
 
     context (features of accepted positions)   |  block
     c0   c1   c2   c3                          |  x4 (anchor)  mask  mask  mask
-                                                                d5    d6    d7      predictions of d6 do not know d5
+                                                                d5    d6    d7      d6 is predicted independently of d5
 
 DFlash attends in both directions inside the block; JetSpec only backwards, so that a pass over a block whose first
-masks have been filled in predicts what follows them. Block entries are dropped after each pass, context entries stay.
+masks have been replaced by tokens predicts the tokens after them. Block entries are dropped after each pass, context
+entries stay.
 
 Sources: DFlash (2026), https://arxiv.org/abs/2602.06036; JetSpec (2026), https://arxiv.org/abs/2606.18394.
 """
@@ -35,12 +36,12 @@ MAX_BLOCK_SIZE = 1024
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """What the positions of a block see in one layer.
+    """The attention pattern of one layer inside a block.
 
     Args:
         causal: attend only backwards inside the block; otherwise in both directions.
-        window: see only so many positions back, None: all.
-        window_from_anchor: count the window from the anchor for the whole block and not from each position
+        window: sliding window in positions; None for all.
+        window_from_anchor: measure the window from the anchor for the whole block, not from each position
             (speculators).
     """
 
@@ -54,15 +55,15 @@ class BlockConfig(HeadConfig):
     """Configuration of `BlockHead`.
 
     Args:
-        layer: the decoder layers.
-        attention: of each layer, so it gives their number, too.
+        layer: configuration of each decoder layer.
+        attention: attention pattern of each layer; its length is the number of layers.
         block_size: positions of a block, the anchor included.
-        mask_token_id: the token of the positions to predict.
+        mask_token_id: the input token at the positions to predict.
         first_proposing_position: 1 if position i of a block predicts its own token and the anchor nothing (DFlash);
             0 if position i predicts the token after it (`sample_from_anchor`).
 
     Raises:
-        ValueError: if the numbers do not make a head.
+        ValueError: if the values are invalid or contradict each other.
     """
 
     layer: LayerConfig
@@ -89,9 +90,9 @@ class BlockConfig(HeadConfig):
 
 
 class BlockHead(DraftHead):
-    """DFlash and JetSpec heads, in the layouts of their authors and of speculators.
+    """DFlash and JetSpec heads, in the formats of their authors and of speculators.
 
-    A round is `extend` with the features of newly accepted positions, then `forward` over the block, then dropping the
+    To draft, call `extend` with the features of newly accepted positions, then `forward` over the block, then drop the
     block's cache entries.
 
     Args:
@@ -117,7 +118,7 @@ class BlockHead(DraftHead):
 
         Args:
             features: `[batch, new, taps * target_hidden]`; rows with fewer new positions are padded on the right, and
-                the cache's lengths corrected afterwards.
+                the caller corrects the cache's lengths afterwards.
             position_ids: `[batch, new]`.
             cache: receives one entry per position and layer.
         """
@@ -140,17 +141,19 @@ class BlockHead(DraftHead):
             embeddings: `[batch, block, hidden]` of the anchor and the mask tokens, or of tokens in place of masks.
             position_ids: `[batch, block]`; the anchor follows the last context position.
             cache: holds the context; the block's entries are appended and have to be dropped afterwards.
-            context_lengths: the number of context entries of each row; None if all rows hold equally many.
+            context_lengths: the number of context entries of each row; None if it is the same for all rows.
 
         Returns:
-            the states before and after the final norm, of all positions of the block.
+            The states before and after the final norm, of all positions of the block.
         """
         batch, block = embeddings.shape[:2]
         lengths = [cache.get_seq_length()] * batch if context_lengths is None else context_lengths
-        alike = len(set(lengths)) == 1
+        equal_lengths = len(set(lengths)) == 1
         masks = {
             # Without a mask, attention can use its fastest kernels.
-            kind: None if kind == BlockAttention() and alike else block_mask(kind, lengths, block, embeddings.device)
+            kind: None
+            if kind == BlockAttention() and equal_lengths
+            else block_mask(kind, lengths, block, embeddings.device)
             for kind in set(self.config.attention)
         }
         rotary, states = self.rotary(embeddings, position_ids), embeddings
@@ -162,11 +165,11 @@ class BlockHead(DraftHead):
 def block_mask(
     kind: BlockAttention, lengths: Sequence[int], block: int, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """The mask of a pass over a block, for a batch whose rows hold different numbers of context entries.
+    """The mask of a pass over a block, for a batch whose rows have different numbers of context entries.
 
     Args:
-        kind: what the layer's positions see.
-        lengths: the number of context entries of each row; the block's follow directly in the cache.
+        kind: the layer's attention pattern.
+        lengths: the number of context entries of each row; the block's entries follow directly in the cache.
         block: the number of positions of the block.
         device: where the mask is made.
 

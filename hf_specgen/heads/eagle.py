@@ -1,21 +1,21 @@
-"""EAGLE heads: one decoder layer, or a few, that continue the target's own hidden states token by token.
+"""EAGLE heads: one or a few decoder layers that extrapolate the target's hidden states autoregressively.
 
 A head reads the feature of a position (hidden states of the target) together with the embedding of the *next* token,
-and predicts the token after that. Its own output stands in for the feature of the next position, so it drafts chains
-and trees:
+and predicts the token after that. Its own output replaces the feature of the next position, so it drafts chains and
+trees:
 
-    position          0    1    2    3  |  4    5        the target has read x0 … x3 and chosen x4
+    position          0    1    2    3  |  4    5        the target has processed x0 … x3 and chosen x4
     feature           f0   f1   f2   f3 |  h3   h4       f: the target's, h: the head's own output
     token             x1   x2   x3   x4 |  d5   d6
     prediction        ·    ·    ·    d5 |  d6   d7
 
-Only entries computed from true features stay in the cache. After a verification the accepted tokens are read again, now
-with the target's features, and the entries that were computed from the head's own output are dropped.
+Only entries computed from the target's features stay in the cache. After a verification the entries computed from the
+head's own output are dropped, and the accepted tokens are processed again, now with the target's features.
 
 Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), "EAGLE-2" (2024; the
 same heads with dynamic trees) and "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
 Training-Time Test" (2025). P-EAGLE (2026, https://arxiv.org/abs/2602.01469) predicts several tokens in one pass, with a
-learned stand-in for the features that do not exist yet.
+learned vector in place of the features that do not exist yet.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class EagleConfig(HeadConfig):
     """Configuration of `Eagle1Head` and `Eagle3Head`.
 
     Args:
-        layer: the decoder layers.
-        num_layers: how many of them.
-        projects_features: whether the features go through a linear layer; without one they are used as they are.
+        layer: configuration of each decoder layer.
+        num_layers: number of decoder layers.
+        projects_features: whether a linear layer projects the features; otherwise they are used unchanged.
         projection_bias: whether that linear layer has a bias.
         norm_before_residual: the residual stream of the first layer starts from the normalised feature (speculators).
         norm_before_fc: one norm over all concatenated features before the linear layer.
         fc_norm: one norm for each of the concatenated features instead (EAGLE-3.1).
-        norm_output: feed the normalised output to the next step (EAGLE-3.1) and not the raw one.
-        mask_token_id: the token of the positions that are predicted in parallel; makes the head a P-EAGLE head.
+        norm_output: pass the normalised output to the next step (EAGLE-3.1) instead of the raw one.
+        mask_token_id: the input token at positions predicted in parallel; makes the head a P-EAGLE head.
 
     Raises:
         ValueError: if options contradict each other.
@@ -78,7 +78,7 @@ class EagleConfig(HeadConfig):
 
 
 class Eagle1Head(DraftHead):
-    """EAGLE-1 and EAGLE-2 (and HASS): predicts the target's last state, which the target's output matrix reads.
+    """EAGLE-1 and EAGLE-2 (and HASS): predicts the target's last hidden state, the input of its output matrix.
 
     Args:
         config: with one tap.
@@ -182,7 +182,7 @@ class Eagle3Head(DraftHead):
             cache: receives the keys and values of all layers.
 
         Returns:
-            the states for the next step and for the output matrix.
+            The states for the next step and for the output matrix.
         """
         rotary, mask = self.rotary(hidden, position_ids), causal_default(attention_mask, hidden, cache)
         first, *rest = self.layers
@@ -194,7 +194,7 @@ class Eagle3Head(DraftHead):
 
 
 class FusedLayer(DecoderLayer):
-    """The first layer of EAGLE-3: its attention reads embedding and hidden state side by side.
+    """The first layer of EAGLE-3: the input of its attention is the concatenated embedding and hidden state.
 
     Args:
         config: the layer's configuration.

@@ -47,11 +47,11 @@ class LayerConfig:
         activation: name of the MLP's activation function, as in Transformers.
         qkv_bias, output_bias, mlp_bias: which linear layers have a bias.
         qk_norm: whether queries and keys are normalised per head, as in Qwen3.
-        max_position_embeddings: the length that the scaling of rotary positions refers to.
+        max_position_embeddings: the context length that RoPE scaling refers to.
         rope: rotary parameters in the form of Transformers 5 (`rope_type`, `rope_theta`, …).
 
     Raises:
-        ValueError: if the numbers do not make a layer.
+        ValueError: if the values are invalid or contradict each other.
     """
 
     hidden_size: int
@@ -85,7 +85,7 @@ class LayerConfig:
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary positions of any type that Transformers knows; stays in float32 whatever the head's dtype."""
+    """Rotary position embeddings of any type that Transformers supports; kept in float32 for any dtype of the head."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -109,13 +109,13 @@ class RotaryEmbedding(nn.Module):
         return Rotary(*self.frequencies(states, position_ids))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RotaryEmbedding:
-        """Follow the head to another device, but not to another dtype: bfloat16 frequencies misplace late positions."""
+        """Move to other devices, but keep the dtype: frequencies in bfloat16 are too coarse for late positions."""
         super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
         return self
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over what a cache holds and the new states.
+    """Grouped-query attention over the cached and the new states.
 
     Args:
         config: the layer's configuration.
@@ -182,7 +182,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream.
+    """Attention and MLP, each applied to the normalised residual stream and added to it.
 
     Args:
         config: the layer's configuration.
@@ -210,10 +210,10 @@ class DecoderLayer(nn.Module):
 
 
 def causal_mask(lengths: Sequence[int], queries: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """The mask of a causal pass over a batch whose rows hold different numbers of cached tokens.
+    """A causal mask for a batch whose rows have different numbers of cached tokens.
 
     Args:
-        lengths: the number of cached tokens of each row; its new ones follow directly in the cache.
+        lengths: the number of cached tokens of each row; its new tokens follow directly in the cache.
         queries: the number of new tokens, the same for all rows.
         device: where the mask is made.
 
@@ -232,7 +232,7 @@ def causal_mask(lengths: Sequence[int], queries: int, device: torch.device | str
 def causal_default(
     mask: torch.Tensor | None, states: torch.Tensor, cache: Cache | None, layer_index: int = 0
 ) -> torch.Tensor | None:
-    """The given mask; if there is none, a causal one behind what the cache holds, which one query does not need."""
+    """The given mask; if None, a causal one after the cached tokens, or None for a single query."""
     batch, queries = states.shape[:2]
     if mask is not None or queries == 1:
         return mask

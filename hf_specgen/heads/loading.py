@@ -1,4 +1,4 @@
-"""Loading a draft head of any known format from a folder or a repository of the Hub."""
+"""Loads a draft head of any known format from a folder or a Hub repository."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_medusa(checkpoint: Checkpoint) -> bool:
 
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-"""Files that nothing but Medusa heads has; some of them come without a config."""
+"""Files that only Medusa heads have; some come without a config."""
 
 
 def holds_medusa(source: Source) -> bool:
@@ -61,7 +61,7 @@ FORMATS = (
     Format("EAGLE-1, EAGLE-2, HASS", is_eagle1, load_eagle1),
     Format("DFlash, JetSpec", is_block, load_zlab_block),
 )
-"""In the order in which they are tried."""
+"""All formats, in the order in which they are tried."""
 
 
 def load_head(
@@ -74,20 +74,20 @@ def load_head(
     taps: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> DraftHead:
-    """Load a draft head, whatever its format: it is recognised by config.json and the names of the tensors.
+    """Load a draft head; its format is recognised by config.json and the names of the tensors.
 
     Args:
-        path_or_id: a folder, or a repository of the Hub.
+        path_or_id: a folder, or the id of a Hub repository.
         revision, token, subfolder, cache_dir: as for `from_pretrained`.
         taps: `hidden_states` indices of the target to read, instead of those that the checkpoint names.
-        dtype: of the head; None takes that of the file.
+        dtype: of the head; None for the dtype of the file.
 
     Returns:
-        the head, on the CPU, frozen, in evaluation mode; `head.attach(target)` makes it ready to draft.
+        The head, on the CPU, frozen, in evaluation mode; `head.attach(target)` makes it ready to draft.
 
     Raises:
         FileNotFoundError: if there is no such folder or repository.
-        ValueError: if the format is not known, or a file is damaged or contradicts itself.
+        ValueError: if the format is unknown, or a file is damaged or inconsistent.
     """
     checkpoint = open_checkpoint(Source(str(path_or_id), revision, token, subfolder, _text(cache_dir)))
     chosen = None if taps is None else tuple(taps)
@@ -101,7 +101,7 @@ def head_format(checkpoint: Checkpoint) -> Format:
     """The format of a checkpoint.
 
     Raises:
-        ValueError: naming the known ones, if it is none of them.
+        ValueError: if it is unknown; the message names the known formats.
     """
     kind = speculators_type(checkpoint)
     if is_medusa(checkpoint):

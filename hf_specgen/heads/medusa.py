@@ -5,9 +5,9 @@
                                           ├─► head 1 ─► output matrix ─► token t+3
                                           └─► …
 
-All heads share the target's output matrix unless a checkpoint has one for each. For an 8B Llama (hidden size 4,096,
-vocabulary 128,256) five output matrices are 2.6 billion parameters; five heads of one layer that share the target's
-are 84 million.
+All heads share the target's output matrix unless the checkpoint has one per head. For an 8B Llama (hidden size 4,096,
+vocabulary 128,256) five output matrices have 2.6 billion parameters; five one-layer heads that share the target's have
+84 million.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section
 2.1; for `reads_token` Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024).
@@ -27,7 +27,7 @@ from hf_specgen.target.model_parts import output_matrix
 
 
 class MedusaConfig(PreTrainedConfig):
-    """The shape of a set of heads, and what was measured of them.
+    """Configuration of a set of Medusa heads, with their measured acceptance.
 
     Args:
         hidden_size: width of the target's hidden state.
@@ -35,7 +35,7 @@ class MedusaConfig(PreTrainedConfig):
         num_heads: head h predicts the token h + 2 positions after the one whose hidden state it reads.
         num_layers: residual blocks in each head.
         own_outputs: whether each head has its own output matrix instead of the target's.
-        reads_token: whether the heads also read the next token, which the target has chosen (as in Hydra).
+        reads_token: whether the embedding of the next token, which the target has chosen, is an input (as in Hydra).
         lora_rank: rank of a PEFT adapter in the folder `lora`, on each head's copy of the output matrix; 0: none.
         base: the target that the heads were trained for, see `hf_specgen.heads.compatibility`.
         acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `hf_specgen.heads.acceptance`.
@@ -78,7 +78,7 @@ class MedusaConfig(PreTrainedConfig):
 
 
 class ResidualBlock(nn.Module):
-    """`x + SiLU(Linear(x))`, layer after layer; the identity if all weights are zero."""
+    """Layers of `x + SiLU(Linear(x))`; the identity if all weights are zero."""
 
     def __init__(self, hidden_size: int, num_layers: int):
         super().__init__()
@@ -91,7 +91,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(PreTrainedModel):
-    """A set of Medusa heads. New heads predict the target's own next token.
+    """A set of Medusa heads; new heads are initialised to predict the target's own next token.
 
     It is saved, loaded and pushed to the Hub like any Transformers model; `hf_specgen.heads.load_medusa` also reads the
     formats of the original Medusa, TGI and vLLM.
@@ -121,7 +121,7 @@ class MedusaHeads(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Zeros; `from_target` copies the output matrices."""
+        """Initialise with zeros; `from_target` copies the output matrices."""
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.weight)
             if module.bias is not None:
@@ -132,7 +132,7 @@ class MedusaHeads(PreTrainedModel):
         """New heads for a target, in float32 on its device.
 
         Args:
-            target: the model that they will draft for.
+            target: the model that the heads will draft for.
             tokenizer: its chat template becomes part of the fingerprint.
             shape: fields of `MedusaConfig` that differ from its defaults.
 
@@ -144,16 +144,19 @@ class MedusaHeads(PreTrainedModel):
         heads = cls(MedusaConfig(**sizes, base=fingerprint(target, tokenizer), **shape))
         if heads.config.own_outputs:
             if matrix.bias is not None:
-                raise ValueError("the target's output matrix has a bias, and heads' own matrices have none; share it")
+                raise ValueError(
+                    "the target's output matrix has a bias, which the heads' own matrices cannot copy; "
+                    "use own_outputs=False"
+                )
             for head in heads.lm_heads:
                 cast(nn.Linear, head).weight.data.copy_(matrix.weight)
         return cast(MedusaHeads, cast(Any, heads).to(matrix.weight.device))
 
     def forward(self, hidden: torch.Tensor, token: torch.Tensor | None = None) -> torch.Tensor:
-        """The hidden states that the output matrices read.
+        """The hidden state of each head, the input of its output matrix.
 
         Args:
-            hidden: `[..., hidden]` what the target's output matrix read when it predicted the next token.
+            hidden: `[..., hidden]` the input of the target's output matrix when it predicted the next token.
             token: `[..., hidden]` the target's embedding of that next token, for heads with `reads_token`.
 
         Returns:
@@ -165,7 +168,7 @@ class MedusaHeads(PreTrainedModel):
         """`[..., hidden]`, the hidden state of one head."""
         if self.config.reads_token:
             if token is None:
-                raise ValueError("these heads read the next token too (reads_token=True); give its embedding")
+                raise ValueError("these heads also read the next token (reads_token=True); pass its embedding as token")
             hidden = hidden + self.token_maps[head](token)
         return cast(torch.Tensor, self.blocks[head](hidden))
 

@@ -1,7 +1,7 @@
-"""Runs an EAGLE head over a batch: over text with the target's hidden states, then over draft nodes with its own.
+"""Runs an EAGLE head over a batch: over accepted tokens with the target's hidden states, over draft nodes with its own.
 
-The cache holds entries of true features only. What is computed for draft nodes lies behind them and is dropped before
-the next text is read: accepted tokens are read again, with the features that the target has computed for them.
+The cache keeps only entries computed from the target's features. Entries of draft nodes are appended after them and
+dropped before the next `read`, which processes accepted tokens with the features that the target has computed for them.
 
     position           i-1      i             i+1            i+2
     feature            f(i-1)   f(i)          h(i)           h(i+1)       f: the target's, h: the head's own output
@@ -27,20 +27,20 @@ from hf_specgen.target.cache import RaggedCache
 from hf_specgen.tree import DraftTree
 
 READ_CHUNK = 512
-"""Positions read in one pass: the mask of a pass then grows linearly with the text."""
+"""Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""
 
 
 class HeadReader:
     """The state of an EAGLE head in one call.
 
     Args:
-        attached: the head on its target.
+        attached: the head, attached to its target.
         batch: number of rows.
 
     Attributes:
-        cache: keys and values; of row b the first `lengths[b]` slots belong to the text.
-        lengths: positions of the text that each row has read.
-        last: the head's output at the last position of each row's text, both parts `[batch, 1, hidden]`.
+        cache: keys and values; the first `lengths[b]` slots of row b are of accepted tokens, others of draft nodes.
+        lengths: positions of each row that have been read.
+        last: the head's output at the last of these, both parts `[batch, 1, hidden]`.
     """
 
     last: HeadOutput
@@ -62,15 +62,15 @@ class HeadReader:
         next_tokens: Sequence[Sequence[int]],
         needed: Sequence[bool] | None = None,
     ) -> HeadOutput:
-        """Read new positions of each row's text; what was computed for draft nodes is dropped.
+        """Run the head on new accepted positions of each row; cache entries of draft nodes are dropped.
 
         Args:
             features: for each row `[new, taps * target_hidden]`; rows may have different numbers of them, or none.
             next_tokens: for each row the token after each of these positions.
-            needed: the rows that are still to be read, now or later; the others are dropped. None: all.
+            needed: the rows that will be read, now or later; the others are dropped. None: all.
 
         Returns:
-            the output at the last position of each row's text; zeros for rows that were dropped.
+            The output at the last position of each row; zeros for rows that were dropped.
         """
         if needed is not None:
             self._drop(needed)
@@ -101,7 +101,7 @@ class HeadReader:
         return cast(HeadOutput, head(self.attached.embed(tokens), hidden, positions, mask, self.cache))
 
     def _advance(self, output: HeadOutput, new: Sequence[int]) -> None:
-        """Keep of a pass the first `new[b]` positions of row b."""
+        """Keep the first `new[b]` positions of row b of a pass."""
         self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
         self.cache.set_lengths(self.lengths)
         rows = torch.arange(len(new), device=self._like.device)
@@ -113,21 +113,21 @@ class HeadReader:
         self.last = HeadOutput(*reached)
 
     def expand(self, tree: DraftTree, new: int) -> HeadOutput:
-        """Read draft nodes, with the head's own output at their parents in place of the target's features.
+        """Run the head on draft nodes, with its own output at their parents in place of the target's features.
 
         Args:
-            tree: all nodes that were expanded since the last `read`; the same number in every row.
-            new: how many of them, at the end, are to be read now.
+            tree: all nodes since the last `read`; the same number in every row.
+            new: number of new nodes, the last ones of the tree.
 
         Returns:
-            the output at each of them, both parts `[batch, new, hidden]`; zeros for rows that were dropped.
+            The output at each new node, both parts `[batch, new, hidden]`; zeros for rows that were dropped.
         """
         tree = tree.select(self._active.rows)
         device, known = self._like.device, tree.nodes - new
         rows = torch.arange(tree.batch, device=device)[:, None]
         parents = torch.tensor(tree.parents, device=device)[:, known:]
         depths = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=device)
-        # The root, depth 0, is the last position of the text.
+        # The root, depth 0, is the last position read.
         roots = torch.tensor(self.lengths, device=device) - 1
         layout = masks.StepLayout(
             roots, depths, masks.ancestors(tree, device), visible=None, width=max(self.lengths) + tree.nodes

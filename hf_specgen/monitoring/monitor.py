@@ -1,4 +1,4 @@
-"""Monitors of running calls: statistics over a window of steps, a histogram, counters for a dashboard."""
+"""Monitors of running calls: statistics over a window of steps, a histogram, Prometheus counters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Monitor(ABC):
 
     @abstractmethod
     def start(self, call: Call) -> MonitorSession:
-        """Begin a call."""
+        """Return the session of a call."""
 
 
 class SpeculationMonitor(Monitor):
@@ -43,8 +43,8 @@ class SpeculationMonitor(Monitor):
     Logs one line per call at level INFO to the logger "hf_specgen". Subclass it and extend `record` for more.
 
     Args:
-        window: number of row steps in the window.
-        timeline: number of steps that are kept for the plot.
+        window: number of row steps (one row in one step) in the window.
+        timeline: number of steps kept for the plot.
         prometheus: count in `prometheus_client` under vLLM's names: `spec_decode_num_drafts`,
             `spec_decode_num_draft_tokens`, `spec_decode_num_accepted_tokens` and the last one per position. None counts
             if the package is installed.
@@ -100,7 +100,7 @@ class SpeculationMonitor(Monitor):
                     self._counters.add(row.drafted, row.accepted)
 
     def finish(self, call: Call) -> None:
-        """Log the statistics of a call that is over."""
+        """Log the statistics of a finished call."""
         if not logger.isEnabledFor(logging.INFO):
             return
         s, steps = call.statistics, max(1, max(map(len, call.statistics.rows)))
@@ -130,7 +130,7 @@ class SpeculationMonitor(Monitor):
 
     @property
     def mean_depth(self) -> float:
-        """Mean of the maximum depth, in the window; 0 means that nothing is drafted."""
+        """Mean of the maximum depth, in the window; 0 if nothing is drafted."""
         return sum(row[0] for row in self.window) / len(self.window) if self.window else 0.0
 
     def summary(self) -> str:

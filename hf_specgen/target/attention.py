@@ -2,7 +2,7 @@
 
 In grouped-query attention `groups` query heads share one key/value head. Given a mask, Transformers' SDPA function
 first copies keys and values once per query head, so a step over several tokens writes and reads the whole cache
-`groups` times. Here the heads of a group are folded into the query length, and keys and values are read as they are::
+`groups` times. Here the heads of a group are folded into the query length, and keys and values are not copied::
 
     query   [batch, kv_heads * groups, queries, head_dim]  ->  [batch, kv_heads, groups * queries, head_dim]
     mask    [batch, 1, queries, keys]                      ->  [batch, 1, groups * queries, keys]
@@ -10,8 +10,8 @@ first copies keys and values once per query head, so a step over several tokens 
 Attention treats the rows of a query independently, so both forms compute the same function; only rounding can differ.
 
 `grouped_attention` turns this on for the forward passes of the current thread. It changes neither a model nor its
-config: the function that the attention interface holds under "sdpa" is wrapped once, and the wrapper calls
-Transformers' own function unless the calling thread is inside of the context.
+config: the function registered as "sdpa" in the attention interface is wrapped once, and the wrapper calls
+Transformers' own function unless the calling thread is inside the context.
 
 Source: Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models" (2023), section 2.2.
 """
@@ -34,16 +34,16 @@ FOLDED_DEVICES = ("cpu", "cuda")
 """On other devices Transformers passes `enable_gqa` or converts masks itself."""
 
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
-"""Changes of the scores (logit soft cap, attention sinks, biases) and the paged cache: left to Transformers."""
+"""Arguments that change the scores (soft cap, attention sinks, biases), and the paged cache: left to Transformers."""
 
 FoldedMasks = dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 
 
 class _ThreadState(threading.local):
     folded_masks: FoldedMasks | None = None
-    """Folded masks of the current step, by mask id, groups and dtype, with the mask itself so that its id stays taken.
+    """Folded masks of the current step by mask id, groups and dtype, with the mask, so that its id is not reused.
 
-    None outside of a step.
+    None outside `grouped_attention`.
     """
 
 
@@ -133,10 +133,10 @@ def _sdpa_attention(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`grouped_sdpa` inside of `grouped_attention` where it applies, else Transformers' own function.
+    """`grouped_sdpa` inside `grouped_attention` where it applies, else Transformers' own function.
 
     A compiled model always takes the latter: a graph that reads the thread's state would be compiled a second time for
-    calls outside of the context.
+    calls outside the context.
     """
     folded_masks = None if torch.compiler.is_compiling() else _thread.folded_masks
     if folded_masks is None or args or not _is_foldable(module, query, key, attention_mask, kwargs):
@@ -166,7 +166,7 @@ def _is_foldable(
 
 
 def _folded(mask: torch.Tensor, groups: int, dtype: torch.dtype, folded_masks: FoldedMasks) -> torch.Tensor:
-    """The folded mask, made once in a step for all layers that share the mask."""
+    """The folded mask, computed once per step for all layers that share the mask."""
     key = id(mask), groups, dtype
     if key not in folded_masks:
         folded_masks[key] = mask, fold_mask(mask, groups, dtype)
@@ -174,10 +174,10 @@ def _folded(mask: torch.Tensor, groups: int, dtype: torch.dtype, folded_masks: F
 
 
 def _register() -> None:
-    """Wrap the function that the attention interface holds under "sdpa", if it is Transformers' own.
+    """Wrap the function registered as "sdpa" in the attention interface, if it is Transformers' own.
 
-    The wrapper stays: taking it out while another thread looks a function up could make `get_interface` return that
-    thread's default, the eager function.
+    The wrapper is never removed: removing it while another thread looks a function up could make `get_interface` return
+    the default, the eager function.
     """
     if AttentionInterface().get("sdpa") is sdpa_attention_forward:
         AttentionInterface.register("sdpa", _sdpa_attention)

@@ -1,44 +1,40 @@
-"""The target model as the decoding loop sees it: read the prompt, score a draft tree, keep what was accepted."""
+"""The target model in the decoding loop: prefill, forward passes over draft trees, rollback to the accepted path."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target import masks
 from hf_specgen.target.attention import grouped_attention
-from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.state_layers import has_special_layers, keeps_state, make_layers
+from hf_specgen.target.own_cache import max_slots, own_cache
+from hf_specgen.target.prompt import Prompt
+from hf_specgen.target.state_layers import keeps_state
 from hf_specgen.target.step_inputs import StepInputs
 from hf_specgen.target.step_masks import StepMasks
 from hf_specgen.target.support import last_position
 from hf_specgen.target.unread import MAX_UNREAD, UnreadTokens
 from hf_specgen.tree import DraftTree
 
-MAX_DRAFT_SLOTS = 64
-"""Slots for draft tokens beyond the maximum length of the text."""
-
 
 class Target:
     """A causal language model with a per-row cache.
 
     Args:
-        model: the model whose text is generated.
+        model: the target.
         input_ids: `[batch, prompt]`, left-padded.
         generation_config: as prepared by `generate`.
         model_kwargs: as prepared by `generate`: attention mask, positions, cache and whatever else forward takes.
 
     Raises:
-        ValueError: for a cache or inputs that speculative decoding cannot work with.
+        ValueError: for a cache or inputs that speculative decoding does not support.
     """
 
     reuses_drafter_states: bool = False
-    """Whether a step goes on from what drafting has computed for its tokens."""
+    """Whether a step starts from hidden states that drafting has computed for its tokens."""
 
     def __init__(
         self,
@@ -47,16 +43,13 @@ class Target:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
     ):
-        self.model, self._input_ids = model, input_ids
-        self._generation_config = generation_config
-        self._kwargs = model_kwargs
+        self.model = model
         self._config = model.config.get_text_config()
         self.device = compat.input_device(model)
         self._inputs = StepInputs(model, input_ids, model_kwargs)
         given = model_kwargs.get("past_key_values")
         self._given_cache = given if compat.is_user_defined(given) else None
-        self._masks = StepMasks(model, _padding(model_kwargs.get("attention_mask")))
-        self.cache = _own_cache(given, self._given_cache is not None, self._config, _max_slots(generation_config))
+        self.cache = own_cache(given, self._given_cache is not None, self._config, max_slots(generation_config))
         self._given_lengths = self.cache.lengths
         if self.cache is self._given_cache:
             self.cache.protect()
@@ -69,6 +62,8 @@ class Target:
         self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
+        self.prompt = Prompt(input_ids, generation_config, model_kwargs, self.last_position)
+        self._masks = StepMasks(model, self.prompt.padding)
 
     @property
     def rows(self) -> list[int]:
@@ -83,24 +78,21 @@ class Target:
     @property
     def batch(self) -> int:
         """Rows of the prompt."""
-        return len(self._input_ids)
+        return len(self.prompt.input_ids)
 
     @property
     def verifies_chains_only(self) -> bool:
-        """Whether a draft must be a chain: a state that follows one path cannot follow several."""
+        """Whether a draft must be a chain, as for models with a recurrent state, which cannot branch."""
         return self._unread is not None
 
     @property
     def supports_prefill_drafts(self) -> bool:
         """Whether a draft can be verified together with the prompt."""
-        mask = self._kwargs.get("attention_mask")
-        width = compat.mask_length(self._generation_config) if mask is None else mask.shape[1]
-        nothing_unread = width == self._input_ids.shape[1] <= max(self.cache.lengths, default=0)
         plain = not self._inputs.accompanies_text and self._unread is None
-        return self._generation_config.prefill_chunk_size is None and plain and not nothing_unread
+        return plain and self.prompt.takes_drafts(max(self.cache.lengths, default=0))
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
-        """Read the prompt, and a draft that was made before it was read.
+        """Run the model on the prompt, and on draft tokens that were proposed from the prompt alone.
 
         Args:
             draft: chains of draft tokens for the first positions, or an empty tree.
@@ -108,44 +100,18 @@ class Target:
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the last prompt token, then after each node.
         """
-        before = self.cache.lengths or (0,) * len(self._input_ids)
-        logits = self._read_prompt(draft)[:, -1 - draft.nodes :]
+        before = self.cache.lengths or (0,) * self.batch
+        logits = self.prompt.read(self.model, self.cache, draft)[:, -1 - draft.nodes :]
         self._prompt_was_read(before[0], draft.nodes)
         return logits
 
-    def _read_prompt(self, draft: DraftTree) -> torch.Tensor:
-        """The logits of a pass over the prompt and the columns of draft tokens behind it."""
-        kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(draft.nodes)}
-        input_ids = torch.cat([self._input_ids, draft.tokens.to(self._input_ids)], dim=1)
-        config: Any = copy.copy(self._generation_config)
-        if kwargs.get("attention_mask") is None and draft.nodes:
-            # By this length `generate` decides whether the prompt begins in the cache.
-            compat.set_mask_length(config, compat.mask_length(config) + draft.nodes)
-        outputs = compat.prefill(self.model, input_ids, config, kwargs)
-        return cast(torch.Tensor, outputs.logits)
-
-    def _longer(self, columns: int) -> dict[str, Any]:
-        """What goes with the prompt, with columns added."""
-        longer: dict[str, Any] = {}
-        if columns == 0:
-            return longer
-        mask, positions = self._kwargs.get("attention_mask"), self._kwargs["position_ids"]
-        more = positions[..., -1:] + torch.arange(1, columns + 1, device=positions.device)
-        within_table = positions[..., -1:] <= self.last_position
-        more = torch.where(within_table, more.clamp(max=self.last_position), more)
-        longer["position_ids"] = torch.cat([positions, more], dim=-1)
-        if mask is not None:
-            longer["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), columns)], dim=1)
-        if "logits_to_keep" in self._kwargs:
-            longer["logits_to_keep"] = 1 + columns
-        return longer
-
     def _prompt_was_read(self, before: int, columns: int) -> None:
-        """Note where the prompt lies in the cache, which held `before` slots; its last token counts as pending."""
+        """Record the prompt's slots in the cache, which held `before` slots; its last token counts as pending."""
         read = self.cache.lengths[0] - columns - before if self.cache.lengths else 0
-        if not 0 < read <= self._input_ids.shape[1]:
+        tokens = self.prompt.input_ids.shape[1]
+        if not 0 < read <= tokens:
             raise ValueError(
-                f"the model cached {read} positions for a prompt of {self._input_ids.shape[1]} tokens; models that add "
+                f"the model cached {read} positions for a prompt of {tokens} tokens; models that add "
                 "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
             )
         self._prompt_slots = tuple(length - columns for length in self.cache.lengths)
@@ -156,12 +122,12 @@ class Target:
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
     ) -> torch.Tensor:
-        """Score a draft.
+        """Run the model on the pending tokens and a draft.
 
         Args:
             tree: the draft.
-            pending: the last token of each row, which the target has not read yet.
-            active: the rows of which something may be kept; all if left out.
+            pending: the last token of each row, which is not in the cache yet.
+            active: the rows of which `commit` may keep something; all if left out.
 
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the pending token, then after each node.
@@ -174,18 +140,18 @@ class Target:
         return self._of_draft(logits, tree.batch)
 
     def _step_tokens(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """`[batch, 1 + nodes]` what a step reads; also notes where it begins."""
+        """`[batch, 1 + nodes]` input tokens of a step; also records the slots at which it begins."""
         self._starts = self.cache.lengths
         first = torch.as_tensor(pending, device=self.device)[:, None]
         return torch.cat([first, tree.tokens.to(self.device)], dim=1) if tree.nodes else first
 
     @property
     def _tracks_unread(self) -> bool:
-        """Whether the model has a recurrent state, which is known once the prompt has been read."""
+        """Whether the model has a recurrent state, which is known after the prefill."""
         return self._unread is not None and self.cache.has_recurrent_state
 
     def _read_unread(self) -> None:
-        """Read all unread tokens, with as few passes as rows have different numbers of them."""
+        """Run the model on all unread tokens; one pass for each different number of them."""
         assert self._unread is not None
         while any(self._unread.tokens):
             rows = self._unread.to_read()
@@ -197,14 +163,14 @@ class Target:
             self.cache.keep_accepted(self._starts, [kept[row] for row in self._present])
 
     def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
-        """Score further nodes of a tree whose root and first nodes have been read: for drafters that expand a tree.
+        """Run the model on further nodes of a tree whose root and first nodes are cached: for draft models.
 
         The root is the last token in the cache before the first `grow` of a tree. `commit` then keeps a path.
 
         Args:
             tree: all nodes so far.
-            new: how many of them, at the end, are to be read; the same number in every row.
-            active: the rows of which something may be kept; all if left out.
+            new: number of new nodes, the last ones of the tree; the same in every row.
+            active: the rows of which `commit` may keep something; all if left out.
 
         Returns:
             `[batch, new, vocab]` logits after each of them.
@@ -215,7 +181,7 @@ class Target:
         return self._for_all_rows(self._run(self.model, tree, inputs, active, cached).logits, tree.batch)
 
     def _of_draft(self, values: torch.Tensor, batch: int) -> torch.Tensor:
-        """Results of a pass `[present, …]` to `[batch, 1 + nodes, …]` of the pending token and the draft."""
+        """Results of a pass, `[present, …]`, as `[batch, 1 + nodes, …]` of the pending token and the draft."""
         values = self._for_all_rows(values, batch)
         return self._unread.align(values) if self._tracks_unread and self._unread is not None else values
 
@@ -238,9 +204,9 @@ class Target:
         """One pass of the model, or of a part of it, over the pending token and the nodes of a tree.
 
         Args:
-            module: what is run.
-            tree, inputs, active: of all rows; only those that are present take part.
-            cached: how many of the pending token and the first nodes are in the cache already; inputs are the others.
+            module: the model or the part to run.
+            tree, inputs, active: of all rows; dropped rows take no part.
+            cached: how many of the pending token and the first nodes are in the cache already; `inputs` has the others.
 
         Returns:
             the module's output for the rows that are present.
@@ -252,11 +218,11 @@ class Target:
         lengths = tuple(length - cached for length in self.cache.lengths)
         bases = [length + offset for length, offset in zip(lengths, self._offsets, strict=True)]
         if active is not None:
-            # A row that has come to its end may stand behind a table of positions, where a model would raise.
+            # The positions of an ended row may exceed the model's position table, where a model would raise.
             kept = [active[row] for row in self._present]
             bases = [base if keeps else min(base, self.last_position) for base, keeps in zip(bases, kept, strict=True)]
         positions = torch.tensor(bases, device=self.device)[:, None] + depth[:, cached:]
-        if cached:  # nodes that fill up a row may stand behind a table of positions; their results are ignored
+        if cached:  # padding nodes may exceed the position table; their results are ignored
             ends = [self.last_position if base <= self.last_position else 2**31 for base in bases]
             positions = positions.minimum(torch.tensor(ends, device=self.device)[:, None])
         with grouped_attention():
@@ -277,13 +243,13 @@ class Target:
         self.cache.keep_accepted(self._starts, [paths[row] for row in self._present])
 
     def rewind(self, read: Sequence[int]) -> None:
-        """Keep of each row the prompt and the first `read` generated tokens."""
+        """Cut the cache of each row to the prompt and the first `read` generated tokens."""
         kept = [read[row] for row in self._present]
         lengths = [first + n for first, n in zip(self._prompt_slots, kept, strict=True)]
         self.cache.set_lengths(self._reachable(lengths) if self._tracks_unread else lengths)
 
     def _reachable(self, lengths: Sequence[int]) -> list[int]:
-        """Where a recurrent state can return to, before these lengths or at them; the tokens between stay unread."""
+        """The largest lengths up to these that a recurrent state can return to; the tokens between become unread."""
         assert self._unread is not None
         if self._unread.is_in_pass:
             self.commit([None] * self.batch)
@@ -295,10 +261,9 @@ class Target:
         return reachable
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
-        """Remove rows that have ended from the batch, once enough of them have.
+        """Remove ended rows from the batch, with their part of the cache, once enough rows have ended.
 
         That is a quarter of them, or half of the last four: in float32 on two cores three rows take longer than four.
-        Their part of the cache is lost.
         """
         places = [place for place, row in enumerate(self._present) if needed[row]]
         rows, ended = len(self._present), len(self._present) - len(places)
@@ -312,10 +277,10 @@ class Target:
         self.cache.batch_select_indices(torch.tensor(places))
 
     def finish(self) -> Any:
-        """Hand the cache back: the user's own object if one was given, with the new text in it.
+        """Return the cache with the generated tokens: the user's own object if one was given.
 
-        None where a recurrent state has read more than the text, because a stopping criterion cut off what was
-        accepted in an earlier step.
+        None where a recurrent state contains tokens beyond the output, because a stopping criterion cut off tokens
+        that were accepted in an earlier step.
         """
         if self._tracks_unread:
             self._read_unread()
@@ -327,7 +292,7 @@ class Target:
         return self.cache
 
     def abandon(self) -> None:
-        """After an exception: leave a cache that the user gave as it was."""
+        """After an exception: restore a cache that the user gave."""
         if self.cache is self._given_cache:
             self.cache.set_lengths(self._given_lengths or (0,) * len(self.cache.lengths))
 
@@ -335,30 +300,3 @@ class Target:
     def returns_cache(self) -> bool:
         """Whether the user can see the cache after the call even if only tokens are returned."""
         return self._given_cache is not None
-
-
-def _own_cache(given: Any, user_owned: bool, config: Any, max_slots: int | None) -> RaggedCache:
-    if isinstance(given, RaggedCache):
-        return given
-    copied = given is not None and user_owned and given.get_seq_length() and has_special_layers(config)
-    if given is None or (type(given) is DynamicCache and not given.offloading and not copied):
-        if given is not None and user_owned and not has_special_layers(config):
-            return RaggedCache.from_dynamic(given, max_slots)
-        if has_special_layers(config):
-            return RaggedCache(layers=make_layers(config, max_slots))
-        return RaggedCache(masks.layer_windows(config), max_slots)
-    raise ValueError(
-        f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
-        f"not with {type(given).__name__}; leave past_key_values and cache_implementation unset"
-    )
-
-
-def _max_slots(config: GenerationConfig) -> int | None:
-    """The number of cache slots that a call can fill: its maximum length and a draft behind it."""
-    return None if config.max_length is None else int(config.max_length) + MAX_DRAFT_SLOTS
-
-
-def _padding(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-    if attention_mask is None or bool((attention_mask != 0).all()):
-        return None
-    return attention_mask != 0

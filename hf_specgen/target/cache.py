@@ -1,9 +1,9 @@
-"""A key/value cache whose rows have lengths of their own.
+"""A key/value cache with a separate length for each row.
 
 Transformers' `DynamicCache` keeps all rows equally long and copies everything at each step. Here each layer is a buffer
-with some spare slots, and each row knows how many of its slots are filled. A step writes the tokens of its draft behind
-them; what is rejected is overwritten by the next step, so rows of a batch accept different numbers of tokens without
-re-alignment. Sliding-window layers drop the slots that no row can see any more.
+with some spare slots, and a number of filled slots per row. A step appends its tokens; the next step overwrites those
+that were rejected, so rows of a batch accept different numbers of tokens without re-alignment. Sliding-window layers
+drop the slots that are outside the window of every row.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 MIN_SPARE_SLOTS, SPARE_SHARE = 64, 1 / 32
-"""A buffer that grows gets this many spare slots, or this share of its length: peak memory stays within 1.05 of a cache
-without spare slots from 2,000 tokens on, and a slot is copied 32 times at most."""
+"""A buffer that grows gets this many spare slots, or this share of its length: peak memory is at most 1.05 times that
+of a cache without spare slots from 2,000 tokens on, and a slot is copied 32 times at most."""
 MAX_STEP_TOKENS, MAX_ROLLBACK = 256, 64
-"""What a rollback may remove: the tokens of one step, and what a stopping criterion cuts off an accepted block."""
+"""Tokens that a rollback may remove: those of one step, and accepted ones that a stopping criterion cuts off."""
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -41,13 +41,13 @@ class RaggedLayer(CacheLayerMixin):
         self.window, self.max_slots = window, max_slots
         self.is_sliding = window is not None
         self.protected: int | None = None
-        """A length that the layer must be able to return to, if a user owns the cache."""
+        """A length that the layer must be able to roll back to, if a user owns the cache."""
         self.lengths: tuple[int, ...] = ()
         self.first = 0
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """What is rolled back by itself: the layer, and states that it holds beside keys and values."""
+        """The parts that are rolled back separately: the layer, and any states beside its keys and values."""
         return (self,)
 
     @property
@@ -65,7 +65,7 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[batch, heads, new, head_dim]` states behind each row; returns all slots up to the longest row."""
+        """Append `[batch, heads, new, head_dim]` states to each row; returns all slots up to the longest row."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != len(self.lengths):
@@ -98,7 +98,7 @@ class RaggedLayer(CacheLayerMixin):
             self.values = _resized(self.values, 0, capacity)
 
     def _drop_invisible(self, committed: int) -> None:
-        """Drop slots of a sliding window that no later query can see, for rows of at least `committed` kept slots."""
+        """Drop slots outside the sliding window of every later query, if each row keeps at least `committed` slots."""
         if self.window is None or self.keys is None or self.values is None:
             return
         reachable = (
@@ -162,7 +162,7 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class RaggedCache(Cache):
-    """The cache that speculative decoding works on; also an ordinary `Cache` for any forward pass of the model.
+    """The cache used for speculative decoding; also an ordinary `Cache` for any forward pass of the model.
 
     Example:
         >>> cache = RaggedCache()
@@ -176,9 +176,9 @@ class RaggedCache(Cache):
     ) -> None:
         """
         Args:
-            windows: the sliding window of each layer, None for full attention; layers beyond have none.
+            windows: the sliding window of each layer, None for full attention; further layers have full attention.
             max_slots: the number of slots that the call can fill, if known.
-            layers: the layers themselves, for models that need others (`hf_specgen.target.state_layers`).
+            layers: the layers themselves, for models with recurrent states (`hf_specgen.target.state_layers`).
         """
         given = [RaggedLayer(window, max_slots) for window in windows] if layers is None else list(layers)
         super().__init__(layers=given)
@@ -190,27 +190,28 @@ class RaggedCache(Cache):
         return max((part.first for part in self._filled if isinstance(part, RaggedLayer)), default=0)
 
     def protect(self) -> None:
-        """Keep what a return to the present lengths needs."""
+        """Keep all slots that a rollback to the present lengths needs."""
         for part in self._filled:
             part.protected = min(part.lengths)
 
     @property
     def _filled(self) -> list[Any]:
-        """What is rolled back, as far as something was written to it."""
+        """The parts that something has been written to."""
         parts = [part for layer in self.layers for part in getattr(layer, "parts", ())]
         return [part for part in parts if part.is_initialized]
 
     @property
     def has_recurrent_state(self) -> bool:
-        """Whether there is a state that can only return to where the last pass began."""
+        """Whether there is a state that can only be rolled back to the start of the last pass."""
         return any(getattr(part, "has_recurrent_state", False) for part in self._filled)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The length of the longest row; also of a cache without attention layers."""
-        return max(self.lengths, default=0)
+        """The length of the longest row in a layer; of a layer without attention, in the cache."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer.get_seq_length() if isinstance(layer, RaggedLayer) else max(self.lengths, default=0)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """A copy of the state: kernels may overwrite it, and a rollback needs it."""
+        """A copy of the state, since kernels may overwrite it and a rollback needs it."""
         state = super().get_recurrent_state(layer_idx, state_idx)
         return None if state is None else state.clone()
 
@@ -225,7 +226,7 @@ class RaggedCache(Cache):
             part.set_lengths(lengths)
 
     def keep_accepted(self, starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
-        """Keep of the step that began at slots `starts` the pending token and the accepted path of each row.
+        """Of the step that began at slots `starts`, keep the pending token and the accepted path of each row.
 
         Draft node ``i`` of row b lies in slot ``starts[b] + 1 + i``. The accepted nodes are moved to directly follow
         the pending token, unless they lie there already (as in every chain). A row whose path is None keeps nothing.
@@ -240,9 +241,9 @@ class RaggedCache(Cache):
 
     @classmethod
     def from_dynamic(cls, cache: DynamicCache, max_slots: int | None = None) -> RaggedCache:
-        """Copy a `DynamicCache` that holds a common length for all rows; the original is left unchanged.
+        """Copy a `DynamicCache`, whose rows have equal lengths; the original is left unchanged.
 
-        A sliding-window layer holds its window only: its older slots count as dropped.
+        Its sliding-window layers contain only the window: older slots count as dropped.
         """
         result = cls(max_slots=max_slots)
         for index, given in enumerate(cache.layers):
@@ -261,7 +262,7 @@ class RaggedCache(Cache):
         return result
 
     def to_dynamic(self, cache: DynamicCache) -> None:
-        """Write everything back into the `DynamicCache` that this one was copied from."""
+        """Write the contents back into the `DynamicCache` that this one was copied from."""
         while len(cache.layers) < len(self.layers):
             cache.layers.append(DynamicLayer())
         pairs: Any = zip(cache.layers, self.layers, strict=True)
@@ -282,7 +283,7 @@ def _resized(buffer: torch.Tensor, dropped: int, capacity: int) -> torch.Tensor:
     """The slots of a buffer from `dropped` on, in a new buffer of `capacity` slots."""
     batch, heads, slots, head_dim = buffer.shape
     kept = min(slots - dropped, capacity)
-    # Zeros, since slots that nothing was written to are masked, but 0 * nan is nan.
+    # Zeros: unwritten slots are masked, but a weight of 0 times NaN is NaN.
     resized = buffer.new_zeros(batch, heads, capacity, head_dim)
     resized[:, :, :kept] = buffer[:, :, dropped : dropped + kept]
     return resized
@@ -291,7 +292,7 @@ def _resized(buffer: torch.Tensor, dropped: int, capacity: int) -> torch.Tensor:
 def _moves(
     rows: list[int], starts: Sequence[int], paths: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows `[moved, 1]`, source and destination slots `[moved, longest path]`; shorter paths end in idle moves."""
+    """Rows `[moved, 1]`, source and destination slots `[moved, longest path]`; shorter paths get no-op moves."""
     longest = max(map(len, paths))
     sources, destinations = [], []
     for row, path in zip(rows, paths, strict=True):
@@ -303,6 +304,6 @@ def _moves(
 
 @lru_cache(maxsize=8)
 def _slots(starts: tuple[int, ...], new: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index tensors `[batch, 1]` and `[batch, new]` of the slots behind each row; shared by all layers of a step."""
+    """Index tensors `[batch, 1]` and `[batch, new]` of the slots after each row; shared by all layers of a step."""
     slots = torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)
     return torch.arange(len(starts), device=device)[:, None], slots

@@ -1,7 +1,7 @@
 """Attention masks of chain drafts, cut from a template instead of being computed in every step.
 
 In a chain, query i of a row with `length` cached slots sees the slots 0 to `length + i`, or the last `window` of them.
-So all rows and all steps show the same diagonal band, only shifted. The template holds it once, with the columns
+So the masks of all rows and steps are the same diagonal band, shifted. The template holds it once, with the columns
 numbered relative to the cached length; the mask of a row is a slice that starts `length` columns before column 0::
 
     column    -4 -3 -2 -1  0  1  2  3
@@ -38,7 +38,7 @@ class ChainMasks:
 
     def __init__(self, device: torch.device, window: int | None = None):
         self._device, self._window = device, window
-        self._before, self._after, self._queries = 0, 0, 0  # columns before and from column 0 on, and lines
+        self._before, self._after, self._queries = 0, 0, 0  # columns before and from column 0 on, and queries
         self._template = torch.empty(0, 0, dtype=torch.bool, device=device)
 
     def cut(self, lengths: Sequence[int], queries: int, visible: torch.Tensor | None = None) -> torch.Tensor:
@@ -50,8 +50,8 @@ class ChainMasks:
             visible: `[batch, slots]` bool, False for padding among the cached slots; None if there is none.
 
         Returns:
-            `[batch, 1, queries, max(lengths) + queries]` bool, True where the key is seen; one mask for all rows,
-            `[1, 1, …]`, if they are equally long and have no padding.
+            `[batch, 1, queries, max(lengths) + queries]` bool, True where the query attends to the key; one mask for
+            all rows, `[1, 1, …]`, if they are equally long and have no padding.
         """
         width = max(lengths) + queries
         self._reserve(max(lengths), width - min(lengths), queries)
@@ -63,7 +63,7 @@ class ChainMasks:
         return masks
 
     def is_all_seen(self, lengths: Sequence[int], queries: int) -> bool:
-        """Whether a mask without padding would hide nothing, so that none is needed."""
+        """Whether the mask of rows without padding is True everywhere, so that none is needed."""
         longest = max(lengths)
         fits = self._window is None or longest < self._window
         return queries == 1 and min(lengths) == longest and fits
@@ -73,7 +73,7 @@ class ChainMasks:
         return self._template[:queries, first : first + width]
 
     def _reserve(self, before: int, after: int, queries: int) -> None:
-        """Make the template large enough; what is too small at least doubles."""
+        """Make the template large enough; each dimension that is too small at least doubles."""
         if before <= self._before and after <= self._after and queries <= self._queries:
             return
         self._before = _grown(self._before, before)

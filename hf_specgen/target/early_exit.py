@@ -1,7 +1,7 @@
-"""A target that runs in two halves: its first layers draft, the rest verifies what they made. One cache for both.
+"""A target for self-speculative decoding: its first layers draft, the others verify, and both share one cache.
 
-Drafting a token runs layers 0 to E-1 on it, which write their own keys and values where they belong, and keeps the
-state that goes into layer E. Verification starts from those states: nothing of the first layers is computed twice.
+Drafting a token runs layers 0 to E-1 on it, which write their keys and values to the cache, and keeps the hidden state
+that is the input of layer E. Verification starts from those states, so the first layers run once per token.
 
     draft:   embed ─► layer 0 … E-1 ─┬─► norm ─► head ─► draft token
                                      └─ kept
@@ -33,7 +33,7 @@ IN_USE = (
 
 
 class EarlyExitTarget(Target):
-    """A `Target` whose first layers can run by themselves.
+    """A `Target` whose first layers can run separately.
 
     Args:
         model, input_ids, generation_config, model_kwargs: as for `Target`.
@@ -61,15 +61,15 @@ class EarlyExitTarget(Target):
         self._before_prompt: tuple[int, ...] = ()
 
     def prefill_early(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the first layers on the prompt: the first draft goes on from there.
+        """Run the first layers on the prompt, for drafting during prefill.
 
         Returns:
-            `[batch, 1, hidden]` the state that goes into layer E at the last token, and `[batch, 1, vocab]` the logits
-            that follow from it.
+            `[batch, 1, hidden]` the input of layer E at the last token, and `[batch, 1, vocab]` the logits that the
+            model's own norm and head compute from it.
         """
-        self._before_prompt = self.cache.lengths or (0,) * len(self._input_ids)
-        with self._passing(self._last), self._noting_form():
-            logits = self._read_prompt(DraftTree.empty(len(self._input_ids)))
+        self._before_prompt = self.cache.lengths or (0,) * self.batch
+        with self._passing(self._last), self._detecting_output_type():
+            logits = self.prompt.read(self.model, self.cache, DraftTree.empty(self.batch))
         self._prompt_was_read(self._before_prompt[0], 0)
         seen = self._pass_through[self._last[0]].seen
         assert seen is not None
@@ -77,13 +77,13 @@ class EarlyExitTarget(Target):
         return seen[:, -1:], logits[:, -1:]
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
-        """Read the prompt and the draft tokens behind it, from the states that drafting has left, if it has."""
+        """`Target.prefill`, starting from the states that `prefill_early` and drafting have kept, if any."""
         if not self._states:
-            with self._noting_form():
+            with self._detecting_output_type():
                 return super().prefill(draft)
         states = self._take_states(draft)  # [batch, prompt + nodes, hidden]
         self.cache.set_lengths(self._before_prompt)
-        kwargs = {**self._kwargs, "past_key_values": self.cache, **self._longer(draft.nodes)}
+        kwargs = {**self.prompt.kwargs, "past_key_values": self.cache, **self.prompt.longer(draft.nodes)}
         kwargs["position_ids"] = kwargs["position_ids"][..., -states.shape[1] :]
         with self._passing(self._first):
             return self.model(inputs_embeds=states, return_dict=True, **kwargs).logits[:, -1 - draft.nodes :]
@@ -93,10 +93,10 @@ class EarlyExitTarget(Target):
 
         Args:
             tokens: `[batch]`.
-            with_logits: whether the model's own final norm and head are wanted.
+            with_logits: whether to run the model's own final norm and head.
 
         Returns:
-            `[batch, 1, hidden]` the state that goes into layer E, and `[batch, 1, vocab]` the logits that follow.
+            `[batch, 1, hidden]` the input of layer E, and `[batch, 1, vocab]` the logits computed from it.
         """
         self._starts = self.cache.lengths
         return self._early(DraftTree.empty(len(tokens)), tokens.to(self.device)[:, None], 0, with_logits)
@@ -108,7 +108,7 @@ class EarlyExitTarget(Target):
 
         Args:
             tree: all nodes so far.
-            new: how many of them, at the end, are to be run; the same number in every row.
+            new: number of new nodes, the last ones of the tree; the same in every row.
             with_logits: as for `run_early`.
 
         Returns:
@@ -132,9 +132,9 @@ class EarlyExitTarget(Target):
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
     ) -> torch.Tensor:
-        """Score a draft, starting from the states that drafting has left.
+        """`Target.forward`, starting from the states that drafting has kept.
 
-        The first nodes of the tree must be those that the first layers have been run on, in the same order.
+        The first nodes of the tree must be those that the first layers have run on, in the same order.
         """
         if not self._states:
             return super().forward(tree, pending, active)
@@ -144,14 +144,14 @@ class EarlyExitTarget(Target):
             return self._for_all_rows(self._run(self.model, tree, {"inputs_embeds": states}, active).logits, tree.batch)
 
     def _within_table(self, batch: int) -> list[bool]:
-        """Rows that one more token can be drafted for: a draft ends where the table of positions does."""
+        """Rows for which one more token can be drafted within the model's position table."""
         within = [True] * batch
         for row, start, now, offset in zip(self._present, self._starts, self.cache.lengths, self._offsets, strict=True):
             within[row] = not start + offset <= self.last_position < now + offset
         return within
 
     def _take_states(self, tree: DraftTree) -> torch.Tensor:
-        """The states of everything up to the last node; runs the first layers on the nodes that they have not seen."""
+        """The kept states of all tokens; runs the first layers on those nodes that have none yet."""
         drafted = sum(states.shape[1] for states in self._states[1:])
         if drafted < tree.nodes:
             self.grow_early(tree, tree.nodes - drafted, with_logits=False)
@@ -164,14 +164,14 @@ class EarlyExitTarget(Target):
         super().abandon()
 
     @contextmanager
-    def _noting_form(self) -> Iterator[None]:
-        """See in what form the layers return their state."""
+    def _detecting_output_type(self) -> Iterator[None]:
+        """Detect whether the layers return a tensor or a tuple."""
 
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            for stand_in in self._pass_through:
-                stand_in.returns_tuple = isinstance(output, tuple)
+        def detect(module: nn.Module, args: Any, output: Any) -> None:
+            for replacement in self._pass_through:
+                replacement.returns_tuple = isinstance(output, tuple)
 
-        handle = self._layers[0].register_forward_hook(look)
+        handle = self._layers[0].register_forward_hook(detect)
         try:
             yield
         finally:
@@ -179,7 +179,7 @@ class EarlyExitTarget(Target):
 
     @contextmanager
     def _passing(self, indices: range) -> Iterator[None]:
-        """Replace these layers by modules that return their input. The list keeps its length and its indices."""
+        """Replace these layers by modules that return their input; the other layers keep their indices."""
         originals = [self._layers[index] for index in indices]
         if any(isinstance(layer, _PassThrough) for layer in originals):
             raise RuntimeError(IN_USE)
@@ -194,7 +194,7 @@ class EarlyExitTarget(Target):
 
 
 class _PassThrough(nn.Module):
-    """Takes the place of a layer and returns its input in the layer's own form; other attributes are the layer's."""
+    """Replaces a layer: returns its input, as a tensor or tuple like the layer; other attributes are the layer's."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -217,10 +217,10 @@ class _PassThrough(nn.Module):
 
 
 def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
-    """The decoder layers of a model that has a layer `exit_layer`; `check_computation` tells if it can be divided.
+    """The decoder layers of a model that has a layer `exit_layer`; `check_computation` tests that it can be divided.
 
     Raises:
-        ValueError: one sentence on why it cannot.
+        ValueError: if the layers have recurrent states, or there is no such layer.
     """
     layers = decoder_layers(model)
     if keeps_state(model.config.get_text_config()):

@@ -1,4 +1,4 @@
-"""A target that keeps hidden states of its own forward passes, for draft heads that read them."""
+"""A target that captures hidden states in its forward passes, for draft heads that take them as input."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class HiddenStateTarget(Target):
 
     Args:
         model, input_ids, generation_config, model_kwargs: as for `Target`.
-        taps: which states, as in `TargetRequirements`.
+        taps: which states to capture, as in `TargetRequirements`.
 
     Attributes:
-        states: `[batch, taps * hidden]` the captured states at the position that each row's last token was chosen
-            from, in the order of the taps.
-        pass_states: `[batch, positions, taps * hidden]` those of the last forward pass: of all prompt positions that
-            were read (and the draft behind them), or of the pending token and the draft nodes.
+        states: `[batch, taps * hidden]` the captured states at the position whose logits chose each row's last token,
+            in the order of the taps.
+        pass_states: `[batch, positions, taps * hidden]` those of the last forward pass: of the prompt positions (and
+            the draft after them), or of the pending token and the draft nodes.
 
     Raises:
         ValueError: if the model has no linear output matrix or no list of decoder layers to capture from.
@@ -80,14 +80,14 @@ class HiddenStateTarget(Target):
         return _columns(self.states, self._indices, taps)
 
     def committed_states(self, taps: Sequence[int]) -> list[torch.Tensor]:
-        """The states of what the last `commit` kept of the last pass: what a draft head reads of each step.
+        """The captured states of the tokens that the last `commit` kept: a draft head's input after each step.
 
         Args:
             taps: which of the captured states, and in which order.
 
         Returns:
-            for each row `[kept, taps * hidden]`: after prefill the prompt's columns (padding included) and the accepted
-            nodes; after a step the pending token and the accepted nodes; nothing of a row that took no part.
+            For each row `[kept, taps * hidden]`: after prefill the prompt's columns (padding included) and the accepted
+            nodes; after a step the pending token and the accepted nodes; `kept` is 0 for a row that took no part.
         """
         prompt = self.pass_states[:, : self.pass_states.shape[1] - self._step_states.shape[1]]
         return [
@@ -101,9 +101,9 @@ class HiddenStateTarget(Target):
 
     @contextmanager
     def _capturing(self) -> Iterator[list[list[torch.Tensor]]]:
-        """Per tap the states of each forward pass made inside by this thread.
+        """Capture, per tap, the states of each forward pass that this thread runs inside the context.
 
-        Other threads may run the same model meanwhile: their passes call the hooks too, and are ignored.
+        Other threads may run the same model at the same time: their passes also call the hooks, and are ignored.
         """
         captured: list[list[torch.Tensor]] = [[] for _ in self._taps]
         thread = threading.get_ident()
@@ -127,7 +127,7 @@ class HiddenStateTarget(Target):
 
 
 def _tap(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
-    """The module to observe for a tap, and whether its input is wanted rather than its output."""
+    """The module to hook for a tap, and whether to capture its input rather than its output."""
     if index == -1:
         return output_matrix(model), True
     if index == 0:

@@ -1,8 +1,8 @@
 """Attention masks for one verification step, as pure functions of small tensors.
 
-Every row's keys lie in slots: first what is cached, then this step's tokens (the row's last token and the draft nodes).
+Each row's cache slots hold its cached tokens, then this step's tokens (the row's last token and the draft nodes).
 Rows have different lengths, so this step's tokens begin at a different slot in each. Two rows with 3 and 1 cached
-slots, a draft of one chain node, 5 slots wide; `P` is the pending token, `d` the draft node::
+tokens `c`, the pending token `P`, and one draft node `d`::
 
                  row 0: c c c P d        row 1: c P d . .
     query P             1 1 1 1 0               1 1 0 0 0
@@ -21,7 +21,7 @@ from hf_specgen.tree import DraftTree, ancestor_matrix, chain_parents
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where everything stands in one verification step.
+    """The positions of one verification step's tokens in the cache and in the draft tree.
 
     Args:
         lengths: `[batch]` cached slots of each row.
@@ -42,7 +42,7 @@ def full_mask(layout: StepLayout) -> torch.Tensor:
     """Every token attends to its row's cached tokens and to its own ancestors.
 
     Returns:
-        `[batch, 1, queries, width]` bool, True where the key may be seen.
+        `[batch, 1, queries, width]` bool, True where the query attends to the key.
     """
     node, is_node = _node_of_slot(layout)  # [batch, width]
     cached = torch.arange(layout.width, device=node.device) < layout.lengths[:, None]
@@ -70,19 +70,19 @@ def chunked_mask(layout: StepLayout, chunk_size: int) -> torch.Tensor:
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mask as numbers to add to attention scores (eager attention): 0 where seen, the lowest number elsewhere."""
+    """The mask as an additive bias for eager attention: 0 where True, the dtype's lowest number elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _node_of_slot(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every slot the index of this step's token that lies there, and whether one does. Both `[batch, width]`."""
+    """For every slot the index of this step's token in it, and whether there is one. Both `[batch, width]`."""
     node = torch.arange(layout.width, device=layout.lengths.device) - layout.lengths[:, None]
     queries = layout.depths.shape[1]
     return node.clamp(0, queries - 1), (node >= 0) & (node < queries)
 
 
 def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where keys and queries would stand if only their own path existed; siblings share an index.
+    """The index of each key and query in its own root-to-node sequence; siblings share an index.
 
     Returns:
         keys `[batch, 1, 1, width]` and queries `[batch, 1, queries, 1]`.
@@ -95,12 +95,12 @@ def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 ATTENTION_OF_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-"""The attention in layers that hold a state too."""
+"""The kind of attention in layers that combine it with a recurrent state."""
 WITHOUT_ATTENTION = {"conv", "linear_attention", "moe", "mlp", "dummy"}
 
 
 def layer_kinds(config: Any) -> set[str]:
-    """The kinds of attention of the layers, as Transformers' own mask functions tell them apart."""
+    """The kinds of attention in the model's layers, under the names of Transformers' mask functions."""
     if hasattr(config, "layer_types"):
         return {ATTENTION_OF_TYPE.get(kind, kind) for kind in config.layer_types} - WITHOUT_ATTENTION
     if getattr(config, "sliding_window", None) is not None:
@@ -111,7 +111,7 @@ def layer_kinds(config: Any) -> set[str]:
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer; None for layers that see everything, or chunks."""
+    """The sliding window of each layer; None for layers with full or chunked attention."""
     count = config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [*layer_kinds(config)] * count

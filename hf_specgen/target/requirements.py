@@ -1,4 +1,4 @@
-"""What a strategy reads from the target besides its tokens, and the target that provides it."""
+"""What a strategy needs from the target's forward passes, and the `Target` class that provides it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.hidden_states import HiddenStateTarget
 
 OUTPUT_STATE = -1
-"""The tap of the state that the output matrix reads (after the final norm)."""
+"""The tap of the output matrix's input (after the final norm)."""
 
 
 @dataclass(frozen=True)
 class TargetRequirements:
-    """What has to be kept from the target's forward passes.
+    """What a strategy needs from the target's forward passes.
 
     Args:
         taps: hidden states to capture, as indices into Transformers' `hidden_states` tuple: 0 the embeddings, i the
-            output of layer i - 1, the number of layers the state after the final norm; `OUTPUT_STATE` what the output
-            matrix reads, which of a prompt may be the last position alone.
-        exit_layer: run the first so many layers on their own; None if that is not needed.
+            output of layer i - 1, the number of layers the state after the final norm; `OUTPUT_STATE` the input of the
+            output matrix, which for a prompt may be the last position alone.
+        exit_layer: number of first layers that run separately to draft; None if not needed.
 
     Example:
         >>> TargetRequirements(taps=(2, 4)) | TargetRequirements(taps=(4, 6))

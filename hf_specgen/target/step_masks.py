@@ -1,4 +1,4 @@
-"""The attention mask of a verification step for one model, in the form that its attention implementation takes."""
+"""The attention mask of a verification step, in the form that the model's attention implementation expects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepMasks:
             first_visible: slots that layers with a sliding window or chunks have dropped.
 
         Returns:
-            a tensor, or one for each kind of layer; None where a mask would hide nothing.
+            A tensor, or one for each kind of layer; None where no mask is needed.
         """
         # A row with fewer nodes is padded by a chain whose results are ignored.
         chains = all(parents == chain_parents(len(parents)) for parents in tree.parents)
@@ -90,5 +90,5 @@ class StepMasks:
         mask = mask[:, :, cached:, first_visible:]
         if not self._eager:
             return mask
-        # Attention written by hand may demand the full size where SDPA takes one mask for all rows.
+        # Eager attention may require the batch dimension where SDPA broadcasts one mask over all rows.
         return masks.additive(mask, self._dtype).expand(batch, -1, -1, -1)

@@ -1,4 +1,4 @@
-"""Verification modes: which draft tokens are accepted, and what they have in common."""
+"""Verification modes: they decide which draft tokens are accepted."""
 
 from hf_specgen.verification.base import VerificationResult, VerificationSession, Verifier
 from hf_specgen.verification.coupled import CoupledVerifier

@@ -1,8 +1,8 @@
 """Verification: which draft tokens are accepted, and which token follows the last accepted one.
 
-At every node of the draft tree the target's logits decide which token comes next: one of the draft tokens there, or
-another. Following those choices down the tree gives the accepted path; the choice after its last node is the bonus
-token. The verification modes differ only in how a choice is made.
+At every node of the draft tree a token is chosen from the target's logits: that of a child, or another. Following
+these choices down the tree gives the accepted path; the choice after its last node is the bonus token. The
+verification modes differ only in how they choose.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class VerificationResult:
     """The outcome of one step.
 
     Args:
-        paths: the accepted nodes of each row that the text continues from, from the top down; None for a row that took
-            no part.
-        tokens: the tokens that each row emits: those of its path, then one more, in general the bonus token. Where a
-            row ends or has to wait for others, the last one may be a draft token too.
+        paths: the accepted nodes of each row, from the root down, whose keys and values stay in the cache; None for a
+            row that took no part.
+        tokens: the tokens that each row emits: those of its path, then one more, the new pending token. That is the
+            bonus token, or an accepted draft token where the row ends or lockstep processors end the step.
         accepted: how many of each row's emitted tokens were draft tokens.
         scores: if asked for, the processed scores of each emitted token: per row a list of `[vocab]`.
         logits: if asked for, the same before the processors.
@@ -89,11 +89,11 @@ class Verifier(ABC):
 
     @abstractmethod
     def start(self, call: Call) -> VerificationSession:
-        """Begin a call."""
+        """Return the session of a call."""
 
 
 class VerificationSession(ABC):
-    """The state of a verification mode in one `generate` call; a subclass only says how a token is chosen.
+    """The state of a verification mode in one `generate` call; a subclass implements `choose`.
 
     Args:
         call: the call; `call.processors` must be set.
@@ -107,7 +107,7 @@ class VerificationSession(ABC):
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Choose the token that follows each of some nodes (all of them at once, or one per row).
+        """Choose the token that follows each of the given nodes (all nodes of the tree, or one per row).
 
         Args:
             scores: `[batch, slots, vocab]` processed scores, float32.
@@ -126,7 +126,7 @@ class VerificationSession(ABC):
         return False
 
     def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Preference for each token as a draft token: the one that is most likely accepted has the largest weight.
+        """Weight of each token as a draft token: the one most likely to be accepted has the largest.
 
         Args:
             scores: `[batch, positions, draft vocab]` the draft's scores after its processors, on any device.
@@ -134,12 +134,12 @@ class VerificationSession(ABC):
                 part.
 
         Returns:
-            `[batch, positions, draft vocab]`, not negative. By default the draft's own probabilities.
+            `[batch, positions, draft vocab]`, non-negative. By default the draft's own probabilities.
         """
         return scores.float().softmax(dim=-1)
 
     def sample_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """Choose draft tokens in the way that makes this mode accept most of them.
+        """Choose the draft tokens that this mode is most likely to accept.
 
         Args:
             scores: `[batch, draft vocab]` the draft's scores after its processors, on any device.
@@ -151,17 +151,17 @@ class VerificationSession(ABC):
         return self.draft_weights(scores[:, None], [[step] for step in steps])[:, 0].argmax(dim=-1)
 
     def max_lead(self) -> float:
-        """How many tokens a row may be ahead of the slowest one."""
+        """How many tokens a row may be ahead of the slowest row."""
         return float("inf")
 
     def confirm(self, columns: int) -> None:
-        """Every row has passed `columns` generated tokens; nothing before them will be asked for again."""
+        """Receive the number of confirmed columns; what was kept for them is no longer needed."""
 
     def end(self, columns: int) -> None:
-        """The call ends with `columns` generated columns, also after an exception."""
+        """End the call, with `columns` generated columns; also called after an exception."""
 
     def verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
-        """Accept the draft tokens that the target chooses itself.
+        """Accept the draft tokens that `choose` returns, and emit the next token.
 
         Args:
             tree: the draft.
@@ -169,7 +169,7 @@ class VerificationSession(ABC):
             active: the rows that take part.
 
         Returns:
-            the result; a row's tokens end where the row ends.
+            The result; a row's tokens end where the row ends.
 
         Raises:
             RuntimeError: as plain sampling does, if the scores of an emitted token are NaN, infinite or all -inf.
@@ -201,7 +201,7 @@ class VerificationSession(ABC):
         return result
 
     def _steps(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:
-        """Which generated token each node decides; rows that take no part get steps of an active row."""
+        """Which generated token is chosen at each node; for rows that take no part, steps of an active row."""
         lengths = [len(tokens) for tokens in self.call.state.generated]
         earliest = min(length for length, is_active in zip(lengths, active, strict=True) if is_active)
         return [
@@ -211,11 +211,11 @@ class VerificationSession(ABC):
 
 
 class _ColumnWalk:
-    """Verification where processors read the text: along the accepted paths, one generated column after the other.
+    """Verification column by column along the accepted paths, for processors that depend on the preceding tokens.
 
     Rows may start at different columns. A column is decided once for all rows that have reached it. The chosen tokens
-    are appended to the state tentatively, so that processors see them. Rows that have ended come along on their padding
-    if its scores are returned (`Call.processes_padding`): their draft is a chain of it.
+    are appended to the state tentatively, so that processors see them. Ended rows follow their chain of padding if its
+    scores are returned (`Call.processes_padding`).
     """
 
     def __init__(self, session: VerificationSession, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]):
@@ -233,7 +233,7 @@ class _ColumnWalk:
         self._result.logits = [[] for _ in active] if self._call.keeps_logits else []
 
     def run(self) -> VerificationResult:
-        """Walk until every row has chosen a token that its draft does not contain."""
+        """Decide columns until every row (in lockstep: one row) has chosen a token outside its draft or has ended."""
         generated = self._call.state.generated
         rows = torch.arange(self._tree.batch, device=self._logits.device)
         while self._walking:
@@ -259,7 +259,7 @@ class _ColumnWalk:
         return self._session.choose(scores[:, None], steps, self._tree, nodes)[:, 0].tolist()
 
     def _take(self, row: int, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Emit a token; True if the other rows may go on: it follows its draft or has ended."""
+        """Emit a token; in lockstep, True lets the other rows continue: the row follows its draft or has ended."""
         check_sampled([token])
         state, result = self._call.state, self._result
         state.append(row, [token])
@@ -292,7 +292,7 @@ def check_sampled(tokens: Sequence[int]) -> None:
 
 
 def _along(values: torch.Tensor, result: VerificationResult) -> list[list[torch.Tensor]]:
-    """`[batch, 1 + nodes, vocab]` read along each row's emitted tokens; copies, so that the step can be freed."""
+    """The `[vocab]` values of each row's emitted tokens; copies, so that the step's own tensor can be freed."""
     picked: list[list[torch.Tensor]] = []
     for row, path in enumerate(result.paths):
         nodes = [] if path is None else [0, *(node + 1 for node in path)]

@@ -1,9 +1,9 @@
-"""Exact verification: a draft token is accepted where plain `generate` would have written it itself.
+"""Exact verification: a draft token is accepted if it is the token that plain `generate` chooses.
 
-The choices are those of plain `generate`: the argmax, or when sampling the argmax of p divided by the pre-drawn noise
-of the step (the Gumbel-max trick with common random numbers; see `hf_specgen.verification.noise`). The draft has no
-influence on them. A draft that divides q by the same noise agrees with the target far more often than one that samples
-independently: the two samples are coupled.
+The target's choice is the argmax, or when sampling the argmax of p divided by the pre-drawn noise of the step (the
+Gumbel-max trick; see `hf_specgen.verification.noise`). It does not depend on the draft. A draft model that divides q by
+the same noise (common random numbers) agrees with the target far more often than one that samples independently: the
+two samples are coupled.
 
 Source: Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding" (2024).
 """
@@ -40,14 +40,14 @@ class _CoupledSession(VerificationSession):
         if not self.call.do_sample:
             return scores.argmax(dim=-1)
         if self._noise is not None and self._noise.vocab != scores.shape[2]:
-            self._noise.rewind(0)  # it was drawn for a draft with another vocabulary size, before the target was read
+            self._noise.rewind(0)  # drawn while drafting before the prefill, for a draft vocabulary of another size
             self._noise = None
         if self._noise is None:
             self._noise = NoiseBuffer(scores.shape[0], scores.shape[2], scores.device)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
 
     def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """q divided by the target's own noise: where q is near p, the two argmaxes mostly agree."""
+        """q divided by the noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""
         if not self.call.do_sample:
             return super().draft_weights(scores, steps)
         if self._noise is None:

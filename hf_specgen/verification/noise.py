@@ -1,9 +1,9 @@
-"""Pre-drawn noise: sampling that gives the same text as plain `generate` under the same seed.
+"""Pre-drawn noise: samples the same tokens as plain `generate` with the same seed.
 
 `torch.multinomial(p, 1)` draws one tensor of exponential noise ``e`` per decoding step, shaped like ``p``, and returns
 ``argmax(p / e)`` (the Gumbel-max trick in its exponential form). So the randomness of step ``t`` does not depend on the
 probabilities. The buffer draws the same tensors that plain sampling would draw, in the same order, and keeps them by
-step: verifying the token of step ``t`` of row ``b`` means to compute ``argmax(p / noise[t][b])``.
+step: the target's token in step ``t`` of row ``b`` is ``argmax(p / noise[t][b])``, whenever it is verified.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from functools import lru_cache
 import torch
 
 MAX_NOISE_BYTES = 256 * 2**20
+"""Bounds how far rows may be apart: 64 steps for 8 rows of 131,072 tokens."""
 MIN_BUFFERED_STEPS = 16
+"""Buffered for any batch and vocabulary, so that rows need not wait for each other in every step."""
 
 
 class NoiseBuffer:
-    """Exponential noise for each decoding step, drawn ahead as needed and given back at the end.
+    """Exponential noise for each decoding step, drawn ahead as needed; `rewind` restores the generator at the end.
 
     Args:
         batch: rows.
@@ -56,12 +58,12 @@ class NoiseBuffer:
         return torch.stack(slices).view(len(steps), -1, self._shape[1])
 
     def release(self, step: int) -> None:
-        """Drop the noise before `step`: no row will ask for it any more."""
+        """Drop the noise before `step`, which no row needs any more."""
         for past in [known for known in self._noise if known < step]:
             del self._noise[past], self._states[past]
 
     def rewind(self, step: int) -> None:
-        """Put the random generator where plain `generate` leaves it after `step` tokens."""
+        """Set the random generator to the state in which plain `generate` leaves it after `step` tokens."""
         if step < self._drawn:
             _set_rng_state(self._device, self._states[step])
 

@@ -2,12 +2,12 @@
 
 Processors fall into three kinds:
 
-- *score-only* (temperature, top-k, top-p, …) ignore the text: one call for all nodes of all rows;
-- *row-wise* (repetition penalty, bad words, minimum length, …) are functions of one row's text and scores: called
+- *score-only* (temperature, top-k, top-p, …) ignore the tokens: one call for all nodes of all rows;
+- *row-wise* (repetition penalty, bad words, minimum length, …) are functions of one row's tokens and scores: called
   column by column along the accepted path, while rows advance independently;
 - any other processor may keep a state from call to call (grammars, guidance, some watermarks): the rows then advance
-  in lockstep, one call per column, in the order in which plain `generate` makes them. A processor of your own that is
-  row-wise may declare it with an attribute ``row_wise = True``; it must accept other rows padded at their end.
+  in lockstep, one call per column, in the order of plain `generate`. A custom row-wise processor can declare itself
+  with an attribute ``row_wise = True``; it must accept other rows padded at their end.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class LogitsPipeline:
             kind in SCORE_ONLY or kind in ROW_WISE or getattr(processor, "row_wise", False)
             for kind, processor in zip(kinds, processors, strict=True)
         )
-        """Whether all rows have to advance by the same tokens."""
+        """Whether all rows have to advance by the same number of tokens."""
 
     def warp(self, scores: torch.Tensor) -> torch.Tensor:
-        """Apply the score-only processors, and no others, to a draft's scores `[batch, vocab]`."""
+        """Apply only the score-only processors, to a draft's scores `[batch, vocab]`."""
         no_text = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
         for processor in self._processors:
             if type(processor) in SCORE_ONLY:
@@ -78,7 +78,7 @@ class LogitsPipeline:
         """Processed scores of one generated column.
 
         Args:
-            step: the column that is decided, counted from the end of the prompt.
+            step: index of the column, counted from the end of the prompt.
             logits: `[batch, vocab]`; those of rows that have not reached the column are ignored.
 
         Returns:

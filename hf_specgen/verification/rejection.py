@@ -1,9 +1,9 @@
-"""Rejection sampling: the text has the target's distribution, but is not the text that plain `generate` samples.
+"""Rejection sampling: the output has the target's distribution, but is not what plain `generate` samples.
 
 A draft token sampled from q is accepted with probability min(1, p/q). If it is rejected, p is replaced by the residual
 distribution norm(max(0, p - q)). Accepted or not, the emitted token then has distribution p, and a draft token is
-accepted with probability sum_v min(p_v, q_v), the maximum for any lossless mode that does not know q's noise. Siblings
-are verified in order: each against the residual that its earlier siblings left, with their tokens removed from q.
+accepted with probability sum_v min(p_v, q_v), the maximum for a token with distribution q. Siblings are verified in
+order: each against the residual that its earlier siblings left, with their tokens removed from q.
 
 Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), section 2.3; Chen et al.,
 "Accelerating Large Language Model Decoding with Speculative Sampling" (2023); for siblings Miao et al., "SpecInfer"
@@ -24,9 +24,9 @@ from hf_specgen.verification.siblings import child_table, tokens_of
 
 
 class RejectionVerifier(Verifier):
-    """Accepts with min(1, p/q): the distribution of plain `generate`, though not the text of its seed. Lossless.
+    """Accepts with min(1, p/q): lossless in distribution, but not token for token with the same seed.
 
-    For drafts that carry `DraftTree.q`; a deterministic proposal (point-mass q) is accepted with probability p. For
+    For drafts that carry `DraftTree.q`; a deterministic proposal (point-mass q) is accepted with probability p. In
     greedy decoding it is the same as exact verification.
     """
 
@@ -56,10 +56,10 @@ class _RejectionSession(VerificationSession):
         table = child_table(tree, nodes, device)
         q = None if tree.q is None else _fit(tree.q, vocab).to(device, torch.float32)
         uniforms = torch.rand(table.shape, device=device)
-        accepted, rest = accept_or_reject(scores.softmax(dim=-1), q, table, tokens_of(tree, table), uniforms)
+        accepted, left = accept_or_reject(scores.softmax(dim=-1), q, table, tokens_of(tree, table), uniforms)
         # One noise for all slots of a row: only the last slot of its accepted path uses it, and which slot that is
-        # depends on the uniforms alone. (No slot's `rest` contains its draft tokens, so the path ends there.)
-        return torch.where(accepted >= 0, accepted, exponential_race(rest, exponential((batch, 1, vocab), device)))
+        # depends on the uniforms alone. (A slot's rejected tokens have probability 0 in `left`: the path ends there.)
+        return torch.where(accepted >= 0, accepted, exponential_race(left, exponential((batch, 1, vocab), device)))
 
 
 def accept_or_reject(
@@ -68,14 +68,14 @@ def accept_or_reject(
     """Accept or reject the draft tokens at every slot, earlier siblings first.
 
     Args:
-        p: `[batch, slots, vocab]` of the target.
-        q: `[batch, nodes, vocab]` of the draft; None if the proposal is deterministic.
-        table: `[batch, slots, siblings]` nodes that continue each slot, -1 for none.
+        p: `[batch, slots, vocab]` probabilities of the target.
+        q: `[batch, nodes, vocab]` probabilities of the draft; None if the proposal is deterministic.
+        table: `[batch, slots, siblings]` the children of each slot's node, -1 for none.
         tokens: `[batch, slots, siblings]` those nodes' tokens, -1 for none.
         uniforms: `[batch, slots, siblings]` numbers in [0, 1).
 
     Returns:
-        `[batch, slots]` the accepted token, or -1; `[batch, slots, vocab]` what to sample from where it is -1.
+        `[batch, slots]` the accepted token, or -1; `[batch, slots, vocab]` the distribution to sample from then.
     """
     accepted = torch.full(table.shape[:2], -1, device=p.device)
     for rank in range(table.shape[2]):
@@ -94,7 +94,7 @@ def accept_or_reject(
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """max(0, p - q), not normalised; zero at a rejected token, which had p <= q."""
+    """max(0, p - q), not normalised; 0 at a rejected token, which has p <= q."""
     return (p - q).clamp_(min=0)
 
 

@@ -1,4 +1,4 @@
-"""Drawing tokens as `torch.multinomial(probabilities, 1)` does, but without its round trip to the host."""
+"""Samples tokens as `torch.multinomial(probabilities, 1)` does, but without its host synchronisation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 INVALID = -1
-"""The choice where no token can be sampled: the weights are NaN, as the softmax of NaN, inf or all -inf scores is."""
+"""Returned where no token can be sampled: the weights are NaN, as the softmax of NaN, inf or all -inf scores is."""
 
 
 def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -31,15 +31,15 @@ def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor
 
 
 def exponential(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Noise for `exponential_race`, `shape` with the vocabulary last."""
+    """Noise for `exponential_race`, in a shape whose last dimension is the vocabulary."""
     return torch.empty(tuple(shape), device=device).exponential_(generator=generator)
 
 
 class DraftSampler:
-    """Samples draft tokens from random numbers of its own.
+    """Samples draft tokens with its own random generator.
 
-    Acceptance tests and bonus tokens use torch's global generator. Rejection sampling assumes that draft tokens are
-    independent of them. The seed is taken from the global generator, so a seeded run is reproducible.
+    Acceptance tests and bonus tokens use torch's global generator; rejection sampling requires draft tokens that are
+    independent of them. The seed is drawn from the global generator, so a seeded run is reproducible.
     """
 
     def __init__(self) -> None:

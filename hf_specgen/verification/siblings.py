@@ -1,4 +1,4 @@
-"""The draft tokens that continue each node, as a tensor: the input of the modes that accept or reject them singly."""
+"""The children of draft nodes as a tensor, for verification modes that accept or reject each child separately."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hf_specgen.tree import DraftTree, children
 
 
 def child_table(tree: DraftTree, nodes: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Which nodes continue each slot.
+    """The children of each slot's node.
 
     Args:
         tree: the draft.
-        nodes: `[batch][slots]` as in `Verifier.choose`.
+        nodes: `[batch][slots]` as in `VerificationSession.choose`.
         device: of the result.
 
     Returns:
-        `[batch, slots, siblings]` node indices in the order of their drawing, filled up with -1.
+        `[batch, slots, siblings]` node indices in the order of the tree, padded with -1.
 
     Example:
         >>> tree = DraftTree.from_paths([[[5, 6], [7]]])  # parents (-1, 0, -1)

@@ -1,4 +1,4 @@
-"""Typical acceptance: LOSSY. Accepts every draft token that the target finds plausible, whatever it would have written.
+"""Typical acceptance: LOSSY. Accepts draft tokens whose target probability exceeds an entropy-dependent threshold.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024),
 section 2.3.1.
@@ -18,10 +18,10 @@ from hf_specgen.verification.siblings import child_table, tokens_of
 
 
 class TypicalVerifier(Verifier):
-    """LOSSY: accepts a draft token with p > min(epsilon, alpha * exp(-entropy(p))); the text is not the target's own.
+    """LOSSY: accepts a draft token with p > min(epsilon, alpha * exp(-entropy(p))); the output distribution differs.
 
-    Of several such siblings, the one with the longest accepted path below it is taken. The most likely token is always
-    accepted. The bonus token is the argmax for greedy decoding, otherwise sampled from p.
+    Of several such siblings, the one with the longest accepted path below it is chosen. The most likely token is always
+    accepted. The bonus token is the argmax in greedy decoding, otherwise sampled from p.
 
     Args:
         epsilon: a draft token with more than this probability is always accepted.
@@ -77,11 +77,11 @@ class _TypicalSession(VerificationSession):
 
 
 def _deepest(parents: Parents, slots: list[list[int]], siblings: int) -> list[int]:
-    """The token of each slot of a row: the accepted child with the longest accepted path, else the target's own.
+    """The token chosen at each slot of a row: the child with the longest accepted path, else the target's own token.
 
     Args:
         parents: of the row's nodes.
-        slots: for each slot the target's own token, its children, and their tokens where accepted; -1 for none.
+        slots: for each slot the target's own token, its node's children, and their tokens if accepted; -1 for none.
         siblings: maximum number of children of a slot.
     """
     is_accepted = [True] * len(parents)  # nodes of slots that are decided in a later call count as accepted

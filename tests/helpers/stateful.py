@@ -117,7 +117,23 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
 }
-CONFIGS = {**CONVOLUTIONAL, **INDEXED_ATTENTION, **RECURRENT}
+COUNTING_SLOTS: dict[str, dict[str, Any]] = {
+    "inkling_text": {
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "sliding_window_size": 8,
+        "d_rel": 8,
+        "rel_extent": 32,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+    }
+}
+"""Positions are counted in the cache, whose rows may have different lengths."""
+CONFIGS = {**CONVOLUTIONAL, **INDEXED_ATTENTION, **RECURRENT, **COUNTING_SLOTS}
 
 
 @lru_cache(maxsize=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_specgen import CombinedCandidates, EagleCandidates, FixedDepth, NgramCandidates
+from hf_specgen import CombinedCandidates, EagleCandidates, FixedDepth, MedusaCandidates, NgramCandidates
 from hf_specgen.heads.loading import load_head
 from hf_specgen.heads.reader import HeadReader
 from hf_specgen.tree import DraftTree
@@ -17,6 +17,7 @@ from tests.helpers import SAMPLING, assert_same_tokens, plain_and_speculative, p
 from tests.helpers.eagle import Recording, predictable_pair, reread
 from tests.helpers.head_fixtures import Comparison, find_fixtures
 from tests.helpers.head_runs import Rounds
+from tests.helpers.medusa import random_heads
 from tests.helpers.policies import AfterPlainSteps
 from tests.helpers.processors import RowWisePrefixReader
 
@@ -87,6 +88,16 @@ def test_eagle_beside_ngrams_same_tokens(pair: Any) -> None:
     candidates = CombinedCandidates([NgramCandidates(k=4), EagleCandidates(head, k=3)], policy=FixedDepth(4))
     statistics = assert_same_tokens(target, prompts(3), candidates, max_new_tokens=30)
     assert statistics.accepted > 0
+
+
+@pytest.mark.parametrize("name", ["eagle1_original", "eagle3_original"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_eagle_beside_medusa_same_tokens(name: str, sampling: str) -> None:
+    """Would catch: heads that read different hidden states of one target, each given the states of both."""
+    target, head = predictable_pair(EAGLE[name])
+    medusa = MedusaCandidates(random_heads(target), 6)
+    candidates = CombinedCandidates([EagleCandidates(head, k=3), medusa], policy=FixedDepth(4))
+    assert assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, **SAMPLING[sampling]).accepted > 0
 
 
 def test_eagle_rejection_sampling_repeats_under_a_seed(pair: Any) -> None:

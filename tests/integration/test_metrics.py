@@ -75,7 +75,7 @@ def test_bad_metric_input() -> None:
         metrics.load("speed")
     with pytest.raises(ValueError, match="accepted <= depth <= drafted"):
         metrics.load("acceptance_rate").compute(drafted=[2], accepted=[3])
-    with pytest.raises(ValueError, match="for each step in every list"):
+    with pytest.raises(ValueError, match="one number per step"):
         metrics.load("mean_accepted_length").compute(drafted=[2], accepted=[1], emitted=[1, 2])
 
 

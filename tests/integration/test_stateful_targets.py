@@ -21,7 +21,7 @@ from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import END, prompt_length
 from tests.helpers.medusa import random_heads
-from tests.helpers.stateful import CONVOLUTIONAL, INDEXED_ATTENTION, RECURRENT, stateful_model
+from tests.helpers.stateful import CONVOLUTIONAL, COUNTING_SLOTS, INDEXED_ATTENTION, RECURRENT, stateful_model
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -40,6 +40,15 @@ def test_indexed_attention_trees_same_tokens(kind: str) -> None:
     """Would catch: an indexer that sees rejected tokens, siblings or slots of shorter rows."""
     statistics = assert_same_tokens(stateful_model(kind), prompts(3), ORACLES["tree"], max_new_tokens=14)
     assert 0 < statistics.accepted < statistics.drafted
+
+
+@pytest.mark.parametrize("kind", COUNTING_SLOTS)
+def test_model_that_counts_positions_in_the_cache_takes_one_row(kind: str) -> None:
+    """Would catch: wrong positions of shorter rows, or of layers behind the first one."""
+    statistics = assert_same_tokens(stateful_model(kind), prompts(1), ORACLES["sometimes"], max_new_tokens=14)
+    assert 0 < statistics.accepted < statistics.drafted
+    with pytest.raises(ValueError, match="give one prompt at a time"):
+        assert_same_tokens(stateful_model(kind), prompts(2), ORACLES["sometimes"], max_new_tokens=14)
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])

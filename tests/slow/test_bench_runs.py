@@ -124,7 +124,7 @@ def test_journal(tmp_path: Path) -> None:
         (["--dtype", "int3"], "int3"),
         (["--batches", "1,x"], "'1,x'"),
         (["--profile", "no-such-file.json"], "no-such-file.json"),
-        (["--profile", "pyproject.toml"], "'pyproject.toml' is no latency profile"),
+        (["--profile", "pyproject.toml"], "'pyproject.toml' is not a latency profile"),
         (["--out-of-range"], "--out-of-range"),
         (["--resume"], "nothing to resume"),
         (["--domains", "gsm8k-hub"], "no domain is left to measure"),

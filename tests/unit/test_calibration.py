@@ -33,7 +33,7 @@ def test_acceptance_of_siblings_does_not_increase_and_sums_to_at_most_one() -> N
 
 def test_memory_keeps_what_calls_counted_and_is_bounded() -> None:
     """Would catch: entries that are kept for the model's lifetime (one per temperature or history)."""
-    memory, model = CalibrationMemory(), nn.Linear(1, 1)
+    memory, model = CalibrationMemory(Calibration), nn.Linear(1, 1)
     for key in range(3 * REMEMBERED_KEYS):
         calibration = Calibration()
         calibration.observe(np.zeros(10, dtype=int), np.full(10, 0.5), np.ones(10, dtype=bool))
@@ -45,7 +45,7 @@ def test_memory_keeps_what_calls_counted_and_is_bounded() -> None:
 
 def test_memory_of_a_freed_model_is_freed() -> None:
     """Would catch: a model kept alive by what was counted with it."""
-    memory, model = CalibrationMemory(), nn.Linear(1, 1)
+    memory, model = CalibrationMemory(Calibration), nn.Linear(1, 1)
     memory.store(model, "key", Calibration())
     del model
     gc.collect()
@@ -54,7 +54,7 @@ def test_memory_of_a_freed_model_is_freed() -> None:
 
 def test_memory_used_by_many_threads_loses_no_call() -> None:
     """Would catch: 'dictionary changed size during iteration' when calls of several threads end together."""
-    memory, model, errors = CalibrationMemory(), nn.Linear(1, 1), []
+    memory, model, errors = CalibrationMemory(Calibration), nn.Linear(1, 1), []
 
     def work(thread: int) -> None:
         try:

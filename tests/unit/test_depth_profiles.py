@@ -114,7 +114,7 @@ def test_damaged_profile_is_no_error_and_is_learnt_again(damage: str, cache: Pat
     with pytest.raises(ValueError, match="no readable profile"):
         profiles.export(path.stem, cache / "copy.json")
     if damage != "huge":
-        with pytest.raises(ValueError, match="is no latency profile"):
+        with pytest.raises(ValueError, match="is not a latency profile"):
             AdaptiveDepth(path)
 
 

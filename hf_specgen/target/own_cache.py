@@ -1,0 +1,44 @@
+"""The cache that a call works on: made for the model, or the one that the caller gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache, GenerationConfig
+
+from hf_specgen.target import masks
+from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.state_layers import has_special_layers, make_layers
+
+MAX_DRAFT_SLOTS = 64
+"""Slots for draft tokens beyond the maximum length of the text."""
+
+
+def own_cache(given: Any, user_owned: bool, config: Any, slots: int | None) -> RaggedCache:
+    """The cache for a call.
+
+    Args:
+        given: the cache that `generate` passes on; None if there is none.
+        user_owned: whether the caller of `generate` gave it.
+        config: of the model's text part.
+        slots: how many the call can fill, if known.
+
+    Raises:
+        ValueError: for a cache that cannot be copied.
+    """
+    if isinstance(given, RaggedCache):
+        return given
+    special = has_special_layers(config)
+    if given is None or (type(given) is DynamicCache and not given.offloading and not (user_owned and special)):
+        if given is not None and user_owned:
+            return RaggedCache.from_dynamic(given, slots)
+        return RaggedCache(masks.layer_windows(config), slots, layers=make_layers(config, slots) if special else None)
+    raise ValueError(
+        f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
+        f"not with {type(given).__name__}; leave past_key_values and cache_implementation unset"
+    )
+
+
+def max_slots(config: GenerationConfig) -> int | None:
+    """The number of cache slots that a call can fill: its maximum length and a draft behind it."""
+    return None if config.max_length is None else int(config.max_length) + MAX_DRAFT_SLOTS
