@@ -66,7 +66,7 @@ def test_generate_of_an_attached_model_same_tokens_and_statistics(model: Any, st
         assert torch.equal(generate(model, **sampling), expected)
         totals = hf_specgen.statistics(model)
         assert totals.calls == calls and totals.emitted == calls * 2 * NEW and totals.plain_calls == {}
-    assert totals.drafted > 0 and totals.seconds > 0
+    assert totals.seconds > 0 and (sampling or totals.drafted > 0), "sampled text of a random model repeats nothing"
 
 
 def test_totals_are_the_sums_of_the_calls(model: Any) -> None:
