@@ -244,7 +244,7 @@ class _Loop:
     def _room(self, row: int) -> int:
         """How many draft tokens the row can use: one less than it has tokens left, since the bonus token follows them.
 
-        Draft tokens also stay within the model's position table, unless the row itself has passed its end.
+        Draft tokens also stay within `target.last_position`, unless the row itself has passed it.
         """
         target = self.target
         pending = target.first_positions[row] + len(self.state.generated[row]) - 1
