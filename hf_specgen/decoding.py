@@ -29,6 +29,7 @@ from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.padding import PaddingReader
 from hf_specgen.state import Call, GenerationState
+from hf_specgen.target.cache import MAX_PREFILL_DRAFT
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
@@ -249,7 +250,10 @@ class _Loop:
         target = self.target
         pending = target.first_positions[row] + len(self.state.generated[row]) - 1
         positions = target.last_position - pending if pending <= target.last_position else 2**31
-        return int(max(0, min(self.state.remaining(row) - 1, positions)))
+        room = min(self.state.remaining(row) - 1, positions)
+        if not self.state.generated[row]:
+            room = min(room, MAX_PREFILL_DRAFT)
+        return int(max(0, room))
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:

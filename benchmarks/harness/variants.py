@@ -182,7 +182,9 @@ def _ngram(source: str, model: PreTrainedModel) -> Strategy:
 def _draft(source: str, model: PreTrainedModel) -> Strategy:
     draft = AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype, device_map=model.device).eval()
     if not have_same_vocabulary(draft, model):
-        raise StrategyError(f"{source!r} has another tokenizer than the target; assistant_model cannot be compared with it")
+        raise StrategyError(
+            f"{source!r} has another tokenizer than the target; assistant_model cannot be compared with it"
+        )
     peer = Family("assistant_model", _assisted(draft, DRAFT_DEPTHS, assistant_model=draft), ours=False)
     return Strategy(
         "draft model", lambda k, policy: DraftModelCandidates(draft, k=k, policy=policy), DRAFT_DEPTHS, peer=peer

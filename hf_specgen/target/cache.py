@@ -18,8 +18,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 MIN_SPARE_SLOTS, SPARE_SHARE = 64, 1 / 32
 """A buffer that grows gets this many spare slots, or this share of its length: peak memory is at most 1.05 times that
 of a cache without spare slots from 2,000 tokens on, and a slot is copied 32 times at most."""
-MAX_STEP_TOKENS, MAX_ROLLBACK = 256, 64
-"""Tokens that a rollback may remove: those of one step, and accepted ones that a stopping criterion cuts off."""
+MAX_PREFILL_DRAFT, MAX_ROLLBACK = 256, 64
+"""Tokens that may be removed again: drafted ones in the prefill pass; in later steps, besides their own, accepted ones
+that a stopping criterion cuts off."""
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -40,6 +41,8 @@ class RaggedLayer(CacheLayerMixin):
         super().__init__()
         self.window, self.max_slots = window, max_slots
         self.is_sliding = window is not None
+        self.committed: int | None = None
+        """The length that later steps roll back to at least, up to `MAX_ROLLBACK`; None while the prompt is read."""
         self.protected: int | None = None
         """A length that the layer must be able to roll back to, if a user owns the cache."""
         self.lengths: tuple[int, ...] = ()
@@ -84,7 +87,7 @@ class RaggedLayer(CacheLayerMixin):
             self.values[rows, :, slots] = value_states.transpose(1, 2)
         self.lengths = tuple(length + new for length in self.lengths)
         keys, values = self.keys[:, :, :width], self.values[:, :, :width]
-        self._drop_invisible(max(min(self.lengths) - new, min(self.lengths) - MAX_STEP_TOKENS))
+        self._drop_invisible(min(self.lengths) - MAX_PREFILL_DRAFT if self.committed is None else self.committed)
         return keys, values
 
     def reserve(self, width: int) -> None:
@@ -135,7 +138,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
-        self.lengths = tuple(lengths)
+        self.lengths, self.committed = tuple(lengths), min(lengths, default=0)
         if not any(lengths):
             self.first = 0
 

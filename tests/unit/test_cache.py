@@ -140,6 +140,7 @@ def test_ragged_layer_with_a_window_keeps_what_later_queries_see(window: int) ->
         states = torch.full((2, 1, 1, 2), float(step))
         announced = layer.get_mask_sizes(1) if step else (1, 0)
         keys, _ = layer.update(states, states)
+        layer.set_lengths(layer.lengths)
         everything, _ = full.update(states, states)
         assert announced[0] == keys.shape[2] and announced[0] + announced[1] == step + 1
         seen = min(window + module.MAX_ROLLBACK, everything.shape[2])
@@ -263,3 +264,19 @@ def test_to_dynamic_makes_layers_and_copies_their_states() -> None:
         assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
     write(dynamic, [[3]])
     assert torch.equal(dynamic.layers[1].values, states([[1, 2, 3]], 1)[1])
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 330, 700])
+def test_sliding_layer_keeps_what_a_rejected_step_needs(tokens: int) -> None:
+    """Would catch: slots that are dropped before it is known how many tokens of a long step are accepted."""
+    cache, window = RaggedCache([64]), 64
+
+    def write(count: int) -> None:
+        states = torch.zeros(1, 1, count, 4)
+        cache.update(states, states, layer_idx=0)
+
+    write(1000)
+    cache.set_lengths([1000])
+    write(1 + tokens)
+    cache.set_lengths([1001])
+    assert cache.first_visible <= 1001 - window

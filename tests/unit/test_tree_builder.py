@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hf_specgen.candidates.tree_builder import Proposals, TreeBuilder
 from hf_specgen.candidates.tree_shape import Chain, FastestSize, FixedSize
 from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.tree import DraftTree
 
 probabilities = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3)
 
@@ -165,3 +166,19 @@ def test_fastest_size_with_a_drafter_that_costs_nothing_stops() -> None:
         )
         passes += 1
     assert passes <= 64
+
+
+def test_frontier_of_a_shorter_row_keeps_its_chain_in_front() -> None:
+    """Would catch: filler nodes between the nodes of a chain, whose early states then belong to other tokens."""
+    builder = TreeBuilder([3, 2, 1])
+    one = np.full((3, 1, 1), 0.5)
+    builder.add_root(Proposals(np.array([[[5]], [[5]], [[5]]]), one))
+    expanded = np.zeros((3, 0), dtype=int)
+    while (nodes := builder.frontier(1)).shape[1]:
+        expanded = np.concatenate([expanded, nodes], axis=1)
+        builder.add(nodes, Proposals(np.array([[[6]], [[6]], [[6]]]), one))
+    trees, indices = builder.best(3, expanded)
+    for row, depth in enumerate((3, 2, 1)):
+        (chain,) = DraftTree.from_nodes([trees[row]]).leftmost_chain().tokens.tolist()
+        path = [place for place, node in enumerate(indices[row]) if builder.joint[row, node] > 0]
+        assert path[: len(chain)] == list(range(min(depth, len(chain)))) and chain[0] == 5
