@@ -62,6 +62,17 @@ class DraftSession(ABC):
     def __init__(self, call: Call):
         self.call = call
 
+    @property
+    def remembers(self) -> bool:
+        """Whether acceptance counted in earlier calls may be used, and this call's kept for later ones.
+
+        Not where equal calls have to draft alike: with a policy that measures nothing, and in rejection sampling, whose
+        text depends on the draft.
+        """
+        call = self.call
+        samples_draft = call.verification is not None and call.verification.wants_q
+        return not samples_draft and (call.depth is None or call.depth.remembers)
+
     @abstractmethod
     def draft(self, budget: Sequence[int]) -> DraftTree:
         """Propose what comes next in each row.

@@ -30,9 +30,7 @@ class CalibratedSession(DraftSession):
         super().__init__(call)
         temperature = round(call.temperature, 2)
         self._keys = [(call.candidates.profile_key(), self._mode, temperature, index) for index in range(calibrations)]
-        # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
-        self._remembers = not self.wants_q and (call.depth is None or call.depth.remembers)
-        known = call.model if self._remembers else None
+        known = call.model if self.remembers else None
         self.calibrations: list[Calibration] = [calibration_memory.recall(known, key) for key in self._keys]
         self._tree = DraftTree.empty(call.state.batch)
         self._features: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
@@ -79,7 +77,7 @@ class CalibratedSession(DraftSession):
                 calibration.observe(rank[chosen], confidence[chosen], accepted[chosen])
 
     def end(self) -> None:
-        if self._remembers:
+        if self.remembers:
             for key, calibration in zip(self._keys, self.calibrations, strict=True):
                 calibration_memory.store(self.call.model, key, calibration)
 

@@ -108,7 +108,7 @@ class _CombinedSession(DraftSession):
         self._merges = not isinstance(call.target, EarlyExitTarget)
         self._wants_q = call.verification is not None and call.verification.wants_q
         self._key = (settings.profile_key(), "combined", call.do_sample, round(call.temperature, 2))
-        self._calibration = calibration_memory.recall(None if self._wants_q else call.model, self._key)
+        self._calibration = calibration_memory.recall(call.model if self.remembers else None, self._key)
         self._trees: list[UnionTree] = []
         self._has_drafted = False
 
@@ -129,7 +129,7 @@ class _CombinedSession(DraftSession):
                 member.session.observe(result_for(result, member.draft))
 
     def end(self) -> None:
-        if not self._wants_q:
+        if self.remembers:
             calibration_memory.store(self.call.model, self._key, self._calibration)
         for member in self._members:
             member.session.end()

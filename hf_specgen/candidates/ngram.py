@@ -108,8 +108,7 @@ class _NgramSession(DraftSession):
         self._settings, self._state = settings, call.state
         self._key = (settings.profile_key(), round(call.temperature, 2))
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
-        self._remembers = call.verification is None or not call.verification.wants_q
-        self._odds = odds_memory.recall(call.model if self._remembers else None, self._key)
+        self._odds = odds_memory.recall(call.model if self.remembers else None, self._key)
         lengths = MatchLengths(settings.min_ngram, settings.max_ngram)
         self._texts = [RowText(prompt, self._odds, settings.history, lengths) for prompt in call.state.prompts]
         self._trees: list[NgramTree] = []
@@ -128,7 +127,7 @@ class _NgramSession(DraftSession):
         self._trees = []
 
     def end(self) -> None:
-        if self._remembers:
+        if self.remembers:
             odds_memory.store(self.call.model, self._key, self._odds)
         if self._settings.history is not None:
             for prompt, generated in zip(self._state.prompts, self._state.generated, strict=True):

@@ -122,8 +122,7 @@ class RecyclingSession(DraftSession):
         super().__init__(call)
         self._settings, self._table = settings, table
         self._key = (settings.profile_key(), call.do_sample, round(call.temperature, 2))
-        self._remembers = call.verification is None or not call.verification.wants_q
-        self._calibration = calibration_memory.recall(call.model if self._remembers else None, self._key)
+        self._calibration = calibration_memory.recall(call.model if self.remembers else None, self._key)
         self._trees: list[_Tree] = []
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
@@ -147,7 +146,7 @@ class RecyclingSession(DraftSession):
             self._table.update(result.top_tokens)
 
     def end(self) -> None:
-        if self._remembers:
+        if self.remembers:
             calibration_memory.store(self.call.model, self._key, self._calibration)
 
     def _draft(self, budget: Sequence[int], children: int) -> DraftTree:

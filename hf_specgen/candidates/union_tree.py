@@ -75,8 +75,8 @@ def unite(
 
     Example:
         >>> import numpy as np
-        >>> a = DraftTree.from_nodes([([5, 6], (-1, 0))], joint=((0.5, 0.4),))
-        >>> b = DraftTree.from_nodes([([5, 7], (-1, -1))], joint=((0.5, 0.3),))
+        >>> a = DraftTree.from_nodes([([5, 6], (-1, 0))], joint=((0.6, 0.5),))
+        >>> b = DraftTree.from_nodes([([5, 7], (-1, -1))], joint=((0.6, 0.2),))
         >>> as_it_is = np.tile(np.linspace(0.02, 0.98, 13), (4, 1))
         >>> unite([a, b], 0, as_it_is, last_token=1, depth=9, nodes=9).first(9)
         ([5, 6, 7], (-1, 0, -1))

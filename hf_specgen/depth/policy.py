@@ -55,7 +55,7 @@ class PolicySession(ABC):
 
     latency: LatencyModel | None = None
     """The latency model in use, for strategies that size their own trees; None if the policy has none."""
-    remembers: bool = True
+    remembers: bool = False
     """Whether counts of earlier calls may be used; if not, equal calls make the same drafts."""
 
     @abstractmethod

@@ -110,7 +110,7 @@ def test_limit() -> None:
     [
         ((1.5, 3), "between 0 and 1, got 1.5"),
         ((0.5, -1), "k must be at least 0, got -1"),
-        (([0.5, 0.6], 2), "rise"),
+        (([0.5, 0.6], 2), "must not increase"),
         (([0.5], 2), "given for 1 positions, but k is 2"),
     ],
 )

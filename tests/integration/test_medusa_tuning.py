@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, MedusaCandidates, NgramCandidates
+from hf_specgen.cli import tune
 from hf_specgen.cli.app import app
 from hf_specgen.depth import profiles
 from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_acceptance
@@ -68,21 +69,31 @@ def heads_and_prompts(reference_model: Any, tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "heads"), str(tmp_path / "prompts.jsonl")
 
 
-@pytest.mark.parametrize("earlier_form", [False, True])
 def test_tune_command_saves_acceptance_with_heads_and_stores_profiles(
-    earlier_form: bool, heads_and_prompts: tuple[str, str], reference_model: Any, tmp_path: Path
+    heads_and_prompts: tuple[str, str], reference_model: Any, tmp_path: Path
 ) -> None:
-    """Also as it was written before latency profiles: `tune HEADS --target MODEL`."""
     heads, file = heads_and_prompts
     output = str(tmp_path / "tuned")
-    names = [heads, "--target", str(REFERENCE_LM)] if earlier_form else [str(REFERENCE_LM), "--heads", heads]
-    printed = run("tune", *names, "--output", output, "--prompts", file, "--max-new-tokens", "6", "--context", "40")
+    options = ["--output", output, "--prompts", file, "--max-new-tokens", "6", "--context", "40", "--batch-size", "1"]
+    printed = run("tune", str(REFERENCE_LM), "--heads", heads, *options)
     assert "acceptance of each head's tokens" in printed and "expected tokens per step" in printed
     assert load_medusa(output, reference_model).config.acceptance is not None
     kinds = sorted((key.split("-")[0], latency.description["samples"]) for key, latency in stored().items())
     assert kinds == [("medusa", False), ("medusa", True), ("ngram", False), ("ngram", True)]
     medusa = next(latency for key, latency in stored().items() if key.startswith("medusa"))
     assert output in medusa.description["strategy"], "the profile is that of the heads that were written"
+
+
+def test_tune_command_in_its_earlier_form_tunes_the_same(
+    heads_and_prompts: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was written before latency profiles: `tune HEADS --target MODEL`."""
+    heads, file = heads_and_prompts
+    seen: list[Any] = []
+    monkeypatch.setattr(tune, "tune_heads", lambda settings, *_: seen.append(settings) or "")
+    monkeypatch.setattr(tune, "strategies", lambda *_: [])
+    run("tune", heads, "--target", str(REFERENCE_LM), "--output", str(tmp_path / "tuned"), "--prompts", file)
+    assert (seen[0].model, seen[0].heads) == (str(REFERENCE_LM), heads)
 
 
 def stored() -> dict[str, Any]:

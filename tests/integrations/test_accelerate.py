@@ -43,16 +43,18 @@ def test_split_between_processes_same_tokens_in_every_process(tmp_path: Path) ->
         sys.executable,
         "-m",
         "accelerate.commands.launch",
-        "--cpu",
+        "--multi_gpu",  # `--cpu` starts one process only, whatever the number (accelerate 1.15)
         "--num_processes",
         "2",
         "--num_machines",
         "1",
+        "--main_process_port",
+        "29617",
     ]
     subprocess.run(
         [*launch, "--mixed_precision", "no", "--dynamo_backend", "no", str(script), str(REFERENCE_LM), str(answer)],
         check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
         capture_output=True,
     )
     processes, results = json.loads(answer.read_text())

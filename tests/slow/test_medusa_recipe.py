@@ -185,7 +185,7 @@ def test_answers_too_short_for_some_heads(lengths: list[int]) -> None:
 
 def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept for the backward pass: states and sums, nothing of `[positions, vocab]`."""
-    monkeypatch.setattr(medusa_loss, "CHUNK", 4)
+    monkeypatch.setattr(draft_loss, "CHUNK", 4)
     model = tiny_model("llama")
     heads = random_heads(model, own_outputs=True).train()
     hidden, rows = torch.randn(40, 64), torch.zeros(40, dtype=torch.long)

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import build_distillation_set
 import measure_training
 import pretrain_reference
+import train_dflash
 import train_draft
+import train_eagle
 import train_layer_skip
 import train_medusa
 from agreement import replay_steps
@@ -274,6 +276,8 @@ def test_the_shipped_configs_are_valid_and_name_files_that_exist(path):
         "draft": train_draft,
         "exit": train_layer_skip,
         "medusa": train_medusa,
+        "eagle": train_eagle,
+        "dflash": train_dflash,
     }
     recipe: Any = recipes.get(path.stem.split("_")[0], pretrain_reference)
     settings = parse_config(recipe.Settings, None, ["--config", str(path)])
