@@ -33,8 +33,8 @@ def check_computation(
 ) -> None:
     """Raise unless the model, run as `requirements` says, computes what plain `generate` computes.
 
-    The result is remembered per model, dtype, attention implementation, exit layer, and names of the inputs beside
-    text; but not that of a trial that failed, or in which plain decoding gave NaN, +inf or nothing but -inf: `generate`
+    The result is remembered per model, dtype, attention implementation, training mode, exit layer, and names of the inputs
+    beside text; but not that of a trial that failed, or in which plain decoding gave NaN, +inf or nothing but -inf: `generate`
     itself reports those.
 
     Args:
@@ -45,7 +45,7 @@ def check_computation(
         ValueError: if it computes something else, or fails.
     """
     implementation = compat.attention_implementation(model.config.get_text_config())
-    key = (requirements.exit_layer, model.dtype, compat.input_device(model), implementation)
+    key = (requirements.exit_layer, model.dtype, compat.input_device(model), implementation, model.training)
     requirements = TargetRequirements(exit_layer=requirements.exit_layer)
     try:
         _check(model, requirements, key, (), lambda: trial.compare_text(model, requirements))

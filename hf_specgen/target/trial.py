@@ -114,7 +114,10 @@ def compare(
     if requirements.exit_layer is not None and not _division_agrees(target(TargetRequirements()), target(requirements)):
         raise DifferenceError("running its layers in two parts gives other scores than running them at once")
     cache = copy.deepcopy(given) or DynamicCache(config=model.config.get_text_config())
+    random_state = _random_state(input_ids.device)
     plain, tokens = _decode_plainly(model, input_ids, config, {**kwargs, "past_key_values": cache})
+    if not torch.equal(_random_state(input_ids.device), random_state):
+        raise DifferenceError("its forward pass draws random numbers, so that two passes give different scores")
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
         raise UndecidedError
     pairs = zip(plain, _decode_drafts(target(requirements), tokens), strict=True)
@@ -136,6 +139,10 @@ def _division_agrees(whole: Target, divided: Target) -> bool:
     empty = DraftTree.empty(divided.batch)
     # The same operations on the same shapes: equal to the last bit.
     return torch.equal(whole.prefill(empty), divided.prefill(empty))
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _decode_plainly(

@@ -112,6 +112,16 @@ def test_training_mode_with_dropout_is_refused() -> None:
     assert identical(llama().train(), NgramCandidates(k=3))
 
 
+def test_training_mode_that_draws_random_numbers_is_refused() -> None:
+    """Would catch: a router of experts that draws noise in training mode, so that tokens differ."""
+    model = llama()
+    noise = lambda module, args, output: output + torch.rand_like(output) * 1e-9 if module.training else output  # noqa: E731
+    model.model.layers[0].mlp.register_forward_hook(noise)
+    assert identical(model.eval(), NgramCandidates(k=3))
+    with pytest.raises(ValueError, match="draws random numbers"):
+        identical(model.train(), NgramCandidates(k=3))
+
+
 def test_gradient_checkpointing_is_refused_with_its_own_reason() -> None:
     """Would catch: a sentence about prefix tuning, which has nothing to do with it."""
     model = llama().train()
