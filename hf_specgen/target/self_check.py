@@ -33,9 +33,9 @@ def check_computation(
 ) -> None:
     """Raise unless the model, run as `requirements` says, computes what plain `generate` computes.
 
-    The result is remembered per model, dtype, attention implementation, training mode, exit layer, and names of the inputs
-    beside text; but not that of a trial that failed, or in which plain decoding gave NaN, +inf or nothing but -inf: `generate`
-    itself reports those.
+    The result is remembered per model, dtype, attention implementation, training mode, exit layer, and names of the
+    inputs beside text; but not that of a trial that failed, or in which plain decoding gave NaN, +inf or nothing but
+    -inf: `generate` itself reports those.
 
     Args:
         model, requirements: what is run.
