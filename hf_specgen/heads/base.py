@@ -196,7 +196,7 @@ def _checked_taps(head: DraftHead, num_layers: int, given: Sequence[int] | None)
             f"the head was made for a target of {config.num_target_layers} layers, but this one has {num_layers}; "
             "load the head that belongs to it"
         )
-    chosen = tuple(given or config.taps or head.default_taps(num_layers))
+    chosen = tuple(given if given is not None else config.taps or head.default_taps(num_layers))
     if len(chosen) != config.num_taps:
         raise ValueError(f"the head reads {config.num_taps} hidden states of the target, but taps are {chosen}")
     if not all(0 <= tap <= num_layers for tap in chosen):
