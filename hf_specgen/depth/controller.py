@@ -44,8 +44,8 @@ class AdaptiveDepth(Policy):
 
     It combines an estimate of acceptance from the call's own steps with a latency model of the machine. Without a given
     model, latencies are learnt from the first calls with this target and strategy, and then kept in a profile file
-    (`hf_specgen.depth.profiles`). Once they are known, decisions depend on the texts of this and earlier calls alone, not
-    on how long steps take. All ranks of a tensor-parallel model use the first rank's latencies.
+    (`hf_specgen.depth.profiles`). Once they are known, decisions depend on the texts of this and earlier calls alone,
+    not on how long steps take. All ranks of a tensor-parallel model use the first rank's latencies.
 
     Args:
         latency: a latency model or a profile file to use instead: nothing is then measured, and nothing is carried over

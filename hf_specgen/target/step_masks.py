@@ -72,7 +72,7 @@ class StepMasks:
 
     def _of_chains(self, kind: str, lengths: tuple[int, ...], queries: int) -> torch.Tensor | None:
         template = self._templates[kind]
-        # Attention written by hand may add the mask without asking whether there is one; an indexer reads its numbers.
+        # Eager attention may add the mask without asking whether there is one; an indexer reads its numbers.
         is_needed = self._eager or kind == "indexed_attention"
         if self._visible is None and not is_needed and template.is_all_seen(lengths, queries):
             return None

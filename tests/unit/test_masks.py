@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_specgen import DraftTree, compat
 from hf_specgen.target.masks import StepLayout, additive, chunked_mask, full_mask, sliding_mask
-from tests.helpers import reference
+from hf_specgen.target.step_masks import StepMasks
+from tests.helpers import reference, tiny_model
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)
 
@@ -167,3 +169,11 @@ def test_additive_mask_has_finite_softmax_in_every_dtype(dtype: torch.dtype) -> 
     assert numbers.tolist() == [[0, torch.finfo(dtype).min], [torch.finfo(dtype).min] * 2]
     assert bool(numbers.softmax(dim=-1).isfinite().all())
     assert mask.tolist() == [[True, False], [False, False]]
+
+
+def test_eager_attention_gets_a_mask_in_plain_steps_too() -> None:
+    """Would catch: None, which attention written by hand adds to its scores."""
+    model = tiny_model("gemma2")
+    assert compat.attention_implementation(model.config) == "eager"
+    made = StepMasks(model, None).of_step(DraftTree.empty(2), torch.zeros(2, 1, dtype=torch.long), (5, 5), 0, 0)
+    assert all(isinstance(mask, torch.Tensor) and mask.shape[0] == 2 for mask in made.values())
