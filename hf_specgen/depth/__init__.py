@@ -26,9 +26,9 @@ is low, or verification is expensive, it is 0. `AdaptiveDepth`, the policy behin
 Wall time enters the latency model only, and only until that is fixed. From then on decisions depend on the texts of
 this and earlier calls alone: two runs of a program make the same drafts at any load of the machine, and so get the
 same rounding in bfloat16. (The tokens are those of plain `generate` in any case, up to that rounding.) A warning is
-issued once if step times contradict the profile by more than a factor of two. Given a model or a profile file, `AdaptiveDepth(latency=...)` uses
-only that: nothing is measured, remembered or written. That makes every single call repeatable, and projections for
-other machines possible (`benchmarks/profiles/gpu_like.json`).
+issued once if step times contradict the profile by more than a factor of two. Given a model or a profile file,
+`AdaptiveDepth(latency=...)` uses only that: nothing is measured, remembered or written. That makes every single call
+repeatable, and projections for other machines possible (`benchmarks/profiles/gpu_like.json`).
 
 Example:
     >>> from hf_specgen.depth import AdaptiveDepth, CostCurve, DisableWhen, LatencyModel, Schedule
