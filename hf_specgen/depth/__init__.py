@@ -17,7 +17,7 @@ is low, or verification is expensive, it is 0. `AdaptiveDepth`, the policy behin
        tokens(d) / time(d),  tokens(d) = 1 + sum over i <= d of P(positions 1 to i are accepted),
 
    where a batch takes as long as its slowest row, so that rows are aggregated by their harmonic mean. Plans are
-   renewed every few steps, and sooner after fully rejected drafts. Drafting has to be faster than plain decoding by a
+   renewed every few steps, and earlier after fully rejected drafts. Drafting has to be faster than plain decoding by a
    margin, with the drafter's own prefill included.
 4. **Explore** (`controller`): where plain decoding is faster, each plain step adds 1.5% of its time, by the latency
    model, to an exploration budget; a trial draft is made once the budget covers its cost. So drafting starts again
