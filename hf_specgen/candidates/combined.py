@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from hf_specgen.candidates.base import Candidates, DraftSession, Tree, check_tree
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates
-from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.candidates.tree_shape import FastestSize, FixedSize, TreeShape, tree_shape
 from hf_specgen.candidates.union_tree import UnionTree, unite
 from hf_specgen.depth import Policy
@@ -197,7 +196,7 @@ class _CombinedSession(DraftSession):
             for row, depth in enumerate(budget)
         ]
         if isinstance(shape, FastestSize):
-            count = shape.nodes(TreeBuilder.from_nodes(budget, [tree.joint for tree in self._trees]))
+            count, _ = shape.of_grown([tree.joint for tree in self._trees])
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 
@@ -206,9 +205,9 @@ class _CombinedSession(DraftSession):
         if not isinstance(shape, FastestSize) or network.gain is None:
             return False
         self._ranked(shape, budget, is_prefill)
-        alone = TreeBuilder.from_nodes(budget, [tree.joint for tree in self._trees])
+        _, rate = shape.of_grown([tree.joint for tree in self._trees])
         self._trees = []
-        return shape.rate(alone) >= shape.rate_of(network.gain, network.nodes, network.seconds)
+        return rate >= shape.rate_of(network.gain, network.nodes, network.seconds)
 
     def _measure(self, member: _Member, shape: TreeShape | None) -> None:
         """Note what a network's draft is expected to yield, and what it took."""

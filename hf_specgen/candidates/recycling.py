@@ -165,7 +165,7 @@ class RecyclingSession(DraftSession):
             for token, depth in zip(last, depths, strict=True)
         ]
         if isinstance(shape, FastestSize):
-            count = shape.nodes(TreeBuilder.from_nodes(depths, [tree.joint for tree in self._trees]))
+            count, _ = shape.of_grown([tree.joint for tree in self._trees])
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 
