@@ -93,6 +93,8 @@ class _Member:
         self.gain: float | None = None
         """Mean of the draft tokens that are expected to be accepted, over all rows; None before the first draft."""
         self.seconds = self.nodes = 0.0
+        self.spent = 0.0
+        """Expected seconds of the passes of the present draft."""
 
 
 class _CombinedSession(DraftSession):
@@ -121,7 +123,7 @@ class _CombinedSession(DraftSession):
         """Count what was accepted, and pass the outcome on to every member as one of its own draft."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
             for node, accepted in judged_nodes(tree.tokens, tree.parents, emitted):
-                self._calibration.count(tree.classes[node], tree.bins[node], accepted)
+                self._calibration.count(tree.classes[node], tree.bins[node], accepted, tree.weights[node])
         self._trees = []
         for member in self._members:
             if member.draft.nodes or member.session.top_tokens or self._has_drafted:
@@ -155,6 +157,7 @@ class _CombinedSession(DraftSession):
             )
             depth = [0 if waits else min(depth, member.k) for depth in budget]
             member.draft = method(member.session)(depth)
+            member.spent = 0.0
             if any(depth) and member.has_passes:
                 self._measure(member, shape)
         self.passes = [tokens for member in self._members for tokens in _passes(member.session, member.draft)]
@@ -175,11 +178,14 @@ class _CombinedSession(DraftSession):
             every = sum(draft.nodes for draft in drafts)
             count, min_joint = shape.size if isinstance(shape, FixedSize) else every, 0.0
         extends = isinstance(shape, FixedSize | FastestSize)
-        successors = [
-            (number, member.session.successors)
-            for number, member in enumerate(self._members)
-            if extends and member.session.knows_successors
-        ]
+        successors = next(
+            (
+                (number, member.session.successors)
+                for number, member in enumerate(self._members)
+                if extends and member.session.knows_successors
+            ),
+            None,
+        )
         acceptance, state = self._calibration.by_bin(), self.call.state
         self._trees = [
             unite(
@@ -196,7 +202,9 @@ class _CombinedSession(DraftSession):
             for row, depth in enumerate(budget)
         ]
         if isinstance(shape, FastestSize):
-            count, _ = shape.of_grown([tree.joint for tree in self._trees])
+            # More nodes pay where drafting has taken long.
+            spent = sum(member.spent for member in self._members)
+            count, _ = shape.of_grown([tree.joint for tree in self._trees], spent)
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 
@@ -214,7 +222,7 @@ class _CombinedSession(DraftSession):
         if not isinstance(shape, FastestSize) or member.draft.joint is None:
             return
         gain = sum(sum(joint) for joint in member.draft.joint)
-        seconds = shape.latency.drafter.draft(_passes(member.session, member.draft))
+        seconds = member.spent = shape.latency.drafter.draft(_passes(member.session, member.draft))
         share = 1.0 if member.gain is None else RATE_UPDATE
         member.gain = (1 - share) * (member.gain or 0.0) + share * gain
         member.nodes += share * (member.draft.nodes - member.nodes)

@@ -126,15 +126,16 @@ class FastestSize:
     def nodes(self, builder: TreeBuilder) -> int:
         return self._best(builder)[2]
 
-    def of_grown(self, joint: Sequence[Sequence[float]]) -> tuple[int, float]:
+    def of_grown(self, joint: Sequence[Sequence[float]], drafting: float = 0.0) -> tuple[int, float]:
         """How many nodes of trees that are grown already are verified, and the expected tokens per second.
 
         Args:
             joint: joint probabilities of each row's nodes, in descending order.
+            drafting: seconds that the passes of the drafter took.
         """
         gains = joint[0] if len(joint) == 1 else map(sum, zip_longest(*joint, fillvalue=0.0))
         tokens = accumulate(gains, initial=float(self.rows))
-        rates = [count / (seconds + self._spent) for count, seconds in zip(tokens, self._target_list, strict=False)]
+        rates = [count / (seconds + drafting) for count, seconds in zip(tokens, self._target_list, strict=False)]
         best = max(rates)
         return rates.index(best), best
 
