@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hf_specgen.verification import VerificationResult
 
 RATE_UPDATE = 0.2
-"""Weight of a network's newest draft in the mean of what its drafts yield and take."""
+"""Weight of the newest step in the mean of what steps with a network's draft yield and take."""
 
 
 class CombinedCandidates(Candidates):
@@ -85,16 +85,25 @@ class CombinedCandidates(Candidates):
 
 
 class _Member:
-    """One strategy in a call: its session, its draft of the current step, and what its drafts yield and take."""
+    """One strategy in a call: its session, its draft of the current step, and what steps with its drafts yield."""
 
     def __init__(self, strategy: Candidates, session: DraftSession, batch: int):
         self.k, self.has_passes, self.session = strategy.k, not strategy.negligible_draft_cost, session
         self.draft = DraftTree.empty(batch)
-        self.gain: float | None = None
-        """Mean of the draft tokens that are expected to be accepted, over all rows; None before the first draft."""
-        self.seconds = self.nodes = 0.0
+        self.steps = 0
+        """Steps with its draft, without the prefill."""
+        self.gain = self.nodes = self.seconds = 0.0
+        """Of these steps, on average: accepted draft tokens over all rows, nodes of a row, seconds of its passes."""
         self.spent = 0.0
         """Expected seconds of the passes of the present draft."""
+
+    def measure(self, accepted: int, nodes: int) -> None:
+        """Note the outcome of a step with its draft, in which the others took part as well."""
+        self.steps += 1
+        share = max(RATE_UPDATE, 1 / self.steps)
+        self.gain += share * (accepted - self.gain)
+        self.nodes += share * (nodes - self.nodes)
+        self.seconds += share * (self.spent - self.seconds)
 
 
 class _CombinedSession(DraftSession):
@@ -112,6 +121,7 @@ class _CombinedSession(DraftSession):
         self._calibration = calibration_memory.recall(call.model if self.remembers else None, self._key)
         self._trees: list[UnionTree] = []
         self._has_drafted = False
+        self._verified = 0
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         return self._combine(budget, lambda session: session.draft, is_prefill=False)
@@ -126,6 +136,8 @@ class _CombinedSession(DraftSession):
                 self._calibration.count(tree.classes[node], tree.bins[node], accepted, tree.weights[node])
         self._trees = []
         for member in self._members:
+            if member.has_passes and member.draft.nodes and self._verified:
+                member.measure(sum(result.accepted), self._verified)
             if member.draft.nodes or member.session.top_tokens or self._has_drafted:
                 member.session.observe(result_for(result, member.draft))
 
@@ -158,11 +170,12 @@ class _CombinedSession(DraftSession):
             depth = [0 if waits else min(depth, member.k) for depth in budget]
             member.draft = method(member.session)(depth)
             member.spent = 0.0
-            if any(depth) and member.has_passes:
-                self._measure(member, shape)
+            if any(depth) and member.has_passes and isinstance(shape, FastestSize):
+                member.spent = shape.latency.drafter.draft(_passes(member.session, member.draft))
         self.passes = [tokens for member in self._members for tokens in _passes(member.session, member.draft)]
         tree = self._ranked(shape, budget, is_prefill) if ranks and shape is not None else self._merged()
         self._has_drafted = tree.nodes > 0
+        self._verified = 0 if is_prefill else tree.nodes
         return tree
 
     def _merged(self) -> DraftTree:
@@ -210,23 +223,12 @@ class _CombinedSession(DraftSession):
 
     def _is_slower(self, network: _Member, shape: TreeShape | None, budget: Sequence[int], is_prefill: bool) -> bool:
         """Whether the drafts so far alone promise more tokens per second than those of a network usually do."""
-        if not isinstance(shape, FastestSize) or network.gain is None:
+        if not isinstance(shape, FastestSize) or not network.steps:
             return False
         self._ranked(shape, budget, is_prefill)
         _, rate = shape.of_grown([tree.joint for tree in self._trees])
         self._trees = []
         return rate >= shape.rate_of(network.gain, network.nodes, network.seconds)
-
-    def _measure(self, member: _Member, shape: TreeShape | None) -> None:
-        """Note what a network's draft is expected to yield, and what it took."""
-        if not isinstance(shape, FastestSize) or member.draft.joint is None:
-            return
-        gain = sum(sum(joint) for joint in member.draft.joint)
-        seconds = member.spent = shape.latency.drafter.draft(_passes(member.session, member.draft))
-        share = 1.0 if member.gain is None else RATE_UPDATE
-        member.gain = (1 - share) * (member.gain or 0.0) + share * gain
-        member.nodes += share * (member.draft.nodes - member.nodes)
-        member.seconds += share * (seconds - member.seconds)
 
 
 def _passes(session: DraftSession, tree: DraftTree) -> Sequence[int]:

@@ -97,7 +97,9 @@ class FastestSize:
     children: int = MAX_CHILDREN
 
     def __post_init__(self) -> None:
-        self._target, self._target_list, self.min_joint = _target_seconds(self.latency.target, self.rows, self.max_nodes)
+        self._target, self._target_list, self.min_joint = _target_seconds(
+            self.latency.target, self.rows, self.max_nodes
+        )
         widths = MAX_BEAM if self.children > 1 else 1
         self._pass, self._spent = _drafter_seconds(self.latency.drafter, self.rows, widths)
         self._seen = self._expanded = 0

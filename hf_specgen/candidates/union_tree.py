@@ -114,7 +114,9 @@ class _Union:
     ):
         self.tree = UnionTree()
         self._sources, self._acceptance, self._min_joint = sources, acceptance, min_joint
-        self._source, self._find = (0, _no_successors) if successors is None else successors
+        source, self._find = (0, _no_successors) if successors is None else successors
+        self._kind = min(source, SEVERAL - 1)
+        self._estimates: dict[float, tuple[float, int, float]] = {}
         self._only_chain = only_chain
         # Joint probability (negative, so that the highest comes first), age, parent, depth, token, class, bin, weight.
         self._heap: list[tuple[float, int, int, int, int, int, int, float, _Places, _Siblings | None]] = []
@@ -148,7 +150,11 @@ class _Union:
             if self._only_chain:
                 children, row = [max(children)], ((), ())
             for probability, child, kind, place, weight, below in children:
-                self._wait(joint * probability / total, node, level + 1, child, kind, place, weight, below, None)
+                value = joint * probability / total
+                if value > self._min_joint:
+                    self._age += 1  # breaks ties
+                    entry = (-value, self._age, node, level + 1, child, kind, place, weight, below, None)
+                    heapq.heappush(self._heap, entry)
         self._wait_for_successor(node, level + 1, (row, 0, joint, [child[1] for child in children]))
 
     def _votes(self, places: _Places, row: Row) -> list[tuple[float, int, int, int, float, _Places]]:
@@ -161,35 +167,38 @@ class _Union:
                     votes[child] = missed * (1 - probability), SEVERAL, {**known, source: node}
                 else:
                     votes[child] = 1 - probability, min(source, SEVERAL - 1), {source: node}
-        children = []
+        children: list[tuple[float, int, int, int, float, _Places]] = []
         for child, (missed, kind, known) in votes.items():
             if child in row[0]:
                 missed, kind = missed * (1 - row[1][row[0].index(child)]), SEVERAL
-            places = tuple(known.get(source) for source in range(len(self._sources)))
-            children.append((*self._calibrated(kind, 1 - missed), child, kind, places))
-        return [(value, child, kind, place, weight, below) for value, place, weight, child, kind, below in children]
+            below = tuple([known.get(source) for source in range(len(self._sources))])
+            value, place, weight = self._calibrated(kind, 1 - missed)
+            children.append((value, child, kind, place, weight, below))
+        return children
 
     def _wait_for_successor(self, parent: int, level: int, siblings: _Siblings) -> None:
         """The most likely successor that no draft proposed waits to be added, with the others behind it."""
-        (tokens, probabilities), rank, joint, proposed = siblings
+        row, rank, joint, proposed = siblings
+        tokens, probabilities = row
         while rank < len(tokens) and tokens[rank] in proposed:
             rank += 1
-        if rank < len(tokens):
-            kind = min(self._source, SEVERAL - 1)
-            value, place, weight = self._calibrated(kind, probabilities[rank])
-            behind = siblings[0], rank + 1, joint, proposed
-            self._wait(joint * value, parent, level, tokens[rank], kind, place, weight, (), behind)
+        if rank == len(tokens):
+            return
+        estimate = self._estimates.get(probabilities[rank])
+        if estimate is None:
+            estimate = self._estimates[probabilities[rank]] = self._calibrated(self._kind, probabilities[rank])
+        value = joint * estimate[0]
+        if value > self._min_joint:
+            self._age += 1
+            behind = row, rank + 1, joint, proposed
+            entry = (-value, self._age, parent, level, tokens[rank], self._kind, estimate[1], estimate[2], (), behind)
+            heapq.heappush(self._heap, entry)
 
     def _calibrated(self, kind: int, probability: float) -> tuple[float, int, float]:
         """The acceptance of a token of this class and combined probability, and the bin and weight of the latter."""
         place = bisect_left(BOUNDS, probability)
         weight = probability / CENTERS[place]
         return min(MAX_JOINT, self._acceptance[kind][place] * weight), place, weight
-
-    def _wait(self, joint: float, *node: Any) -> None:
-        if joint > self._min_joint:
-            self._age += 1  # breaks ties
-            heapq.heappush(self._heap, (-joint, self._age, *node))  # type: ignore[arg-type]
 
 
 def _no_successors(token: int) -> Row:

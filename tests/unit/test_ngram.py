@@ -78,7 +78,8 @@ def test_grow_tree_after_a_frequent_token_copies_without_a_gap() -> None:
     text = RowText([5, 1, 2, 3, 4, 6, 7, 5, 5, 5, 8], MatchOdds())
     tree = text.propose(Limits(4, 60))
     paths = [
-        [tree.tokens[one] for one in reversed(reference.walk_up(tree.parents, node))] for node in range(len(tree.tokens))
+        [tree.tokens[one] for one in reversed(reference.walk_up(tree.parents, node))]
+        for node in range(len(tree.tokens))
     ]
     assert [5, 1, 2, 3] in paths
 
