@@ -146,7 +146,7 @@ class NgramIndex:
         return found
 
     def _hashes(self, backwards: Sequence[int]) -> list[int]:
-        """The hashes of the last n-grams, in the order of `ORDERS`; fewer of a short text. Its last token comes first."""
+        """The hashes of the last n-grams, in the order of `ORDERS`; fewer of a short text, which is given backwards."""
         hashes: list[int] = []
         value = 0
         for order, added in zip(ORDERS, RANGES, strict=True):
