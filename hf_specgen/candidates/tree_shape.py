@@ -114,10 +114,13 @@ class FastestSize:
         frontier = frontier[frontier > 0]  # expected rows that reach the j-th node to expand
         if not helps or not len(frontier):
             return 0
-        gain = self._child * np.cumsum(frontier)
+        # A first draft token may cost far more than each further one, so several levels are considered at once.
+        levels = np.arange(1, max(2, int(builder.limits.max() - builder.depth.max()) + 1))[:, None]
         width = np.arange(1, len(frontier) + 1)
-        nodes = np.minimum(best + width, self.max_nodes)
-        promised = (tokens + gain) / (self._target[nodes] + self._spent + self._pass[: len(frontier)])
+        gain = np.cumsum(self._child ** levels, axis=0) * np.cumsum(frontier)
+        nodes = np.minimum(best + levels * width, self.max_nodes)
+        seconds = self._target[nodes] + self._spent + levels * self._pass[: len(frontier)]
+        promised = ((tokens + gain) / seconds).max(axis=0)
         beam = int(np.argmax(promised)) + 1
         if promised[beam - 1] <= rate * (1 + MIN_GAIN):
             return 0
@@ -176,7 +179,7 @@ class FastestSize:
 @lru_cache(maxsize=64)
 def _target_seconds(target: CostCurve, rows: int, max_nodes: int) -> tuple[Floats, list[float], float]:
     """Seconds of the target's pass by the nodes of each row, from 0 on, as an array and as a list; and `min_joint`."""
-    seconds = np.maximum.accumulate(target.by_tokens(rows * np.arange(1.0, max_nodes + 2)))
+    seconds = target.by_tokens(rows * np.arange(1.0, max_nodes + 2))
     # Each node adds its probability to the tokens of a step, of which there is at least one for each row.
     return seconds, seconds.tolist(), max(MIN_GAIN, float((np.diff(seconds) / seconds[1:]).min()))
 
