@@ -12,8 +12,9 @@ from hf_specgen.candidates.ngram_odds import NEAR, OWN, MatchOdds
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree, Occurrence, grow_tree
 from hf_specgen.tree import judged_nodes
 
-MAX_OCCURRENCES, MAX_HISTORY_OCCURRENCES = 24, 64
-"""Occurrences that vote at most, in the row's text and in the history: with 16 in both, 1.5% fewer tokens per step."""
+MAX_OCCURRENCES = 16
+"""Occurrences that vote at most, in the row's text and in the history each: with 24 and 64, within 1% as many tokens
+per step."""
 NEAR_TOKENS = 16
 """An occurrence counts as near if it is so many tokens or less behind the place that was copied from last."""
 MAX_SKIPPED = 3
@@ -102,7 +103,7 @@ class RowText:
             found += [(index.tokens, index.end, place, 0, NEAR) for place in self._resumed() if place not in known]
         if self._history is not None:
             self._known_history, others = self._history.find(
-                self._tail, MAX_HISTORY_OCCURRENCES, self._known_history, self._grown
+                self._tail, MAX_OCCURRENCES, self._known_history, self._grown
             )
             found += [
                 (text, end, position, min(length, most), kind)

@@ -145,16 +145,15 @@ class _Union:
         """The children of a node become known; of its successors the most likely one, others after it was added."""
         row = self._find(token)
         children = self._votes(places, row) if places else []
-        if children:
-            total = max(1.0, sum(child[0] for child in children))
-            if self._only_chain:
-                children, row = [max(children)], ((), ())
-            for probability, child, kind, place, weight, below in children:
-                value = joint * probability / total
-                if value > self._min_joint:
-                    self._age += 1  # breaks ties
-                    entry = (-value, self._age, node, level + 1, child, kind, place, weight, below, None)
-                    heapq.heappush(self._heap, entry)
+        if self._only_chain and children:
+            children, row = [max(children)], ((), ())
+        total = max(1.0, sum([child[0] for child in children]))
+        for probability, child, kind, place, weight, below in children:
+            value = joint * probability / total
+            if value > self._min_joint:
+                self._age += 1  # breaks ties
+                entry = (-value, self._age, node, level + 1, child, kind, place, weight, below, None)
+                heapq.heappush(self._heap, entry)
         self._wait_for_successor(node, level + 1, (row, 0, joint, [child[1] for child in children]))
 
     def _votes(self, places: _Places, row: Row) -> list[tuple[float, int, int, int, float, _Places]]:
