@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_specgen import (
     CombinedCandidates,
@@ -97,6 +98,14 @@ def test_returned_cache_continues_the_text(kind: str, batch: int) -> None:
 
     oracle = ORACLES["sometimes"](model.generate(**inputs, max_new_tokens=8)[:, prompt_length(inputs) :])
     assert torch.equal(two_turns(candidate_generator=oracle), two_turns())
+
+
+def test_given_dynamic_cache_of_a_stateful_target_is_refused_with_the_reason() -> None:
+    """Would catch: a message that asks for what was given."""
+    with pytest.raises(ValueError, match="cannot roll back the convolutions, recurrent states"):
+        stateful_model("lfm2").generate(
+            **prompts(1), max_new_tokens=4, past_key_values=DynamicCache(), candidate_generator=NgramCandidates(k=3)
+        )
 
 
 def test_second_turn_after_an_exception_same_tokens() -> None:
