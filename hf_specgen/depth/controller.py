@@ -158,7 +158,9 @@ class AdaptiveSession(PolicySession):
         accepted = sum(row.accepted for row in drafted)
         if self._exploring:
             self._exploration += accepted / max(1, step.batch) - self._trial_cost(step, bool(drafted))
-        self._speed.add(sum(row.emitted for row in step.rows if row is not None) / max(1, step.batch), self._cost_of(step))
+        self._speed.add(
+            sum(row.emitted for row in step.rows if row is not None) / max(1, step.batch), self._cost_of(step)
+        )
         if drafted:
             breadth = max(row.drafted for row in drafted) / step.depth
             self._nodes_per_level += SIZE_UPDATE * (breadth - self._nodes_per_level)

@@ -23,8 +23,11 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import transformers
 from rich.console import Console
@@ -116,11 +119,30 @@ def _run_many(options: argparse.Namespace, console: Console) -> Report:
 
 def _cases(options: argparse.Namespace, limit: int | None) -> Iterator[Case]:
     architectures = options.architectures or (list(TESTED) if options.tested else None)
-    end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    number = options.start
-    while (limit is None or number < options.start + limit) and (end is None or time.monotonic() < end):
-        yield draw(f"{options.seed}:{number}", architectures, options.strategies, options.threads)
-        number += 1
+
+    def case(number: int) -> Case:
+        return draw(f"{options.seed}:{number}", architectures, options.strategies, options.threads)
+
+    if options.minutes is None and limit is not None:
+        yield from grouped(map(case, range(options.start, options.start + limit)))
+        return
+    end = time.monotonic() + 60 * options.minutes
+    for number in count(options.start):
+        if time.monotonic() > end or (limit is not None and number == options.start + limit):
+            return
+        yield case(number)
+
+
+def grouped(cases: Iterable[Case]) -> list[Case]:
+    """The same cases, those with the same model one after another, so that it is built and checked once.
+
+    Models follow in an arbitrary order, so that an interrupted run has tried architectures of all kinds.
+    """
+
+    def model(case: Case) -> tuple[Any, ...]:
+        return (case.architecture, case.layers, case.attention, case.window, case.tight_positions)
+
+    return sorted(cases, key=lambda case: (crc32(repr(model(case)).encode()), model(case)))
 
 
 def run_safely(case: Case) -> Outcome:
