@@ -187,7 +187,7 @@ class _CombinedSession(DraftSession):
                 drafts,
                 row,
                 acceptance,
-                last_token=(state.generated[row] or state.prompts[row])[-1],
+                last_token=state.last_token(row),
                 depth=depth,
                 nodes=count,
                 min_joint=min_joint,
