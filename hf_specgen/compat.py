@@ -28,9 +28,11 @@ def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationC
 def continued(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the next plain decoding step: mask, positions and token types one token longer.
 
-    Symbol: `GenerationMixin._update_model_kwargs_for_generation(outputs, model_kwargs)`.
+    Symbol: `GenerationMixin._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder)`.
     """
-    return cast(dict[str, Any], cast(Any, model)._update_model_kwargs_for_generation(outputs, dict(kwargs)))
+    update = cast(Any, model)._update_model_kwargs_for_generation
+    is_encoder_decoder = model.config.is_encoder_decoder
+    return cast(dict[str, Any], update(outputs, dict(kwargs), is_encoder_decoder=is_encoder_decoder))
 
 
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_specgen.counters import Statistics
     from hf_specgen.depth.policy import PolicySession
     from hf_specgen.target.base import Target
+    from hf_specgen.target.encoder import EncoderInput
     from hf_specgen.verification.base import VerificationSession
     from hf_specgen.verification.processors import LogitsPipeline
 
@@ -180,6 +181,7 @@ class Call:
         verification: the verification session; see `VerificationSession.draft_weights`. Set for draft sessions only;
             None inside Transformers' own loop.
         depth: the policy's session; its `latency` is the latency model. Set for draft sessions only.
+        encoder: what the encoder of an encoder-decoder target reads; None for other targets.
     """
 
     model: PreTrainedModel | None
@@ -193,6 +195,7 @@ class Call:
     target: Target | None = None
     verification: VerificationSession | None = None
     depth: PolicySession | None = None
+    encoder: EncoderInput | None = None
 
     @property
     def do_sample(self) -> bool:
