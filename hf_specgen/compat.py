@@ -80,6 +80,31 @@ def plain_generate(model: Any) -> Callable[..., Any]:
     return cast(Callable[..., Any], getattr(generate, "_hf_specgen_original", generate))
 
 
+def prepared_call(model: Any, **arguments: Any) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
+    """What `generate` with these arguments would give its decoding method: input ids, config and model arguments.
+
+    The encoder of an encoder-decoder model is run. No private symbol: `GenerationMixin.generate` as it was before it
+    was patched, also for models that have a `generate` of their own.
+    """
+    prepared: list[tuple[torch.Tensor, GenerationConfig, dict[str, Any]]] = []
+
+    def keep(
+        model: Any,
+        input_ids: torch.Tensor,
+        *,
+        generation_config: GenerationConfig,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        prepared.append((input_ids, generation_config, model_kwargs))
+        return input_ids
+
+    generate: Any = utils.GenerationMixin.generate
+    getattr(generate, "_hf_specgen_original", generate)(model, custom_generate=keep, **arguments)
+    return prepared[0]
+
+
 def attention_implementation(config: Any) -> str:
     """The attention kernel in use: "sdpa", "eager", … Symbol: `PreTrainedConfig._attn_implementation`."""
     return str(config._attn_implementation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -216,6 +216,13 @@ class Call:
         """
         lockstep = self.processors is not None and self.processors.lockstep
         return self.keeps_scores and lockstep and self.state.pad_id is not None
+
+    def encoder_texts(self) -> list[list[int]]:
+        """The token ids that the target's encoder read, by row; empty without an encoder, and for audio or images."""
+        if self.encoder is None or self.model is None:
+            return [[] for _ in range(self.state.batch)]
+        embeddings = cast(Any, self.model).get_output_embeddings()
+        return self.encoder.texts(0 if embeddings is None else len(embeddings.weight))
 
     @property
     def max_new_tokens(self) -> float:

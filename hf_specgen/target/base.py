@@ -68,9 +68,7 @@ class Target:
         self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
-        self.prompt = Prompt(
-            input_ids, generation_config, model_kwargs, self.last_position, mask_name(model)
-        )
+        self.prompt = Prompt(input_ids, generation_config, model_kwargs, self.last_position, mask_name(model))
         self._masks = StepMasks(model, self.prompt.padding)
 
     @property

@@ -45,7 +45,8 @@ class EncoderInput:
             model_kwargs: as prepared by `generate`.
         """
         outputs = model_kwargs.get("encoder_outputs")
-        if values is None or outputs is None:
+        # In place of ids that were not given, `generate` fills in -100.
+        if values is None or outputs is None or (not values.is_floating_point() and bool((values < 0).any())):
             return None
         others = ("encoder_outputs", "past_key_values", "use_cache", "logits_to_keep")
         arguments = {

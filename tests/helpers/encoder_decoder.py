@@ -61,8 +61,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "t5": T5,
     "mt5": T5,
     "umt5": T5,
-    "switch_transformers": {**T5, "num_experts": 2, "expert_capacity": 64, "num_sparse_encoder_layers": 1,
-                            "num_sparse_decoder_layers": 1},
+    "switch_transformers": {
+        **T5,
+        "num_experts": 2,
+        "expert_capacity": 64,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+    },
     "longt5": T5,
     "bart": BART,
     "mbart": BART,
@@ -74,7 +79,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "blenderbot-small": BART,
     "mvp": BART,
     "plbart": BART,
-    "led": {**BART, "max_encoder_position_embeddings": 96, "max_decoder_position_embeddings": 96, "attention_window": 8},
+    "led": {
+        **BART,
+        "max_encoder_position_embeddings": 96,
+        "max_decoder_position_embeddings": 96,
+        "attention_window": 8,
+    },
     "t5gemma": {"encoder": GEMMA, "decoder": {**GEMMA, "num_hidden_layers": 2}, "vocab_size": VOCAB},
     "whisper": {
         **{name: value for name, value in BART.items() if name != "max_position_embeddings"},
@@ -84,7 +94,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "suppress_tokens": None,
         "begin_suppress_tokens": None,
     },
-}  # fmt: skip
+}
 MAPPINGS: Any = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
 
 
