@@ -65,7 +65,7 @@ def speculative_decode(
     on_start: Callable[[Call], None] | None = None,
     inputs_tensor: torch.Tensor | None = None,
     **model_kwargs: Any,
-) -> SpeculativeOutput | torch.Tensor:
+) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
     """Generate as plain `generate` does, several tokens per forward pass of the target.
 
     Args:
@@ -113,15 +113,17 @@ def speculative_decode(
     candidates.speculation = call.statistics
     if not returns_dict:
         return outputs.output_ids()
-    kind: Any = EncoderDecoderSpeculativeOutput if model.config.is_encoder_decoder else SpeculativeOutput
-    output: SpeculativeOutput = kind(
-        sequences=outputs.output_ids(),
-        scores=tuple(outputs.scores) if call.keeps_scores else None,
-        logits=tuple(outputs.logits) if call.keeps_logits else None,
-        past_key_values=past_key_values,
-    )
-    # An attribute, and no item: `generate` of Whisper expects tensors in all items.
-    output.speculation = call.statistics
+    fields: dict[str, Any] = {
+        "sequences": outputs.output_ids(),
+        "scores": tuple(outputs.scores) if call.keeps_scores else None,
+        "logits": tuple(outputs.logits) if call.keeps_logits else None,
+        "past_key_values": past_key_values,
+    }
+    if not model.config.is_encoder_decoder:
+        return SpeculativeOutput(**fields, speculation=call.statistics)
+    output = EncoderDecoderSpeculativeOutput(**fields)
+    # An attribute, and no item: `generate` of Whisper takes items apart by rows.
+    object.__setattr__(output, "speculation", call.statistics)
     return output
 
 

@@ -17,10 +17,11 @@ from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.default import default_candidates
 from hf_specgen.candidates.native import NativeCandidates
-from hf_specgen.decoding import SpeculativeOutput, speculative_decode
+from hf_specgen.decoding import EncoderDecoderSpeculativeOutput, SpeculativeOutput, speculative_decode
 from hf_specgen.depth import Policy
 from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.state import Call
+from hf_specgen.target.encoder import check_cache
 from hf_specgen.target.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
@@ -60,7 +61,7 @@ class Speculation:
         generation_config: GenerationConfig | None = None,
         inputs_tensor: torch.Tensor | None = None,  # `generate` passes the encoder's input under this name
         **model_kwargs: Any,
-    ) -> SpeculativeOutput | torch.Tensor:
+    ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         assert generation_config is not None
         self.checking(model)
         check_model(model)
@@ -239,6 +240,7 @@ def _check_call(
         raise ValueError("output_attentions and output_hidden_states are not available with candidate_generator=")
     position_ids = model_kwargs.get("position_ids")
     if model.config.is_encoder_decoder:
+        check_cache(model_kwargs.get("past_key_values"), type(model).__name__)
         return
     if position_ids is None or position_ids.dim() not in (2, 3):
         raise ValueError(

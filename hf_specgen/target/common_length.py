@@ -54,24 +54,23 @@ class AlignedTexts:
         """Append tokens to the texts.
 
         Args:
-            new: tokens for each row; None for a row that takes no part, so that its slots may be overwritten.
+            new: tokens for each row; None for a row that takes no part.
 
         Returns:
-            Where the pass begins, counted from the end of the prompt, and what it reads of each row; nothing of those
-            that take no part.
+            Where the pass begins, counted from the end of the prompt, and what it reads of each row. A row that takes
+            no part reads its text too, as far as the pass is wide anyway, since its slots are overwritten.
         """
+        for row, tokens in enumerate(new):
+            self.texts[row] += tokens or ()
+            self._added[row] += len(tokens or ())
         rows = [row for row, tokens in enumerate(new) if tokens is not None]
         start = min((self.cached[row] for row in rows), default=0)
-        reads: list[list[int]] = []
-        for row, tokens in enumerate(new):
-            if tokens is None:
-                self.cached[row] = min(self.cached[row], start)
-                reads.append([])
-                continue
-            self.texts[row] += tokens
-            self._added[row] += len(tokens)
-            self.cached[row] = len(self.texts[row])
-            reads.append(self.texts[row][start:])
+        width = max((len(self.texts[row]) for row in rows), default=start) - start
+        reads = []
+        for row, text in enumerate(self.texts):
+            read = text[start : start + width] if self.cached[row] >= start else []
+            self.cached[row] = min(self.cached[row], start) + len(read)
+            reads.append(read)
         return start, reads
 
     def keep(self, counts: Sequence[int]) -> None:
@@ -124,10 +123,16 @@ class CommonLengthTarget(Target):
         self._rows.cut(read)
 
     def finish(self) -> Any:
-        """Return the cache, whose rows are read as far as the others have overwritten them."""
-        if any(cached < len(text) for cached, text in zip(self._rows.cached, self._rows.texts, strict=True)):
+        """Return the cache, once everything is in it; all rows have as many tokens."""
+        lengths = [len(text) for text in self._rows.texts]
+        if self._rows.cached != lengths:
             self._read([[]] * self.batch, 1, None)
+        self._set_length(max(lengths))
         return super().finish()
+
+    def _set_length(self, length: int) -> None:
+        """Cut the cache to the prompt and so many tokens behind it."""
+        self.cache.set_lengths([slot + length for slot in self._prompt_slots])
 
     def _read(self, new: list[list[int]], results: int, active: Sequence[bool] | None) -> torch.Tensor:
         """One pass over what is not cached of the rows that take part.
@@ -145,8 +150,8 @@ class CommonLengthTarget(Target):
         start, reads = self._rows.next_pass(
             [tokens if takes else None for tokens, takes in zip(new, takes_part, strict=True)]
         )
-        self.cache.set_lengths([slot + start for slot in self._prompt_slots])
-        # What an inactive row reads is ignored; padding on the right is overwritten by the next pass.
+        self._set_length(start)
+        # Padding on the right is overwritten by the next pass.
         filled = [tokens or [0] for tokens in reads]
         chains = DraftTree.chains([tokens[1:] for tokens in filled])
         inputs = {"input_ids": self._step_tokens(chains, [tokens[0] for tokens in filled])}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from hf_specgen import compat
 from hf_specgen.target.cache import RaggedCache
 from hf_specgen.target.step_inputs import StepInputs
 
@@ -92,11 +93,7 @@ class EncoderStepInputs(StepInputs):
 
     def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]):
         given = model_kwargs.get("past_key_values")
-        if type(given) is not EncoderDecoderCache or given.get_seq_length() or not _is_plain(given):
-            raise ValueError(
-                "candidate_generator= makes the cache of an encoder-decoder model itself; leave past_key_values and "
-                "cache_implementation unset"
-            )
+        check_cache(given, type(model).__name__)
         self._given = given
         self._takes_positions = takes_positions(model)
         positions = _positions(input_ids, model_kwargs if self._takes_positions else {})
@@ -165,6 +162,22 @@ def _positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.T
     return (counted.cumsum(dim=-1) - 1).clamp(min=0)
 
 
-def _is_plain(cache: EncoderDecoderCache) -> bool:
-    parts = (cache.self_attention_cache, cache.cross_attention_cache)
-    return all(type(part) is DynamicCache and not part.offloading for part in parts)
+def check_cache(given: Any, model: str) -> None:
+    """Raise unless `generate` has made a cache of the usual kind for an encoder-decoder.
+
+    Args:
+        given: the cache that `generate` passes on; None if it made none.
+        model: name of the model's class.
+
+    Raises:
+        ValueError: for any other cache.
+    """
+    if given is None:
+        raise ValueError(f"{model} uses no EncoderDecoderCache; call generate() without candidate_generator=")
+    parts = (getattr(given, "self_attention_cache", None), getattr(given, "cross_attention_cache", None))
+    is_plain = all(type(part) is DynamicCache and not part.offloading for part in parts)
+    if compat.is_user_defined(given) or not is_plain:
+        raise ValueError(
+            "candidate_generator= makes the cache of an encoder-decoder model itself; leave past_key_values and "
+            "cache_implementation unset"
+        )
