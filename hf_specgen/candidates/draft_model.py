@@ -29,6 +29,7 @@ from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
+from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.requirements import TargetRequirements, make_target
 from hf_specgen.target.self_check import check_computation
@@ -108,9 +109,9 @@ class DraftModelCandidates(Candidates):
             )
         prompts = _known(call.state.prompts, draft)
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
-        check_computation(draft, TargetRequirements(), *(prompt if draft.config.is_encoder_decoder else ()))
+        check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
         if call.model is not None and not have_same_vocabulary(draft, call.model):
-            if draft.config.is_encoder_decoder:
+            if reads_encoder(draft):
                 raise ValueError(
                     f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
                     "decoder-only models; use a draft of the target's family"

@@ -7,22 +7,23 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.state import Call
+from hf_specgen.target.encoder import EncoderInput, reads_encoder
 
 _same_encoders: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, bool]] = WeakKeyDictionary()
 
 
 def check_pair(draft: PreTrainedModel, call: Call) -> None:
-    """Raise unless the draft can read what the target reads: both have an encoder, or none has.
+    """Raise unless the draft can read what the target reads: both read what an encoder returns, or none does.
 
     Raises:
         ValueError: what the draft lacks.
     """
     has_encoder = call.model is not None and bool(call.model.config.is_encoder_decoder)
-    if bool(draft.config.is_encoder_decoder) == has_encoder:
+    if reads_encoder(draft) == has_encoder:
         return
     target = "the target" if call.model is None else type(call.model).__name__
     kinds = ("an encoder-decoder", "a decoder-only model")
@@ -45,7 +46,7 @@ def draft_prompt(
         ValueError: if an encoder is to be shared whose outputs the draft cannot read, or there is nothing to read.
     """
     input_ids, mask = left_padded(prompts, compat.input_device(draft))
-    if not draft.config.is_encoder_decoder:
+    if not reads_encoder(draft):
         if share_encoder is not None:
             raise ValueError(f"share_encoder={share_encoder} is for encoder-decoder models; leave it out")
         config = GenerationConfig(prefill_chunk_size=call.config.prefill_chunk_size)
@@ -54,9 +55,21 @@ def draft_prompt(
         if compat.supports_logits_to_keep(draft):
             arguments["logits_to_keep"] = 1
         return input_ids, config, arguments
+    read = call.encoder
+    if read is None:
+        raise ValueError(
+            "a draft that reads the encoder needs the input of the target's encoder; give it to generate() instead of "
+            "encoder_outputs"
+        )
+    if not draft.config.is_encoder_decoder:
+        _check_hidden_size(draft.config.hidden_size, read)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        config = GenerationConfig(pad_token_id=0)
+        shared = {"encoder_outputs": read.outputs, "past_key_values": cache, "use_cache": True}
+        return input_ids, config, {"attention_mask": mask, **shared}
     start = int(input_ids[0, 0])
     config = GenerationConfig(max_new_tokens=1, num_beams=1, num_return_sequences=1, decoder_start_token_id=start)
-    given = _encoder_arguments(draft, call, share_encoder)
+    given = _encoder_arguments(draft, call, read, share_encoder)
     if not bool(mask.all()):
         given["decoder_attention_mask"] = mask
     device = input_ids.device
@@ -64,25 +77,26 @@ def draft_prompt(
     return compat.prepared_call(draft, generation_config=config, decoder_input_ids=input_ids, **on_device)
 
 
-def _encoder_arguments(draft: PreTrainedModel, call: Call, share_encoder: bool | None) -> dict[str, Any]:
+def _encoder_arguments(
+    draft: PreTrainedModel, call: Call, read: EncoderInput, share_encoder: bool | None
+) -> dict[str, Any]:
     """What `generate` of the draft receives for its encoder: its input, or the outputs of the target's encoder."""
-    read, target = call.encoder, call.model
-    assert target is not None
-    if read is None:
-        raise ValueError(
-            "a draft with an encoder needs the input of the target's encoder; give it to generate() instead of "
-            "encoder_outputs"
-        )
+    assert call.model is not None
     if share_encoder is None:
-        share_encoder = have_same_encoder(draft, target)
+        share_encoder = have_same_encoder(draft, call.model)
     if not share_encoder:
         return {**read.arguments, draft.main_input_name: read.values}
-    sizes = [_hidden_size(model) for model in (draft, target)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"share_encoder=True needs encoders of one hidden size, the draft has {sizes[0]} and the target {sizes[1]}"
-        )
+    _check_hidden_size(cast(Any, draft).get_encoder().config.hidden_size, read)
     return {**read.arguments, "encoder_outputs": read.outputs}
+
+
+def _check_hidden_size(size: int, read: EncoderInput) -> None:
+    given = read.outputs.last_hidden_state.shape[-1]
+    if size != given:
+        raise ValueError(
+            f"the draft's decoder reads encoder outputs of size {size}, those of the target have {given}; use a draft "
+            "with an encoder of its own, and leave share_encoder out"
+        )
 
 
 def have_same_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
@@ -104,11 +118,6 @@ def _have_equal_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
 
 def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return ours.device.type != "meta" and torch.equal(ours, theirs.to(ours.device))
-
-
-def _hidden_size(model: PreTrainedModel) -> int:
-    config = cast(Any, model).get_encoder().config
-    return int(config.hidden_size)
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

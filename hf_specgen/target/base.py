@@ -50,7 +50,7 @@ class Target:
         self.model = model
         self._config = text_config(model)
         self.device = compat.input_device(model)
-        make_inputs = EncoderStepInputs if model.config.is_encoder_decoder else StepInputs
+        make_inputs = EncoderStepInputs if "encoder_outputs" in model_kwargs else StepInputs
         self._inputs = make_inputs(model, input_ids, model_kwargs)
         given = self._inputs.text_cache(model_kwargs.get("past_key_values"))
         self._given_cache = given if compat.is_user_defined(given) else None

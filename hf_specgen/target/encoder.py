@@ -18,9 +18,6 @@ from hf_specgen import compat
 from hf_specgen.target.cache import RaggedCache
 from hf_specgen.target.step_inputs import StepInputs
 
-DECODER_ARGUMENTS = ("decoder_input_ids", "decoder_attention_mask", "decoder_position_ids", "past_key_values")
-"""What `EncoderStepInputs.arguments` passes, beside what the encoder gives."""
-
 
 @dataclass(frozen=True)
 class EncoderInput:
@@ -83,7 +80,7 @@ class EncoderStepInputs(StepInputs):
     """Makes the arguments of the decoder's passes.
 
     Args:
-        model: an encoder-decoder model.
+        model: an encoder-decoder model, or a decoder alone that takes `encoder_outputs`.
         input_ids: `[batch, prompt]` the decoder's prompt.
         model_kwargs: as prepared by `generate`.
 
@@ -95,6 +92,8 @@ class EncoderStepInputs(StepInputs):
         given = model_kwargs.get("past_key_values")
         check_cache(given, type(model).__name__)
         self._given = given
+        prefix = _prefix(model)
+        self._names = {name: prefix + name for name in ("input_ids", "attention_mask", "position_ids")}
         self._takes_positions = takes_positions(model)
         positions = _positions(input_ids, model_kwargs if self._takes_positions else {})
         super().__init__(model, input_ids, {**model_kwargs, "position_ids": positions})
@@ -136,21 +135,33 @@ class EncoderStepInputs(StepInputs):
     def arguments(
         self, tokens: dict[str, torch.Tensor], mask: Any, positions: torch.Tensor, cache: Any
     ) -> dict[str, Any]:
-        placed = {"decoder_position_ids": positions} if self._takes_positions else {}
-        named = {"decoder_input_ids": tokens["input_ids"], "decoder_attention_mask": mask, "past_key_values": cache}
-        return {**self.extra(cache, positions.shape[1]), **named, **placed}
+        values = {**tokens, "attention_mask": mask, **({"position_ids": positions} if self._takes_positions else {})}
+        named = {self._names[name]: value for name, value in values.items()}
+        return {**self.extra(cache, positions.shape[1]), **named, "past_key_values": cache}
 
     def _behind_prompt(self, cache: Any) -> dict[str, Any]:
         kwargs = {name: value for name, value in self._kwargs.items() if name not in ("logits_to_keep", "position_ids")}
-        if (mask := kwargs.get("decoder_attention_mask")) is not None:
-            kwargs["decoder_attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        mask_name = self._names["attention_mask"]
+        if (mask := kwargs.get(mask_name)) is not None:
+            kwargs[mask_name] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         prepared = self._prepared({**kwargs, "past_key_values": cache})
-        return {name: value for name, value in prepared.items() if name not in DECODER_ARGUMENTS and value is not None}
+        own = (*self._names.values(), "past_key_values")
+        return {name: value for name, value in prepared.items() if name not in own and value is not None}
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether the decoder takes the position of each token, so that rows may differ in length and drafts may branch."""
-    return "decoder_position_ids" in inspect.signature(model.forward).parameters
+    return _prefix(model) + "position_ids" in inspect.signature(model.forward).parameters
+
+
+def reads_encoder(model: PreTrainedModel) -> bool:
+    """Whether a model's decoder reads encoder outputs: its own encoder's, or as a decoder alone those that it gets."""
+    return bool(model.config.is_encoder_decoder) or "encoder_outputs" in inspect.signature(model.forward).parameters
+
+
+def _prefix(model: PreTrainedModel) -> str:
+    """How the decoder's arguments begin, where the names without it are the encoder's."""
+    return "decoder_" if model.config.is_encoder_decoder else ""
 
 
 def _positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:

@@ -78,7 +78,7 @@ def make_target(
     Raises:
         ValueError: if the model cannot provide what is required.
     """
-    if model.config.is_encoder_decoder:
+    if "encoder_outputs" in model_kwargs:
         if requirements.taps or requirements.exit_layer is not None:
             check_decoder_only(model, "this strategy")
         kind = Target if takes_positions(model) else CommonLengthTarget

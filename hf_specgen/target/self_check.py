@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target import trial
+from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.requirements import TargetRequirements
 from hf_specgen.target.step_inputs import accompanying_inputs
@@ -51,7 +52,7 @@ def check_computation(
     implementation = compat.attention_implementation(text_config(model))
     key = (requirements.exit_layer, model.dtype, compat.input_device(model), implementation, model.training)
     requirements = TargetRequirements(exit_layer=requirements.exit_layer)
-    if model.config.is_encoder_decoder:
+    if reads_encoder(model):
         assert input_ids is not None and config is not None and model_kwargs is not None
         prompt = input_ids, config, model_kwargs
         shape = (len(input_ids) > 1, *(name for name in ENCODER_DECODER_MASKS if name in model_kwargs))

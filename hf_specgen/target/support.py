@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.masks import layer_kinds
 from hf_specgen.target.model_parts import decoder, text_config
 from hf_specgen.target.state_layers import INDEXED_TYPES, STATE_TYPES, WITHOUT_CACHE
@@ -73,7 +74,7 @@ def check_architecture(model: PreTrainedModel) -> None:
         )
     if model.config.is_encoder_decoder:
         _check_encoder_decoder(model)
-    elif reason := _position_problem(model):
+    elif not reads_encoder(model) and (reason := _position_problem(model)):
         raise ValueError(
             f"{name} {reason}, so draft tokens cannot be placed in a tree; call generate() without candidate_generator="
         )

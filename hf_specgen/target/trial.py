@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target.base import Target
@@ -104,7 +104,7 @@ def compare(
         UndecidedError: if plain decoding gives nothing to compare with.
     """
     given = model_kwargs.get("past_key_values")
-    if given is not None and given.get_seq_length() == 0 and not model.config.is_encoder_decoder:
+    if given is not None and given.get_seq_length() == 0 and not isinstance(given, EncoderDecoderCache):
         given = None
     kwargs = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    WhisperForCausalLM,
+)
 
 from hf_specgen import (
     Candidates,
@@ -268,9 +275,20 @@ def test_draft_with_the_weights_of_the_targets_encoder_shares_it(kind: str) -> N
     assert assert_same(kind, encoder_inputs(kind, 2), DraftModelCandidates(draft, k=3), max_new_tokens=12).accepted > 5
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decoder_alone_reads_the_targets_encoder_outputs(batch: int) -> None:
+    """Distil-Whisper's use: `AutoModelForCausalLM` loads its decoder alone."""
+    model = encoder_decoder("whisper")
+    draft = WhisperForCausalLM(copy.deepcopy(model.config)).eval()
+    draft.model.decoder.load_state_dict(perturbed_copy(model).model.decoder.state_dict())
+    draft.proj_out.load_state_dict(model.proj_out.state_dict())
+    candidates = DraftModelCandidates(draft, k=4)
+    assert assert_same("whisper", encoder_inputs("whisper", batch), candidates, max_new_tokens=16).accepted > 5
+
+
 def test_draft_of_another_hidden_size_cannot_share_the_encoder() -> None:
     draft = encoder_decoder("bart", d_model=16)
-    with pytest.raises(ValueError, match="hidden size, the draft has 16 and the target 32"):
+    with pytest.raises(ValueError, match="encoder outputs of size 16, those of the target have 32"):
         assert_same("bart", encoder_inputs("bart", 1), DraftModelCandidates(draft, share_encoder=True))
     assert assert_same("bart", encoder_inputs("bart", 1), DraftModelCandidates(draft, k=2), max_new_tokens=6).drafted
 
