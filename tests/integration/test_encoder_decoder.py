@@ -35,32 +35,13 @@ from hf_specgen.target import common_length
 from tests.helpers import SAMPLING, PrefixReader, RecordingStreamer, perturbed_copy, tiny_model
 from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import SEED
-from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder
+from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder, run_both
 
 ENDS: dict[str, Any] = {"eos_token_id": list(range(4, 24)), "pad_token_id": 0}
 
 
-def run_both(kind: str, inputs: dict[str, Any], candidates: Any, model: Any = None, **arguments: Any) -> Any:
-    """The outputs of plain `generate` and of a strategy, from one seed; both as dictionaries."""
-    model = model or encoder_decoder(kind)
-    make = arguments.pop("make_processors", None)
-
-    def run(**more: Any) -> Any:
-        processors = {} if make is None else {"logits_processor": make()}
-        torch.manual_seed(SEED)
-        return model.generate(**inputs, **arguments, **processors, **more, return_dict_in_generate=True)
-
-    plain = run()
-    after_plain = torch.rand(3)
-    begins = inputs.get("decoder_input_ids", torch.zeros(1, 1)).shape[1]
-    strategy = candidates if isinstance(candidates, Candidates) else candidates(plain.sequences[:, begins:])
-    ours = run(candidate_generator=strategy)
-    assert torch.equal(torch.rand(3), after_plain), "the random generator is not where plain generate left it"
-    return plain, ours, strategy.speculation
-
-
 def assert_same(kind: str, inputs: dict[str, Any], candidates: Any, model: Any = None, **arguments: Any) -> Statistics:
-    plain, ours, speculation = run_both(kind, inputs, candidates, model, **arguments)
+    plain, ours, speculation = run_both(model or encoder_decoder(kind), inputs, candidates, **arguments)
     assert plain.sequences.tolist() == ours.sequences.tolist()
     return speculation
 
@@ -135,9 +116,8 @@ def test_outputs_are_those_of_plain_generate(kind: str, make_processors: Any) ->
     """Would catch: slots that were overwritten while a row had ended, padding that is not read, buffers with spare
     slots in a cache that others take apart."""
     arguments = {"max_new_tokens": 16, "output_scores": True, "output_logits": True, **ENDS}
-    plain, ours, _ = run_both(
-        kind, encoder_inputs(kind, 3), ORACLES["sometimes"], make_processors=make_processors, **arguments
-    )
+    model, inputs = encoder_decoder(kind), encoder_inputs(kind, 3)
+    plain, ours, _ = run_both(model, inputs, ORACLES["sometimes"], make_processors=make_processors, **arguments)
     assert list(plain.keys()) == list(ours.keys())
     assert plain.sequences.tolist() == ours.sequences.tolist()
     for expected, got in zip(plain.scores + plain.logits, ours.scores + ours.logits, strict=True):
@@ -160,7 +140,7 @@ def test_criteria_and_streamer_receive_the_columns_of_plain_generate() -> None:
     streams = [RecordingStreamer(), RecordingStreamer()]
     model, inputs = encoder_decoder("bart"), encoder_inputs("bart", 3)
     arguments = {"max_new_tokens": 12, "stopping_criteria": [StopAfter()], "eos_token_id": 98, "pad_token_id": 0}
-    plain, ours, _ = run_both("bart", inputs, ORACLES["always"], **arguments)
+    plain, ours, _ = run_both(model, inputs, ORACLES["always"], **arguments)
     assert plain.sequences.tolist() == ours.sequences.tolist()
     inputs = encoder_inputs("bart", 1)
     plain_ids = model.generate(**inputs, max_new_tokens=12, streamer=streams[0])
