@@ -402,6 +402,15 @@ def test_transcriptions_are_those_of_whispers_generate(case: str) -> None:
     assert candidates.speculation.drafted > 0
 
 
+def test_strategy_attached_to_whisper_speculates() -> None:
+    """Would catch: an attached strategy that Whisper's own `generate` does not reach, or that breaks what it returns."""
+    model, features = transcriber(), torch.randn(1, 8, 40, generator=torch.Generator().manual_seed(3))
+    plain = model.generate(features)
+    attach(model, NgramCandidates(k=3))
+    assert model.generate(features).tolist() == plain.tolist()
+    assert statistics(model).calls == 1 and not statistics(model).plain_calls
+
+
 def test_token_timestamps_are_refused_for_their_attentions() -> None:
     with pytest.raises(ValueError, match="output_attentions"):
         transcriber().generate(
