@@ -111,8 +111,10 @@ class _CombinedSession(DraftSession):
         self._calibration = calibration_memory.recall(call.model if self.remembers else None, self._key)
         self._trees: list[UnionTree] = []
         self._has_drafted = False
+        self._in_prefill = True
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
+        self._in_prefill = False
         return self._combine(budget, lambda session: session.draft, is_prefill=False)
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
@@ -125,7 +127,8 @@ class _CombinedSession(DraftSession):
                 self._calibration.count(tree.classes[node], tree.bins[node], accepted)
         self._trees = []
         for member in self._members:
-            if member.draft.nodes or member.session.top_tokens or self._has_drafted:
+            # After a prefill without drafts only those are called that read more than the outcome of a draft.
+            if not self._in_prefill or member.draft.nodes or member.session.top_tokens or self._has_drafted:
                 member.session.observe(result_for(result, member.draft))
 
     def end(self) -> None:
