@@ -111,7 +111,7 @@ class FastestSize:
         # A first draft token may cost far more than each further one, so several levels are considered at once.
         levels = np.arange(1, max(2, int(builder.limits.max() - builder.depth.max()) + 1))[:, None]
         width = np.arange(1, len(frontier) + 1)
-        gain = np.cumsum(self._child ** levels, axis=0) * np.cumsum(frontier)
+        gain = np.cumsum(self._child**levels, axis=0) * np.cumsum(frontier)
         nodes = np.minimum(best + levels * width, self.max_nodes)
         seconds = self._target[nodes] + self._spent + levels * self._pass[: len(frontier)]
         promised = ((tokens + gain) / seconds).max(axis=0)
