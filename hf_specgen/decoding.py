@@ -233,10 +233,7 @@ class _Loop:
         with self._timed("verify"):
             result = self.verification.verify(tree, logits, active)
             if self.drafter.top_tokens:
-                pending = [
-                    (generated or prompt)[-1]
-                    for prompt, generated in zip(self.state.prompts, self.state.generated, strict=True)
-                ]
+                pending = [self.state.last_token(row) for row in range(self.state.batch)]
                 result.top_tokens = TopTokens.of_step(logits, tree, pending, active, self.drafter.top_tokens)
             for row, tokens in enumerate(result.tokens):
                 self.state.append(row, tokens)

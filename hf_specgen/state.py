@@ -76,6 +76,11 @@ class GenerationState:
         """The last token of each row, which is not in the target's cache yet."""
         return [tokens[-1] for tokens in self.generated]
 
+    def last_token(self, row: int) -> int:
+        """The last token of a row's text; the padding token for a prompt that is nothing but padding."""
+        text = self.generated[row] or self.prompts[row]
+        return text[-1] if text else int(self._columns[row, self.prompt_length - 1])
+
     def has_ended(self, row: int) -> bool:
         """Whether the row takes no further tokens: EOS, maximum length, or a stopping criterion.
 

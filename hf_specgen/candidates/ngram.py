@@ -18,7 +18,6 @@ from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import MatchOdds
 from hf_specgen.candidates.ngram_text import MatchLengths, RowText
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree
-from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
 from hf_specgen.depth import Policy
 from hf_specgen.depth.calibration import CalibrationMemory
@@ -151,7 +150,7 @@ class _NgramSession(DraftSession):
         self._trees = [self._grow(row, Limits(depth, nodes, min_joint, leaves)) for row, depth in enumerate(depths)]
         count = nodes
         if isinstance(shape, FastestSize):
-            count = shape.nodes(TreeBuilder.from_nodes(depths, [tree.joint for tree in self._trees]))
+            count, _ = shape.of_grown([tree.joint for tree in self._trees])
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 
