@@ -269,6 +269,14 @@ def test_draft_with_the_weights_of_the_targets_encoder_shares_it(kind: str) -> N
     assert assert_same(kind, encoder_inputs(kind, 2), DraftModelCandidates(draft, k=3), max_new_tokens=12).accepted > 5
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_draft_may_have_another_dtype(share: bool) -> None:
+    """Would catch: features or encoder outputs that reach the draft in the target's dtype."""
+    draft = copy.deepcopy(encoder_decoder("whisper")).to(torch.bfloat16)
+    candidates = DraftModelCandidates(draft, k=3, share_encoder=share)
+    assert assert_same("whisper", encoder_inputs("whisper", 1), candidates, max_new_tokens=10).accepted > 0
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_decoder_alone_reads_the_targets_encoder_outputs(batch: int) -> None:
     """Distil-Whisper's use: `AutoModelForCausalLM` loads its decoder alone."""
