@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from hf_specgen import compat
 from hf_specgen.state import Call
@@ -65,16 +66,15 @@ def draft_prompt(
         _check_hidden_size(draft.config.hidden_size, read)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         config = GenerationConfig(pad_token_id=0)
-        shared = {"encoder_outputs": read.outputs, "past_key_values": cache, "use_cache": True}
+        shared = {"encoder_outputs": _moved(read.outputs, draft), "past_key_values": cache, "use_cache": True}
         return input_ids, config, {"attention_mask": mask, **shared}
     start = int(input_ids[0, 0])
     config = GenerationConfig(max_new_tokens=1, num_beams=1, num_return_sequences=1, decoder_start_token_id=start)
     given = _encoder_arguments(draft, call, read, share_encoder)
     if not bool(mask.all()):
         given["decoder_attention_mask"] = mask
-    device = input_ids.device
-    on_device = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    return compat.prepared_call(draft, generation_config=config, decoder_input_ids=input_ids, **on_device)
+    moved = {name: _moved(value, draft) for name, value in given.items()}
+    return compat.prepared_call(draft, generation_config=config, decoder_input_ids=input_ids, **moved)
 
 
 def _encoder_arguments(
@@ -85,9 +85,21 @@ def _encoder_arguments(
     if share_encoder is None:
         share_encoder = have_same_encoder(draft, call.model)
     if not share_encoder:
+        if draft.main_input_name == "input_ids" and read.values.is_floating_point():
+            raise ValueError("the draft's encoder reads token ids; give input_ids to generate(), not inputs_embeds")
         return {**read.arguments, draft.main_input_name: read.values}
     _check_hidden_size(cast(Any, draft).get_encoder().config.hidden_size, read)
     return {**read.arguments, "encoder_outputs": read.outputs}
+
+
+def _moved(value: Any, draft: PreTrainedModel) -> Any:
+    """A tensor, or the tensors of a model's output, on the draft's device and in its dtype."""
+    if isinstance(value, torch.Tensor):
+        device = compat.input_device(draft)
+        return value.to(device, draft.dtype) if value.is_floating_point() else value.to(device)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _moved(part, draft) for name, part in value.items()})
+    return value
 
 
 def _check_hidden_size(size: int, read: EncoderInput) -> None:

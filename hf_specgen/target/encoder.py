@@ -91,7 +91,7 @@ class EncoderStepInputs(StepInputs):
     def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]):
         given = model_kwargs.get("past_key_values")
         check_cache(given, type(model).__name__)
-        self._given = given
+        self._given: Any = given
         prefix = _prefix(model)
         self._names = {name: prefix + name for name in ("input_ids", "attention_mask", "position_ids")}
         self._takes_positions = takes_positions(model)

@@ -13,7 +13,10 @@ from tests.helpers.comparison import SEED
 from tests.helpers.models import VOCAB
 
 START = 3
-EAGER_ONLY = ("switch_transformers", "longt5", "pegasus_x", "mvp", "led", "t5gemma")
+EAGER_ONLY = (
+    *("switch_transformers", "longt5", "pegasus_x", "mvp", "led", "t5gemma"),
+    *("nllb-moe", "bigbird_pegasus", "fsmt", "prophetnet", "speech_to_text"),
+)
 BART: dict[str, Any] = {
     "vocab_size": VOCAB,
     "d_model": 32,
@@ -88,6 +91,49 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_decoder_position_embeddings": 96,
         "attention_window": 8,
     },
+    "nllb-moe": {**BART, "num_experts": 2, "encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 64},
+    "bigbird_pegasus": {**BART, "attention_type": "original_full"},
+    "fsmt": {
+        **{name: value for name, value in BART.items() if name != "vocab_size"},
+        "langs": ["en", "de"],
+        "src_vocab_size": VOCAB,
+        "tgt_vocab_size": VOCAB,
+    },
+    "prophetnet": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "num_encoder_attention_heads": 4,
+        "num_decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "max_position_embeddings": 96,
+        "decoder_start_token_id": START,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+    },
+    "speech_to_text": {
+        **{name: value for name, value in BART.items() if name != "max_position_embeddings"},
+        "input_feat_per_channel": 8,
+        "conv_channels": 16,
+        "max_source_positions": 40,
+        "max_target_positions": 96,
+    },
+    "moonshine": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "encoder_num_hidden_layers": 2,
+        "decoder_num_hidden_layers": 2,
+        "encoder_num_attention_heads": 4,
+        "decoder_num_attention_heads": 4,
+        "max_position_embeddings": 96,
+        "decoder_start_token_id": START,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "t5gemma": {"encoder": GEMMA, "decoder": {**GEMMA, "num_hidden_layers": 2}, "vocab_size": VOCAB},
     "whisper": {
         **{name: value for name, value in BART.items() if name != "max_position_embeddings"},
@@ -130,6 +176,11 @@ def encoder_inputs(kind: str, batch: int, length: int = 12) -> dict[str, torch.T
     generator = torch.Generator().manual_seed(7)
     if kind == "whisper":
         return {"input_features": torch.randn(batch, 8, 40, generator=generator)}
+    if kind == "moonshine":
+        return {"input_values": torch.randn(batch, 16000, generator=generator)}
+    if kind == "speech_to_text":
+        features = torch.randn(batch, 40, 8, generator=generator)
+        return {"input_features": features, "attention_mask": torch.ones(batch, 40, dtype=torch.long)}
     input_ids = torch.randint(4, VOCAB, (batch, length), generator=generator)
     attention_mask = torch.ones_like(input_ids)
     for row in range(batch):
