@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_specgen.evaluation.cost import measure_cost_curve
 
 SLOW_STEP = 4.0
-"""T(8) / T(1) above which bfloat16 is not used: processors without matrix instructions for it take 5.6, others below 2."""
+"""T(8) / T(1) above which bfloat16 is not used: 5.6 on a processor without matrix instructions for it, else below 2."""
 
 
 def widen(model: PreTrainedModel, parameters: int) -> PreTrainedModel:
