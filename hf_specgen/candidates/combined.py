@@ -122,8 +122,10 @@ class _CombinedSession(DraftSession):
         self._trees: list[UnionTree] = []
         self._has_drafted = False
         self._verified = 0
+        self._in_prefill = True
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
+        self._in_prefill = False
         return self._combine(budget, lambda session: session.draft, is_prefill=False)
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
@@ -138,7 +140,8 @@ class _CombinedSession(DraftSession):
         for member in self._members:
             if member.has_passes and member.draft.nodes and self._verified:
                 member.measure(sum(result.accepted), self._verified)
-            if member.draft.nodes or member.session.top_tokens or self._has_drafted:
+            # After a prefill without drafts only those are called that read more than the outcome of a draft.
+            if not self._in_prefill or member.draft.nodes or member.session.top_tokens or self._has_drafted:
                 member.session.observe(result_for(result, member.draft))
 
     def end(self) -> None:
@@ -205,7 +208,7 @@ class _CombinedSession(DraftSession):
                 drafts,
                 row,
                 acceptance,
-                last_token=(state.generated[row] or state.prompts[row])[-1],
+                last_token=state.last_token(row),
                 depth=depth,
                 nodes=count,
                 min_joint=min_joint,

@@ -36,6 +36,8 @@ odds_memory = CalibrationMemory(MatchOdds)
 class NgramCandidates(Candidates):
     """Drafts what followed earlier occurrences of the last tokens, in the row's own text and in a history.
 
+    With an encoder-decoder, the text that the encoder reads counts as the beginning of the row's own.
+
     Costs no model and no training. Drafting is fastest where output repeats input: editing, summaries, retrieval, code,
     JSON.
 
@@ -109,7 +111,10 @@ class _NgramSession(DraftSession):
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         self._odds = odds_memory.recall(call.model if self.remembers else None, self._key)
         lengths = MatchLengths(settings.min_ngram, settings.max_ngram)
-        self._texts = [RowText(prompt, self._odds, settings.history, lengths) for prompt in call.state.prompts]
+        self._texts = [
+            RowText(source + prompt, self._odds, settings.history, lengths)
+            for source, prompt in zip(call.encoder_texts(), call.state.prompts, strict=True)
+        ]
         self._trees: list[NgramTree] = []
         self._read = [0] * call.state.batch
 

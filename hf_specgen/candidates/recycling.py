@@ -158,8 +158,7 @@ class RecyclingSession(DraftSession):
         children = children if is_fastest or settings.tree is not None else 1
         min_joint = shape.min_joint if isinstance(shape, FastestSize) else 0.0
         acceptance = self._calibration.by_bin().tolist()
-        texts = zip(state.prompts, state.generated, strict=True)
-        last = [(generated or prompt)[-1] for prompt, generated in texts]
+        last = [state.last_token(row) for row in range(state.batch)]
         self._trees = [
             grow_tree(self._table, token, acceptance, depth, count, min_joint, children)
             for token, depth in zip(last, depths, strict=True)
