@@ -180,6 +180,7 @@ class Call:
         verification: the verification session; see `VerificationSession.draft_weights`. Set for draft sessions only;
             None inside Transformers' own loop.
         depth: the policy's session; its `latency` is the latency model. Set for draft sessions only.
+        compiled: whether the target's passes behind the prompt are compiled.
     """
 
     model: PreTrainedModel | None
@@ -193,6 +194,7 @@ class Call:
     target: Target | None = None
     verification: VerificationSession | None = None
     depth: PolicySession | None = None
+    compiled: bool = False
 
     @property
     def do_sample(self) -> bool:

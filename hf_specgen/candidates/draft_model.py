@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
-from hf_specgen.candidates.reencoding import ReencodingSession, load_tokenizer
+from hf_specgen.candidates.reencoding import ReencodingSession, draft_config, load_tokenizer
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
+from hf_specgen.target.compiled import CompiledPasses, compiled_passes
 from hf_specgen.target.requirements import TargetRequirements
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.state_layers import keeps_state
@@ -48,6 +49,8 @@ class DraftModelCandidates(Candidates):
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
             checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
             `Int8WeightOnlyConfig()`.
+        compile: compile the draft's forward passes with `torch.compile`, once per process and shape; takes 10 to 60
+            seconds for each of a few shapes. The tokens of `generate` stay the same.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -69,6 +72,7 @@ class DraftModelCandidates(Candidates):
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         quantization_config: Any = None,
+        compile: bool = False,
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=MAX_DEPTH)
@@ -80,6 +84,7 @@ class DraftModelCandidates(Candidates):
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self.confidence_threshold = confidence_threshold
+        self.compile = compile
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
@@ -94,13 +99,15 @@ class DraftModelCandidates(Candidates):
                 "attention layers only"
             )
         check_computation(draft, TargetRequirements())
+        compiled = compiled_passes(draft) if self.compile else None
         if call.model is not None and not have_same_vocabulary(draft, call.model):
             tokenizers = load_tokenizer(call.model.name_or_path), load_tokenizer(draft.name_or_path)
-            return ReencodingSession(call, draft, tokenizers, self.k, self.confidence_threshold)
-        return _DraftModelSession(self, draft, call)
+            return ReencodingSession(call, draft, tokenizers, self.k, self.confidence_threshold, compiled)
+        return _DraftModelSession(self, draft, call, compiled)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return ("draft_model", self._name, self.k, str(self.tree), self.confidence_threshold)
+        key = ("draft_model", self._name, self.k, str(self.tree), self.confidence_threshold)
+        return (*key, "compiled") if self.compile else key
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
         if self._model is None:
@@ -112,7 +119,8 @@ class DraftModelCandidates(Candidates):
 
     def __repr__(self) -> str:
         tree = "" if self.tree is None else f", tree={self.tree!r}"
-        settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{self._show_policy()}"
+        compile = ", compile=True" if self.compile else ""
+        settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{compile}{self._show_policy()}"
         return f"DraftModelCandidates({self._name!r}, {settings})"
 
 
@@ -136,7 +144,9 @@ def _without_wrapper(model: Any) -> PreTrainedModel:
 class _DraftModelSession(AutoregressiveSession):
     """`_read[b]` generated tokens of row b are in the draft's cache."""
 
-    def __init__(self, settings: DraftModelCandidates, draft: PreTrainedModel, call: Call):
+    def __init__(
+        self, settings: DraftModelCandidates, draft: PreTrainedModel, call: Call, compiled: CompiledPasses | None
+    ):
         vocab = vocabulary_size(call.model or draft)
         super().__init__(call, settings.k, settings.tree, settings.confidence_threshold, vocab)
         state = self._state = call.state
@@ -147,8 +157,7 @@ class _DraftModelSession(AutoregressiveSession):
         arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
         if compat.supports_logits_to_keep(draft):
             arguments["logits_to_keep"] = 1
-        chunk = call.config.prefill_chunk_size
-        self._model = Target(draft, input_ids, GenerationConfig(prefill_chunk_size=chunk), arguments)
+        self._model = Target(draft, input_ids, draft_config(call, input_ids.shape[1]), arguments, compiled)
         self._has_read_prompt = False
         self._read = [0] * state.batch
         self._reads = [True] * state.batch

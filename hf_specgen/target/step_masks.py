@@ -20,11 +20,12 @@ class StepMasks:
     Args:
         model: the model.
         visible: `[batch, slots]` bool, False for padding among the slots of the prompt; None if there is none.
+        required: make a mask also where everything is seen.
     """
 
-    def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None):
+    def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None, required: bool = False):
         self._config: Any = model.config.get_text_config()
-        self._dtype, self._visible = model.dtype, visible
+        self._dtype, self._visible, self._required = model.dtype, visible, required
         self._eager = compat.attention_implementation(self._config) == "eager"
         self._kinds = masks.layer_kinds(self._config)
         windows = {"sliding_attention": getattr(self._config, "sliding_window", None)}
@@ -73,7 +74,7 @@ class StepMasks:
     def _of_chains(self, kind: str, lengths: tuple[int, ...], queries: int) -> torch.Tensor | None:
         template = self._templates[kind]
         # Eager attention may add the mask without asking whether there is one; an indexer reads its numbers.
-        is_needed = self._eager or kind == "indexed_attention"
+        is_needed = self._required or self._eager or kind == "indexed_attention"
         if self._visible is None and not is_needed and template.is_all_seen(lengths, queries):
             return None
         return template.cut(lengths, queries, self._visible)
