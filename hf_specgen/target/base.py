@@ -227,7 +227,7 @@ class Target:
         if self._compiled is not None:
             padding = padded_width(new) - new
             tree = DraftTree(pad(tree.tokens, (0, padding)), tree.parents)
-            inputs = {name: pad(tokens, (0, padding)) for name, tokens in inputs.items()}
+            inputs = {name: _padded(tokens, new + padding) for name, tokens in inputs.items()}
         depth = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self.device)
         lengths = tuple(length - cached for length in self.cache.lengths)
         bases = [length + offset for length, offset in zip(lengths, self._offsets, strict=True)]
@@ -318,3 +318,10 @@ class Target:
     def returns_cache(self) -> bool:
         """Whether the user can see the cache after the call even if only tokens are returned."""
         return self._given_cache is not None
+
+
+def _padded(tokens: torch.Tensor, width: int) -> torch.Tensor:
+    """`[batch, width]` tokens with zeros behind them, in memory of their own: compiled passes also fix strides."""
+    padded = tokens.new_zeros(len(tokens), width)
+    padded[:, : tokens.shape[1]] = tokens
+    return padded

@@ -1,4 +1,4 @@
-"""Which models can run compiled passes, as far as that is known without compiling; `CompiledPasses` finds out the rest."""
+"""Which models can run compiled passes, as far as can be told before; `CompiledPasses` finds out the rest."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, cast
@@ -155,7 +155,7 @@ class CompiledPasses:
         masks = arguments["attention_mask"]
 
         def fixed(mask: torch.Tensor | None) -> torch.Tensor | None:
-            return None if mask is None else _fixed(mask, batch, columns, function.groups, model.dtype)
+            return None if mask is None else fixed_mask(mask, batch, columns, function.groups, model.dtype)
 
         ready = {kind: fixed(mask) for kind, mask in masks.items()} if isinstance(masks, dict) else fixed(masks)
         starts = torch.tensor(cache.lengths, device=arguments["input_ids"].device)
@@ -222,8 +222,8 @@ def _compare(name: str, ordinary: torch.Tensor, compiled: torch.Tensor, dtype: t
     differences = [difference(*pair) for pair in pairs]
     if not is_rounding(differences, dtype):
         raise ValueError(
-            f"the compiled pass of {name} differs from an ordinary one by {max(differences):.2g} standard deviations of "
-            "its logits; leave compile=True out"
+            f"the compiled pass of {name} differs from an ordinary one by {max(differences):.2g} standard deviations "
+            "of its logits; leave compile=True out"
         )
 
 
@@ -233,7 +233,7 @@ def _own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
-def _fixed(mask: torch.Tensor, batch: int, columns: int, groups: int, dtype: torch.dtype) -> torch.Tensor:
+def fixed_mask(mask: torch.Tensor, batch: int, columns: int, groups: int, dtype: torch.dtype) -> torch.Tensor:
     """A mask of fixed shape: for all rows, with columns for all slots that attention reads.
 
     Args:

@@ -1,8 +1,8 @@
 """The cache inside a compiled forward pass: buffers of a fixed size, and the slots to write to as a tensor.
 
-A compiled function runs again without being compiled anew as long as only the *contents* of its tensors change. So what
-differs from step to step, the number of filled slots in each row, is not a Python number here: the slots of the pass are
-a tensor, and attention reads all slots up to a rounded width, of which the mask leaves out those that are not filled.
+A compiled function runs again without being compiled anew as long as only the *contents* of its tensors change. So
+what differs from step to step, the number of filled slots in each row, is not a Python number here: the slots of the
+pass are a tensor, and attention reads all slots up to a rounded width, of which the mask leaves out the unfilled ones.
 """
 
 from __future__ import annotations
