@@ -26,7 +26,7 @@ from hf_specgen.target.compiled import CompiledPasses, compiled_passes
 from hf_specgen.target.requirements import TargetRequirements
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.state_layers import keeps_state
-from hf_specgen.target.support import check_model
+from hf_specgen.target.support import check_model, is_causal_kernel
 from hf_specgen.tree import DraftTree
 
 MAX_DEPTH = 16
@@ -97,6 +97,12 @@ class DraftModelCandidates(Candidates):
             raise ValueError(
                 f"{type(draft).__name__} keeps a state that draft trees cannot branch from; use a draft model with "
                 "attention layers only"
+            )
+        implementation = compat.attention_implementation(draft.config.get_text_config())
+        if is_causal_kernel(implementation):
+            raise ValueError(
+                f"the draft model uses {implementation!r}, which takes no mask for draft trees and rows of different "
+                "lengths; load the draft with attn_implementation='sdpa'"
             )
         check_computation(draft, TargetRequirements())
         compiled = compiled_passes(draft) if self.compile else None

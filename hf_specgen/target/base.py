@@ -91,8 +91,8 @@ class Target:
 
     @property
     def verifies_chains_only(self) -> bool:
-        """Whether a draft must be a chain, as for models with a recurrent state, which cannot branch."""
-        return self._unread is not None
+        """Whether a draft must be a chain: recurrent states cannot branch, FlashAttention takes no mask."""
+        return self._unread is not None or self._masks.chains_only
 
     @property
     def supports_prefill_drafts(self) -> bool:

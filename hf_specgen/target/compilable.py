@@ -12,6 +12,7 @@ from hf_specgen import compat
 from hf_specgen.target.state_layers import has_special_layers
 
 DEVICES = ("cpu", "cuda")
+IMPLEMENTATIONS = ("sdpa", "eager")
 CPU_COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
 """What inductor calls unless the environment variable CXX names another compiler."""
 
@@ -39,6 +40,9 @@ def _problem(model: PreTrainedModel) -> str | None:
         return "is compiled already, and compile=True compiles a model itself"
     if compat.has_device_hooks(model):
         return "has weights that are offloaded or on several devices, which are moved in every pass"
+    implementation = compat.attention_implementation(model.config.get_text_config())
+    if implementation not in IMPLEMENTATIONS:
+        return f"uses {implementation!r} attention, and passes are compiled with 'sdpa' or 'eager'"
     if device not in DEVICES:
         return f"is on {device!r}, and passes are compiled on a CPU or a CUDA device"
     if has_special_layers(model.config.get_text_config()):
