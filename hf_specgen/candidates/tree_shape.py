@@ -92,7 +92,7 @@ class FastestSize:
 
     def __post_init__(self) -> None:
         nodes = np.arange(self.max_nodes + 1)
-        self._target = np.maximum.accumulate(self.latency.target.by_tokens(self.rows * (1.0 + nodes)))
+        self._target = self.latency.target.by_tokens(self.rows * (1.0 + nodes))
         widths = self.rows * np.arange(1.0, MAX_BEAM + 1)
         self._pass = np.maximum.accumulate(self.latency.drafter.by_tokens(widths[: None if self.children > 1 else 1]))
         self._spent = self.latency.drafter.draft([self.rows])
@@ -108,10 +108,13 @@ class FastestSize:
         frontier = frontier[frontier > 0]  # expected rows that reach the j-th node to expand
         if not helps or not len(frontier):
             return 0
-        gain = self._child * np.cumsum(frontier)
+        # A first draft token may cost far more than each further one, so several levels are considered at once.
+        levels = np.arange(1, max(2, int(builder.limits.max() - builder.depth.max()) + 1))[:, None]
         width = np.arange(1, len(frontier) + 1)
-        nodes = np.minimum(best + width, self.max_nodes)
-        promised = (tokens + gain) / (self._target[nodes] + self._spent + self._pass[: len(frontier)])
+        gain = np.cumsum(self._child ** levels, axis=0) * np.cumsum(frontier)
+        nodes = np.minimum(best + levels * width, self.max_nodes)
+        seconds = self._target[nodes] + self._spent + levels * self._pass[: len(frontier)]
+        promised = ((tokens + gain) / seconds).max(axis=0)
         beam = int(np.argmax(promised)) + 1
         if promised[beam - 1] <= rate * (1 + MIN_GAIN):
             return 0

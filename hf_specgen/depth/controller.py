@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_specgen.depth.acceptance import AcceptanceEstimator, recall, remember
+from hf_specgen.depth.acceptance import AcceptanceEstimator, ObservedSpeed, recall, remember
 from hf_specgen.depth.latency import LatencyModel, slice_of
 from hf_specgen.depth.learning import Profile, profile_of
 from hf_specgen.depth.planner import Plan, plan_depths
@@ -33,6 +33,8 @@ EXPLORATION_SHARE = 0.015
 """Share of the time spent on trial drafts where plain decoding is faster: less than the margin."""
 MAX_EXPLORATION = 0.25
 """Maximum exploration budget, in plain steps, unless a trial costs more; it fills up within 17 steps."""
+ADVANCE_STEPS = 64
+"""Steps whose budget may be spent on the first trial of a call, which includes the drafter's prefill."""
 MIN_TRIAL_COST = 0.05
 """Minimum cost of a trial, in plain steps: a measured curve may show no cost at all for draft tokens."""
 SIZE_UPDATE = 0.3
@@ -89,6 +91,7 @@ class AdaptiveSession(PolicySession):
         key, negligible_cost = call.candidates.profile_key(), call.candidates.negligible_draft_cost
         self._key, self._k = (key, call.temperature), min(call.candidates.k, MAX_DRAFT_DEPTH)
         self._acceptance = AcceptanceEstimator(call.state.batch, self._k, PROPOSED_PRIOR if negligible_cost else 1.0)
+        self._speed = ObservedSpeed()
         self._profile: Profile | None = None
         self._group: Any = None
         self._fixed, self._wants_plain_step, self._exploring, self._exploration = True, False, False, 0.0
@@ -100,6 +103,7 @@ class AdaptiveSession(PolicySession):
             snapshot = recall(call.model, self._key)
             if snapshot is not None:
                 self._acceptance.restore(snapshot, REMEMBERED_TRIALS)
+                self._speed.restore(snapshot.speed)
                 self._exploration = snapshot.exploration
         self._place = (0, 0)
         self._plan, self._active, self._renew = Plan([], 0.0, 1.0), [False], True
@@ -123,17 +127,25 @@ class AdaptiveSession(PolicySession):
         depths, prefill = self._plan.depths, self._prefill_cost * self._unread
         # Expected time of the remaining tokens, relative to plain steps, with the drafter's prefill.
         if 1 / self._plan.speedup + prefill / max(room) >= 1 / (1 + self._margin):
-            depths = [self._explore(prefill)] * len(room)
+            depths = [self._explore(prefill, max(room))] * len(room)
         return [min(depth, free) for depth, free in zip(depths, room, strict=True)]
 
-    def _explore(self, prefill: float) -> int:
-        """Depth of a step where plain decoding should be faster: 1 if the budget covers a trial draft, else 0."""
-        cost = max(MIN_TRIAL_COST, float(self._cost[1]) - 1 + self._empty_draft_cost) + prefill
+    def _explore(self, prefill: float, room: int) -> int:
+        """Depth of a step where plain decoding should be faster: 0 unless the budget covers a trial draft.
+
+        A trial is one level deep; a strategy that sizes its trees itself proposes nothing where that does not pay, so
+        its trial is an ordinary draft, which costs a pass of the drafter at least.
+        """
+        adaptive = self._candidates.adaptive_tree
+        cost = self._pass_cost if adaptive else float(self._cost[1]) - 1
+        cost = max(MIN_TRIAL_COST, cost + self._empty_draft_cost) + prefill
         self._exploration = min(self._exploration + EXPLORATION_SHARE, max(cost, MAX_EXPLORATION))
         if self._unread % REPLAN_EVERY == 0:
             self._remember()
-        self._exploring = self._exploration >= cost
-        return int(self._exploring)
+        # The first trial is made early, where there is most to gain, on the budget of the steps to come.
+        advance = 0.0 if self._drafts else EXPLORATION_SHARE * min(room, ADVANCE_STEPS)
+        self._exploring = self._exploration + advance >= cost
+        return int(self._exploring) * (self._candidates.k if adaptive else 1)
 
     def observe(self, step: StepRecord) -> None:
         """Count acceptance, and pass the step's times to the latency model while that is being learnt."""
@@ -146,6 +158,7 @@ class AdaptiveSession(PolicySession):
         accepted = sum(row.accepted for row in drafted)
         if self._exploring:
             self._exploration += accepted / max(1, step.batch) - self._trial_cost(step, bool(drafted))
+        self._speed.add(sum(row.emitted for row in step.rows if row is not None) / max(1, step.batch), self._cost_of(step))
         if drafted:
             breadth = max(row.drafted for row in drafted) / step.depth
             self._nodes_per_level += SIZE_UPDATE * (breadth - self._nodes_per_level)
@@ -172,13 +185,17 @@ class AdaptiveSession(PolicySession):
         self._update_costs(sum(active))
         accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
         plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
-        if self._candidates.adaptive_tree:  # it sizes its trees itself, and so does at least as well as the plan
-            plan = plan._replace(depths=[self._candidates.k if depth else 0 for depth in plan.depths])
+        if self._candidates.adaptive_tree:  # it sizes its trees itself
+            chosen = plan.depths if any(plan.depths) else active
+            depths = [self._candidates.k if drafts else 0 for drafts in chosen]
+            plan = plan._replace(depths=depths, speedup=self._speed.speedup(plan.speedup))
         self._plan, self._plan_age, self._active, self._renew = plan, 0, active, False
 
     def _remember(self) -> None:
         if self._profile is not None:
-            remember(self._call.model, self._key, self._acceptance.snapshot(self._exploration))
+            counts = self._acceptance.snapshot()
+            kept = counts._replace(exploration=self._exploration, speed=self._speed.snapshot())
+            remember(self._call.model, self._key, kept)
 
     def _update_costs(self, rows: int) -> None:
         """Costs in plain steps: of a step by depth `[k + 1]`, of an empty draft, of the drafter's prefill per token."""
@@ -186,6 +203,7 @@ class AdaptiveSession(PolicySession):
         depths, plain = np.arange(self._k + 1.0), float(target.by_tokens(rows))
         seconds = target.by_tokens(rows * (1 + self._nodes_per_level * depths)) + depths * drafter.by_tokens(rows)
         self._cost = np.maximum(seconds / plain, 1.0)
+        self._pass_cost = float(drafter.by_tokens(rows)) / plain
         self._empty_draft_cost = drafter.overhead / plain
         self._prefill_cost = rows * drafter.prefill / plain
 

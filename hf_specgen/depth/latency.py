@@ -23,10 +23,10 @@ ANY_KIND = "any"
 """The entry used for every kind of drafter without an entry of its own."""
 MAX_SLICES = 64
 """8 powers of two of rows times 8 powers of four of context: more than one target needs."""
-DEFAULT_TOKEN = {"cpu": 0.08}
-"""Before any measurement: the cost of one more token per pass, in plain steps. T(17) was 1.25 to 2.3 T(1) on two-core
-processors; the upper end is assumed, so that drafts are not too deep."""
-DEFAULT_TOKEN_ELSEWHERE, DEFAULT_PASS = 0.02, 0.10
+DEFAULT_SECOND, DEFAULT_TOKEN = {"cpu": 0.3}, {"cpu": 0.06}
+"""Before any measurement: the cost of the second token of a pass and of each further one, in plain steps. On two-core
+processors T(2) was 1.1 to 2.0 T(1), since kernels for one token are faster, and T(17) 1.25 to 2.9."""
+DEFAULT_ELSEWHERE, DEFAULT_PASS = 0.02, 0.10
 """The same on accelerators, where decoding is bound by reading the weights; and a drafter's pass, in plain steps."""
 
 
@@ -160,9 +160,10 @@ class LatencyModel:
     @classmethod
     def default(cls, device: str, drafter: str, negligible_draft_cost: bool) -> LatencyModel:
         """The model assumed for a type of device before any measurement."""
-        token = DEFAULT_TOKEN.get(device, DEFAULT_TOKEN_ELSEWHERE)
+        second, token = (known.get(device, DEFAULT_ELSEWHERE) for known in (DEFAULT_SECOND, DEFAULT_TOKEN))
         draft = DraftLatency(seconds=(0.0 if negligible_draft_cost else DEFAULT_PASS,))
-        return cls((Slice(CostCurve((1, 2), (1.0, 1.0 + token), context=1, batch=1), {drafter: draft}),), drafter)
+        curve = CostCurve((1, 2, 3), (1.0, 1.0 + second, 1.0 + second + token), context=1, batch=1)
+        return cls((Slice(curve, {drafter: draft}),), drafter)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, lists and strings, ready for JSON."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import log2
 from statistics import median, median_low
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from hf_specgen.depth.policy import StepRecord
     from hf_specgen.state import Call
 
-GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Sizes (tokens per row) that times are binned by: half octaves, as kernels change at such sizes."""
+GRID = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
+"""Sizes (tokens per row) that times are binned by. Small ones are told apart, since kernels differ: on a processor with
+AVX2, a step of 3 or 7 tokens in float32 takes 1.4 times as long as one of 4 or 8."""
 KEPT = 7
 """Measurements that a median is taken over: three of them may be outliers."""
+PRIOR_SPREAD = 8.0
+"""Weight of the prior in the slope of a regression: as much as that of two sizes four tokens apart."""
 PLAIN_NEEDED, DRAFTED_NEEDED = 5, 12
 """Measured plain steps, and steps with a draft, after which a slice is fixed: a call of 128 tokens has more."""
 PLAIN_EVERY = 8
@@ -94,19 +97,34 @@ class LatencyRecorder:
         return len(self._target.get(1, ())) >= PLAIN_NEEDED and self._drafted >= DRAFTED_NEEDED
 
     def estimate(self) -> StepLatency:
-        """Latencies from the measurements so far: linear between medians, extrapolated with their overall slope."""
+        """Latencies from the measurements so far: linear between medians, and extrapolated by `_slope`."""
         seconds = {size: median_low(times) for size, times in sorted(self._target.items()) if times}
         if not seconds:
             return self._prior
-        (first, least), (last, most) = (list(seconds.items())[end] for end in (0, -1))
-        plain, longest, prior = self._prior.target.by_tokens(self.rows * np.array([1.0, GRID[-1], first])).tolist()
-        seconds.setdefault(1, least * plain / prior)
-        slope = (most - seconds[1]) / (last - 1) if last > 1 else seconds[1] * (longest / plain - 1) / (GRID[-1] - 1)
-        seconds.setdefault(GRID[-1], most + slope * (GRID[-1] - last))
+        first, most = min(seconds), max(seconds)
+        plain, reference = self._prior.target.by_tokens(self.rows * np.array([1.0, first])).tolist()
+        seconds.setdefault(1, seconds[first] * plain / reference)
+        seconds.setdefault(GRID[-1], seconds[most] + self._slope(seconds) * (GRID[-1] - most))
         # Some kernels are slower for fewer tokens; a step with a draft is never assumed to be faster than a plain one.
         points = {size: max(seconds[1], seconds[size]) for size in sorted(seconds)}
         curve = CostCurve(tuple(points), tuple(points.values()), self.context, self.rows)
         return StepLatency(curve, self._drafter(self._prior.drafter.scaled(seconds[1] / plain)))
+
+    def _slope(self, seconds: Mapping[int, float]) -> float:
+        """Seconds of one more token per row beyond the largest measured size: a regression over the sizes of drafts.
+
+        It is shrunk towards the prior, as kernels of neighbouring sizes may differ by more than sizes do. The time of
+        a plain step is an upper bound only: a kernel for one token may be much faster than one for several.
+        """
+        plain, second, largest = self._prior.target.by_tokens(self.rows * np.array([1.0, 2.0, GRID[-1]])).tolist()
+        prior: float = max(0.0, (largest - second) / (GRID[-1] - 2) * seconds[1] / plain)
+        drafted = np.array([(size, time) for size, time in seconds.items() if size > 1]).T
+        if not drafted.size:
+            return prior
+        sizes, times = drafted - drafted.mean(axis=1, keepdims=True)
+        slope = (sizes @ times + PRIOR_SPREAD * prior) / (sizes @ sizes + PRIOR_SPREAD)
+        most = max(seconds)
+        return float(np.clip(slope, 0.0, max(0.0, seconds[most] - seconds[1]) / (most - 1)))
 
     def _drafter(self, latency: DraftLatency) -> DraftLatency:
         """The given latency of drafting, with measured values where there are any."""

@@ -227,11 +227,11 @@ def test_temperatures_and_strategies_are_remembered_apart() -> None:
     for _ in range(2):
         first.run(AdaptiveDepth(), 100)
     others = [("ngram", 1.0), ("draft_model", 0.0)]
-    assert first.requested[0] == [0]
+    assert sum(depth for (depth,) in first.requested[:8]) <= 3
     for kind, temperature in others:
         other = Simulation(lambda *_: 0.0, FLAT, Candidates(kind=kind), model=model, temperature=temperature)
         other.run(AdaptiveDepth(), 100)
-        assert other.requested[4] != [0], "nothing is known of it yet, so it is tried"
+        assert sum(depth for (depth,) in other.requested[:8]) > 3, "nothing is known of it yet, so it is tried"
 
 
 def test_exploration_that_one_call_cannot_pay_is_saved_for_later_calls() -> None:
@@ -267,7 +267,7 @@ def _observe(session: PolicySession, requested: int, nodes: int, accepted: int) 
     session.observe(StepRecord([requested], [RowStep(nodes, depth, accepted, accepted + 1)], 1 + nodes))
 
 
-def test_adaptive_trees_get_their_full_depth_or_a_trial_of_one_level() -> None:
+def test_adaptive_trees_get_their_full_depth_also_in_trials() -> None:
     session = AdaptiveDepth(GPU_LIKE).start(make_call(candidates=Candidates(6, False, True)))
     assert session.latency is not None
     requested = []
@@ -275,13 +275,13 @@ def test_adaptive_trees_get_their_full_depth_or_a_trial_of_one_level() -> None:
         (depth,) = session.depths([99])
         requested.append(depth)
         _observe(session, depth, 16 if depth else 0, 3 if step < 60 and depth else 0)
-    assert set(requested) == {0, 1, 6}
+    assert set(requested) == {0, 6}
     assert requested[:60] == [6] * 60 and requested[-20:].count(0) > 10
 
 
-@pytest.mark.parametrize("nodes, drafts", [(8, True), (64, True), (640, False)])
-def test_adaptive_trees_draft_where_a_tree_of_some_depth_pays(nodes: int, drafts: bool) -> None:
-    """Two tokens a draft pay for two levels of 8 nodes, not for one of 80; a node takes a tenth of a step."""
+@pytest.mark.parametrize("nodes, drafts", [(8, True), (64, False)])
+def test_adaptive_trees_draft_where_their_steps_are_faster(nodes: int, drafts: bool) -> None:
+    """Three tokens a step pay for a tree of 8 nodes, not for one of 64; a node takes a tenth of a step."""
     model = LatencyModel.from_curves(CostCurve((1, 11), (1.0, 2.0), context=1, batch=1))
     session = AdaptiveDepth(model).start(make_call(candidates=Candidates(8, True, True)))
     drafted = 0
