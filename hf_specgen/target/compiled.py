@@ -120,7 +120,8 @@ class CompiledPasses:
         with self._lock:
             columns = self._reserve(cache, max(cache.lengths) + width)
             capacity = columns if self._graph_buffers is not None else None
-            key = batch, width, capacity, taps, model.dtype, torch.is_inference_mode_enabled()
+            attention = compat.attention_implementation(model.config.get_text_config())
+            key = batch, width, capacity, taps, model.dtype, attention, torch.is_inference_mode_enabled()
             if key not in self._functions:
                 self._functions[key] = self._compile(model, arguments, cache, columns, taps)
             function = self._functions[key]

@@ -14,6 +14,8 @@ from hf_specgen.target.chain_masks import ChainMasks
 from hf_specgen.target.support import is_causal_kernel
 from hf_specgen.tree import DraftTree, chain_parents
 
+UNMASKED = ("conv", "linear_attention")
+"""Kinds of layers without a mask: no generated token is padding."""
 ADDITIVE = ("eager", "flex_attention")
 """Attention implementations whose masks are numbers to add to the scores: that of flex attention is added by its score
 function, so that a tree needs no block mask of its own."""
@@ -67,7 +69,7 @@ class StepMasks:
                     f"attention implementation {self._implementation!r} takes no mask, so it verifies chains of rows "
                     "that are equally long, without padding"
                 )
-            return dict.fromkeys(self._kinds) if hasattr(self._config, "layer_types") else None
+            return dict.fromkeys([*self._kinds, *UNMASKED]) if hasattr(self._config, "layer_types") else None
         if chains and "chunked_attention" not in self._kinds:
             made = {kind: self._of_chains(kind, lengths, 1 + tree.nodes) for kind in self._kinds}
         else:
@@ -83,8 +85,7 @@ class StepMasks:
         ready = {kind: self._ready(mask, tree.batch, cached, first.get(kind, 0)) for kind, mask in made.items()}
         if not hasattr(self._config, "layer_types"):
             return next(iter(ready.values()))
-        # No generated token is padding, so convolutions and recurrent states need no mask.
-        return {"conv": None, "linear_attention": None, **ready}
+        return {**dict.fromkeys(UNMASKED), **ready}
 
     def _of_chains(self, kind: str, lengths: tuple[int, ...], queries: int) -> torch.Tensor | None:
         template = self._templates[kind]
