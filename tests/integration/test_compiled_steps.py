@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
+from hf_specgen import (
+    Candidates,
+    DraftModelCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+)
 from hf_specgen.target import compiled
 from tests.helpers import SAMPLING, perturbed_copy, prompts
 from tests.helpers.medusa import random_heads
@@ -92,7 +99,7 @@ def test_compiled_target_with_sliding_windows_same_tokens(architecture: str) -> 
 def test_compiled_target_returns_hidden_states() -> None:
     """Would catch: heads that draft from the states of padding tokens or of another layer."""
     model = small(layers=2)
-    candidates = MedusaCandidates(random_heads(model), k=2)
+    candidates = MedusaCandidates(random_heads(model), policy=FixedDepth())
     eager = same_tokens(model, prompts(2), candidates, compile=False)
     assert same_tokens(model, prompts(2), candidates).accepted == eager.accepted
 
