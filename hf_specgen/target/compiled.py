@@ -204,16 +204,20 @@ class CompiledPasses:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise ValueError(
-                f"{name} cannot be compiled ({type(error).__name__}: {reason}); leave compile=True out"
-            ) from error
+            raise ValueError(f"{name} cannot be compiled ({_summary(error)}); leave compile=True out") from error
         finally:
             seconds = perf_counter() - began
             _thread.seconds = compile_seconds() + seconds
         _compare(name, ordinary.logits.float(), output.logits.float(), model.dtype)
         logger.info("compiled %s for %s in %.1f s", name, rows, seconds)
         return function
+
+
+def _summary(error: Exception) -> str:
+    """The first line of an error, and the line in which the tracer says what it was about."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    context = [line for line in lines[1:] if line.startswith("Developer debug context:")]
+    return f"{type(error).__name__}: {' '.join([*lines[:1], *context[:1]])}"
 
 
 def _compare(name: str, ordinary: torch.Tensor, compiled: torch.Tensor, dtype: torch.dtype) -> None:
