@@ -214,10 +214,10 @@ class CompiledPasses:
 
 
 def _summary(error: Exception) -> str:
-    """The first line of an error, and the line in which the tracer says what it was about."""
+    """The first two lines of an error, and the line in which the tracer says what it was about."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    context = [line for line in lines[1:] if line.startswith("Developer debug context:")]
-    return f"{type(error).__name__}: {' '.join([*lines[:1], *context[:1]])}"
+    context = [line for line in lines[2:] if line.startswith("Developer debug context:")]
+    return f"{type(error).__name__}: {' '.join([*lines[:2], *context[:1]])}"
 
 
 def _compare(name: str, ordinary: torch.Tensor, compiled: torch.Tensor, dtype: torch.dtype) -> None:

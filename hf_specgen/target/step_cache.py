@@ -76,8 +76,9 @@ def step(
     Returns:
         `[batch, new, vocab]` logits, and the hidden states `[batch, new, hidden]`.
     """
-    mask = arguments["attention_mask"]
-    width = next(iter(mask.values())).shape[-1] if isinstance(mask, dict) else mask.shape[-1]
+    given = arguments["attention_mask"]
+    masks = list(given.values()) if isinstance(given, dict) else [given]
+    width = [mask.shape[-1] for mask in masks if mask is not None][0]  # noqa: RUF015, a generator is not traced
     cache = Cache(layers=[StepLayer(keys, values, slots, width) for keys, values in buffers])
     more = {"output_hidden_states": True} if taps else {}
     outputs = model(**arguments, past_key_values=cache, use_cache=True, return_dict=True, **more)

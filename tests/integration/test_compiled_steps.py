@@ -25,6 +25,7 @@ from hf_specgen.target import compiled
 from tests.helpers import SAMPLING, perturbed_copy, prompts
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import fresh_model
+from tests.helpers.stateful import stateful_model
 
 
 class Backend:
@@ -172,7 +173,7 @@ def offloaded() -> Any:
     [
         (already_compiled, "is compiled already"),
         (offloaded, "weights that are offloaded"),
-        (lambda: fresh_model("lfm2"), "convolutions, recurrent states"),
+        (lambda: stateful_model("lfm2"), "convolutions, recurrent states"),
     ],
 )
 def test_model_that_cannot_be_compiled_refused(make: Any, reason: str) -> None:
