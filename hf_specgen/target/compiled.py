@@ -39,6 +39,9 @@ COLUMN_BLOCK = 64
 BACKEND = "inductor"
 """Backend of `torch.compile`; tests use one that needs no compiler."""
 
+GRAPH_DEVICES = ("cuda",)
+"""Where passes are captured as graphs."""
+
 _thread = threading.local()
 
 
@@ -266,5 +269,5 @@ def compiled_passes(model: PreTrainedModel) -> CompiledPasses:
     check_compilable(model)
     with _lock:
         if model not in _passes:
-            _passes[model] = CompiledPasses(BACKEND, compat.input_device(model).type == "cuda")
+            _passes[model] = CompiledPasses(BACKEND, compat.input_device(model).type in GRAPH_DEVICES)
         return _passes[model]

@@ -115,6 +115,16 @@ def test_compiled_target_returns_cache_for_next_turn() -> None:
     assert torch.equal(second.sequences, model.generate(longer, max_new_tokens=8))
 
 
+def test_compiled_target_with_lasting_buffers_compiled_once(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch, without a GPU: buffers of another call, and graphs that are captured anew for every length."""
+    monkeypatch.setattr(compiled, "GRAPH_DEVICES", ("cpu",))
+    model = small()
+    same_tokens(model, prompts(2), NgramCandidates(k=3))
+    graphs = backend.graphs
+    same_tokens(model, prompts(2, length=20), NgramCandidates(k=3), max_new_tokens=20)
+    assert backend.graphs == graphs
+
+
 def test_compiled_target_in_threads_compiled_once(backend: Backend) -> None:
     """Would catch: threads that compile the same function twice or write to each other's slots."""
     model = small()
