@@ -42,6 +42,7 @@ def attach(
     verification: str | Verifier = "exact",
     policy: Policy | None = None,
     monitor: Monitor | None = None,
+    compile: bool = False,
 ) -> M:
     """Make every `model.generate()` speculate, whoever calls it, until `detach(model)`.
 
@@ -55,7 +56,7 @@ def attach(
         candidate_generator: proposes draft tokens; "auto" for the default strategy.
         strict: raise for a call that cannot speculate (beam search, an assistant model, an unsupported cache). By
             default it falls back to plain generation, with one warning for each reason.
-        verification, policy, monitor: as for `speculate`.
+        verification, policy, monitor, compile: as for `speculate`.
 
     Returns:
         `model`, the same object.
@@ -75,7 +76,7 @@ def attach(
     target, candidates = _target(model), as_candidates(candidate_generator)
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
-    settings = AttachedSettings(candidates, verification, policy, monitor, strict)
+    settings = AttachedSettings(candidates, verification, policy, monitor, strict, compile)
     Speculation(candidates, verification)  # raises for an unknown verification
     check_architecture(target)
     candidates.target_requirements(target)
@@ -150,6 +151,7 @@ class AttachedSettings:
     policy: Policy | None
     monitor: Monitor | None
     strict: bool
+    compile: bool = False
 
 
 class Attachment:
@@ -214,7 +216,14 @@ class _Attempt(Speculation):
     """One attached call. A ValueError after `reached` and before `call` is set means that it cannot speculate."""
 
     def __init__(self, settings: AttachedSettings, streamer: Any):
-        super().__init__(settings.candidates, settings.verification, streamer, settings.policy, settings.monitor)
+        super().__init__(
+            settings.candidates,
+            settings.verification,
+            streamer,
+            settings.policy,
+            settings.monitor,
+            settings.compile,
+        )
         self.reached = False
         self.call: Call | None = None
 

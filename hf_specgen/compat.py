@@ -150,16 +150,26 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def without_compilation(model: PreTrainedModel) -> AbstractContextManager[Any]:
     """The context in which compiled parts of a model run eagerly; does nothing for a model that has none.
 
-    The lengths of a cache with rows of their own change in every step: each would compile anew. Symbols: what
-    `Module.compile()` and `torch.compile` leave behind.
+    The lengths of a cache with rows of their own change in every step: each would compile anew.
     """
-    compiled = any(
+    if not has_compiled_parts(model):
+        return nullcontext()
+    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))
+
+
+def has_compiled_parts(model: PreTrainedModel) -> bool:
+    """Whether something of the model is compiled. Symbols: what `Module.compile()` and `torch.compile` leave behind."""
+    return any(
         module._compiled_call_impl is not None
         or hasattr(module.forward, "_torchdynamo_orig_callable")
         or hasattr(module, "_orig_mod")
         for module in model.modules()
     )
-    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager")) if compiled else nullcontext()
+
+
+def has_device_hooks(model: PreTrainedModel) -> bool:
+    """Whether weights or activations are moved between devices. Symbol: `_hf_hook` of accelerate."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def unwrapped(model: Any) -> Any:

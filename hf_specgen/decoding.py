@@ -30,6 +30,7 @@ from hf_specgen.outputs import OutputCollector
 from hf_specgen.padding import PaddingReader
 from hf_specgen.state import Call, GenerationState
 from hf_specgen.target.cache import MAX_PREFILL_DRAFT
+from hf_specgen.target.compiled import compile_seconds
 from hf_specgen.target.encoder import EncoderInput
 from hf_specgen.target.model_parts import mask_name
 from hf_specgen.target.requirements import make_target
@@ -64,6 +65,7 @@ def speculative_decode(
     monitor: Monitor | None = None,
     on_start: Callable[[Call], None] | None = None,
     inputs_tensor: torch.Tensor | None = None,
+    compile: bool = False,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
     """Generate as plain `generate` does, several tokens per forward pass of the target.
@@ -78,6 +80,7 @@ def speculative_decode(
         monitor: receives the record of every step.
         on_start: called once everything has been checked, before the first forward pass.
         inputs_tensor: what the encoder of an encoder-decoder reads; `input_ids` is the prompt of its decoder.
+        compile: run the target's passes behind the prompt as compiled functions.
         model_kwargs: attention mask, positions, cache.
 
     Returns:
@@ -97,6 +100,7 @@ def speculative_decode(
         keeps_scores=returns_dict and bool(generation_config.output_scores),
         keeps_logits=returns_dict and bool(generation_config.output_logits),
         encoder=EncoderInput.of_call(inputs_tensor, state.batch, model_kwargs),
+        compiled=compile,
     )
     outputs = OutputCollector(call, stopping_criteria, streamer)
     with compat.without_compilation(model), ExitStack() as stack:
@@ -160,7 +164,7 @@ class _Loop:
         self.call, self.state, self.outputs = call, call.state, outputs
         requirements = call.candidates.target_requirements(call.model)
         check_computation(call.model, requirements, input_ids, call.config, model_kwargs)
-        self.target = make_target(requirements, call.model, input_ids, call.config, model_kwargs)
+        self.target = make_target(requirements, call.model, input_ids, call.config, model_kwargs, call.compiled)
         stack.push(lambda kind, *_: self.target.abandon() if kind else None)
         check_length(call.model, self.target.first_positions, call.max_new_tokens)
         self.verification = verifier.start(call)
@@ -271,11 +275,14 @@ class _Loop:
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
-        begin = perf_counter()
+        begin, compiling = perf_counter(), compile_seconds()
         try:
             yield
         finally:
-            self._seconds[part] += perf_counter() - begin
+            compiling = compile_seconds() - compiling
+            self._seconds[part] += perf_counter() - begin - compiling
+            if compiling:
+                self._seconds["compile"] = self._seconds.get("compile", 0.0) + compiling
 
 
 class PolicyRunner:

@@ -25,7 +25,7 @@ from hf_specgen.target.encoder import check_cache
 from hf_specgen.target.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
-CALL_SETTINGS = ("verification", "policy", "monitor")
+CALL_SETTINGS = ("verification", "policy", "monitor", "compile")
 VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 ALIASES = {"coupled": "exact"}
 """Earlier names of verification modes, still accepted."""
@@ -41,9 +41,10 @@ class Speculation:
         streamer: BaseStreamer | None = None,
         policy: Policy | None = None,
         monitor: Monitor | None = None,
+        compile: bool = False,
     ):
         self.candidates, self.verification, self.streamer = candidates, verification, streamer
-        self.policy, self.monitor = policy, monitor
+        self.policy, self.monitor, self.compile = policy, monitor, compile
         _as_verifier(verification)
 
     def checking(self, model: PreTrainedModel) -> None:
@@ -87,6 +88,7 @@ class Speculation:
             monitor=self.monitor,
             on_start=start,
             inputs_tensor=inputs_tensor,
+            compile=self.compile,
             **model_kwargs,
         )
 
@@ -98,6 +100,7 @@ def speculate(
     streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
     monitor: Monitor | None = None,
+    compile: bool = False,
 ) -> Speculation:
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
@@ -109,6 +112,8 @@ def speculate(
             `Verifier`.
         policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
         monitor: receives every step.
+        compile: compile the target's forward passes with `torch.compile`, once per process and shape; takes 10 to 60
+            seconds for each of a few shapes. Fused kernels may round differently from plain decoding.
         streamer: receives the prompt, then every confirmed column, as a streamer given to `generate` does.
 
     Returns:
@@ -123,7 +128,7 @@ def speculate(
     """
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
-    return Speculation(as_candidates(candidate_generator), verification, streamer, policy, monitor)
+    return Speculation(as_candidates(candidate_generator), verification, streamer, policy, monitor, compile)
 
 
 def generate_speculatively(

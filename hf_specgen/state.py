@@ -187,6 +187,7 @@ class Call:
             None inside Transformers' own loop.
         depth: the policy's session; its `latency` is the latency model. Set for draft sessions only.
         encoder: what the encoder of an encoder-decoder target reads; None for other targets.
+        compiled: whether the target's passes behind the prompt are compiled.
     """
 
     model: PreTrainedModel | None
@@ -201,6 +202,7 @@ class Call:
     verification: VerificationSession | None = None
     depth: PolicySession | None = None
     encoder: EncoderInput | None = None
+    compiled: bool = False
 
     @property
     def do_sample(self) -> bool:

@@ -40,7 +40,7 @@ Row = dict[str, Any]
 Steps = dict[tuple[str, int], Callable[[], float]]
 """What takes turns, by variant and number of tokens; each returns the seconds it took."""
 
-VARIANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "repeated": nullcontext,
     "grouped": grouped_attention,
 }

@@ -29,12 +29,13 @@ from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
+from hf_specgen.target.compiled import compiled_passes
 from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.requirements import TargetRequirements, make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.state_layers import keeps_state
-from hf_specgen.target.support import check_model, position_table
+from hf_specgen.target.support import check_model, is_causal_kernel, position_table
 from hf_specgen.tree import DraftTree
 
 MAX_DEPTH = 16
@@ -60,6 +61,8 @@ class DraftModelCandidates(Candidates):
         share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
             returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
             the encoder is shared if both have the same weights.
+        compile: compile the draft's forward passes with `torch.compile`, once per process and shape; takes 10 to 60
+            seconds for each of a few shapes. The tokens of `generate` stay the same.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -82,6 +85,7 @@ class DraftModelCandidates(Candidates):
         device: torch.device | str | None = None,
         quantization_config: Any = None,
         share_encoder: bool | None = None,
+        compile: bool = False,
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=MAX_DEPTH)
@@ -93,6 +97,7 @@ class DraftModelCandidates(Candidates):
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
+        self.compile = compile
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
@@ -107,6 +112,12 @@ class DraftModelCandidates(Candidates):
                 f"{type(draft).__name__} keeps a state that draft trees cannot branch from; use a draft model with "
                 "attention layers only"
             )
+        implementation = compat.attention_implementation(text_config(draft))
+        if is_causal_kernel(implementation):
+            raise ValueError(
+                f"the draft model uses {implementation!r}, which takes no mask for draft trees and rows of different "
+                "lengths; load the draft with attn_implementation='sdpa'"
+            )
         prompts = _known(call.state.prompts, draft)
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
         check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
@@ -117,11 +128,14 @@ class DraftModelCandidates(Candidates):
                     "decoder-only models; use a draft of the target's family"
                 )
             tokenizers = load_tokenizer(call.model.name_or_path), load_tokenizer(draft.name_or_path)
-            return ReencodingSession(call, draft, tokenizers, self.k, self.confidence_threshold)
-        return _DraftModelSession(self, draft, make_target(TargetRequirements(), draft, *prompt), call)
+            compiled = compiled_passes(draft) if self.compile else None
+            return ReencodingSession(call, draft, tokenizers, self.k, self.confidence_threshold, compiled)
+        reader = make_target(TargetRequirements(), draft, *prompt, compile=self.compile)
+        return _DraftModelSession(self, draft, reader, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return ("draft_model", self._name, self.k, str(self.tree), self.confidence_threshold)
+        key = ("draft_model", self._name, self.k, str(self.tree), self.confidence_threshold)
+        return (*key, "compiled") if self.compile else key
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
         if self._model is None:
@@ -133,7 +147,8 @@ class DraftModelCandidates(Candidates):
 
     def __repr__(self) -> str:
         tree = "" if self.tree is None else f", tree={self.tree!r}"
-        settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{self._show_policy()}"
+        compile = ", compile=True" if self.compile else ""
+        settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{compile}{self._show_policy()}"
         return f"DraftModelCandidates({self._name!r}, {settings})"
 
 

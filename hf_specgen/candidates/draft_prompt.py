@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -50,7 +51,7 @@ def draft_prompt(
     if not reads_encoder(draft):
         if share_encoder is not None:
             raise ValueError(f"share_encoder={share_encoder} is for encoder-decoder models; leave it out")
-        config = GenerationConfig(prefill_chunk_size=call.config.prefill_chunk_size)
+        config = draft_config(call, input_ids.shape[1])
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
         if compat.supports_logits_to_keep(draft):
@@ -138,3 +139,10 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple
     ids = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def draft_config(call: Call, prompt: int) -> GenerationConfig:
+    """The settings of a draft model's passes: as long as the target's text can become behind a prompt of its own."""
+    longest = prompt + call.max_new_tokens
+    chunk = call.config.prefill_chunk_size
+    return GenerationConfig(prefill_chunk_size=chunk, max_length=int(longest) if isfinite(longest) else None)

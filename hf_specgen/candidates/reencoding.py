@@ -18,12 +18,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import compat
 from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.draft_prompt import draft_config
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
+from hf_specgen.target.compiled import CompiledPasses
 from hf_specgen.tree import DraftTree
 
 UNSTABLE_TOKENS = 8
@@ -125,6 +127,7 @@ class ReencodingSession(DraftSession):
         tokenizers: of the target and of the draft.
         k: maximum depth.
         confidence_threshold: a draft ends before a token with a lower probability.
+        compiled: the draft's compiled passes; None to run it eagerly.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class ReencodingSession(DraftSession):
         tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase],
         k: int,
         confidence_threshold: float,
+        compiled: CompiledPasses | None = None,
     ):
         super().__init__(call)
         self._k, self._threshold = k, confidence_threshold
@@ -142,7 +146,7 @@ class ReencodingSession(DraftSession):
         self._rows = [Reencoder(*codecs, prompt) for prompt in call.state.prompts]
         self._translated = [0] * call.state.batch
         self._cached = [row.tokens[: row.stable] for row in self._rows]
-        self._target = _reader(draft, self._cached, call.config.prefill_chunk_size)
+        self._target = _reader(draft, self._cached, call, compiled)
         self._prompts = list(map(len, self._cached))
         self._table = int(getattr(draft.config.get_text_config(), "max_position_embeddings", None) or 2**31)
         self._has_read_prompt = False
@@ -205,7 +209,9 @@ class ReencodingSession(DraftSession):
         return tokens[common:] or tokens[-1:]
 
 
-def _reader(draft: PreTrainedModel, prompts: Sequence[Sequence[int]], chunk: int | None) -> Target:
+def _reader(
+    draft: PreTrainedModel, prompts: Sequence[Sequence[int]], call: Call, compiled: CompiledPasses | None
+) -> Target:
     width = max(map(len, prompts))
     device = compat.input_device(draft)
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
@@ -215,4 +221,4 @@ def _reader(draft: PreTrainedModel, prompts: Sequence[Sequence[int]], chunk: int
         "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
         "use_cache": True,
     }
-    return Target(draft, ids, GenerationConfig(prefill_chunk_size=chunk), arguments)
+    return Target(draft, ids, draft_config(call, width), arguments, compiled)

@@ -244,7 +244,7 @@ def profile_of(call: Call) -> Profile:
     default = LatencyModel.default(device, str(key[0]), call.candidates.negligible_draft_cost)
     if call.model is None:
         return Profile(default)
-    description = profiles.describe(call.model, key, call.temperature > 0)
+    description = profiles.describe(call.model, key, call.temperature > 0, call.compiled)
     place = str(profiles.directory()), profiles.key_of(description)
     with _profiles_lock:
         profile = _profiles.pop(place, None) or Profile(default, description)

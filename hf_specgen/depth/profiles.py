@@ -32,13 +32,14 @@ def directory() -> Path:
     return Path(own or Path(constants.HF_ASSETS_CACHE) / "hf_specgen").expanduser() / "profiles"
 
 
-def describe(model: Any, strategy: tuple[Any, ...], samples: bool) -> dict[str, Any]:
+def describe(model: Any, strategy: tuple[Any, ...], samples: bool, compiled: bool = False) -> dict[str, Any]:
     """Everything that the latencies of a call depend on, as plain values.
 
     Args:
         model: the target.
         strategy: the `profile_key` of the strategy.
         samples: whether the call samples, which makes verification slower.
+        compiled: whether the target's passes are compiled.
     """
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
     config = getattr(model, "config", None)
@@ -55,6 +56,7 @@ def describe(model: Any, strategy: tuple[Any, ...], samples: bool) -> dict[str, 
         "threads": torch.get_num_threads(),
         "strategy": [str(value) for value in strategy],
         "samples": samples,
+        **({"compiled": True} if compiled else {}),
         "versions": [torch.__version__, transformers.__version__, __version__],
     }
 

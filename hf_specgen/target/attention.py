@@ -51,7 +51,7 @@ _thread = _ThreadState()
 
 
 @contextmanager
-def grouped_attention() -> Iterator[None]:
+def grouped_attention() -> Iterator[FoldedMasks]:
     """Use grouped attention in the forward passes of this thread.
 
     It applies to SDPA models with grouped heads, to layers that get a mask or, on a CPU, a single query token per row.
@@ -60,6 +60,9 @@ def grouped_attention() -> Iterator[None]:
 
     If another library has registered its own function under "sdpa", that function is used and this context does
     nothing.
+
+    Yields:
+        the masks that were folded, by mask id, number of groups and dtype.
 
     Example:
         >>> import torch
@@ -77,9 +80,9 @@ def grouped_attention() -> Iterator[None]:
     """
     _register()
     outer = _thread.folded_masks
-    _thread.folded_masks = {}
+    folded = _thread.folded_masks = {}
     try:
-        yield
+        yield folded
     finally:
         _thread.folded_masks = outer
 
@@ -135,9 +138,14 @@ def _sdpa_attention(
 ) -> tuple[torch.Tensor, None]:
     """`grouped_sdpa` inside `grouped_attention` where it applies, else Transformers' own function.
 
-    A compiled model always takes the latter: a graph that reads the thread's state would be compiled a second time for
-    calls outside the context.
+    A graph that reads the thread's state would be compiled a second time for calls outside the context. So a compiled
+    model takes Transformers' function, unless its mask has been folded before, which the shape tells.
     """
+    if torch.compiler.is_compiling() and _is_folded(module, query, attention_mask):
+        assert attention_mask is not None
+        if _is_foldable(module, query, key, attention_mask[:, :, : query.shape[2]], kwargs) and not args:
+            return grouped_sdpa(query, key, value, attention_mask, kwargs.get("scaling")), None
+        attention_mask = attention_mask[:, :, : query.shape[2]]
     folded_masks = None if torch.compiler.is_compiling() else _thread.folded_masks
     if folded_masks is None or args or not _is_foldable(module, query, key, attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
@@ -145,6 +153,12 @@ def _sdpa_attention(
     if attention_mask is not None:
         mask = _folded(attention_mask, query.shape[1] // key.shape[1], query.dtype, folded_masks)
     return grouped_sdpa(query, key, value, mask, kwargs.get("scaling")), None
+
+
+def _is_folded(module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether a mask has rows for all query heads of a group."""
+    groups = getattr(module, "num_key_value_groups", 1)
+    return groups > 1 and mask is not None and mask.ndim == 4 and mask.shape[2] == groups * query.shape[2]
 
 
 def _is_foldable(

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target.attention import grouped_attention
+from hf_specgen.target.compiled import CompiledPasses, padded_width
 from hf_specgen.target.encoder import EncoderStepInputs
 from hf_specgen.target.model_parts import mask_name, text_config
 from hf_specgen.target.own_cache import max_slots, own_cache
@@ -30,15 +32,18 @@ class Target:
         input_ids: `[batch, prompt]`, left-padded.
         generation_config: as prepared by `generate`.
         model_kwargs: as prepared by `generate`: attention mask, positions, cache and whatever else forward takes.
+        compiled: the compiled passes of the model; None to run steps eagerly. The prompt is always read eagerly.
 
     Raises:
-        ValueError: for a cache or inputs that speculative decoding does not support.
+        ValueError: for a cache or inputs that speculative decoding, or a compiled pass, does not support.
     """
 
     reuses_drafter_states: bool = False
     """Whether a step starts from hidden states that drafting has computed for its tokens."""
     max_lead: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
+    compiled_taps: tuple[int, ...] = ()
+    """Hidden states that compiled passes return, as indices into Transformers' `hidden_states`."""
 
     def __init__(
         self,
@@ -46,15 +51,17 @@ class Target:
         input_ids: torch.Tensor,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
+        compiled: CompiledPasses | None = None,
     ):
-        self.model = model
+        self.model, self._compiled = model, compiled
         self._config = text_config(model)
         self.device = compat.input_device(model)
         make_inputs = EncoderStepInputs if "encoder_outputs" in model_kwargs else StepInputs
         self._inputs = make_inputs(model, input_ids, model_kwargs)
         given = self._inputs.text_cache(model_kwargs.get("past_key_values"))
         self._given_cache = given if compat.is_user_defined(given) else None
-        self.cache = own_cache(given, self._given_cache is not None, self._config, max_slots(generation_config))
+        slots = max_slots(generation_config)
+        self.cache = own_cache(given, self._given_cache is not None, self._config, slots, compiled is not None)
         self._past_key_values = self._inputs.past_key_values(self.cache)
         self._given_lengths = self.cache.lengths
         if self.cache is self._given_cache:
@@ -69,7 +76,9 @@ class Target:
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
         self.prompt = Prompt(input_ids, generation_config, model_kwargs, self.last_position, mask_name(model))
-        self._masks = StepMasks(model, self.prompt.padding)
+        self._masks = StepMasks(model, self.prompt.padding, required=compiled is not None)
+        if compiled is not None and self._inputs.accompanies_text:
+            raise ValueError("compile=True works with prompts of text alone; leave it out")
 
     @property
     def rows(self) -> list[int]:
@@ -88,8 +97,8 @@ class Target:
 
     @property
     def verifies_chains_only(self) -> bool:
-        """Whether a draft must be a chain, as for models with a recurrent state, which cannot branch."""
-        return self._unread is not None
+        """Whether a draft must be a chain: recurrent states cannot branch, FlashAttention takes no mask."""
+        return self._unread is not None or self._masks.chains_only
 
     @property
     def supports_prefill_drafts(self) -> bool:
@@ -220,6 +229,11 @@ class Target:
         if len(self._present) < tree.batch:
             tree = tree.select(self._present)
             inputs = {name: tensor[self._present] for name, tensor in inputs.items()}
+        new = 1 + tree.nodes - cached
+        if self._compiled is not None:
+            padding = padded_width(new) - new
+            tree = DraftTree(pad(tree.tokens, (0, padding)), tree.parents)
+            inputs = {name: _padded(tokens, new + padding) for name, tokens in inputs.items()}
         depth = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self.device)
         lengths = tuple(length - cached for length in self.cache.lengths)
         bases = [length + offset for length, offset in zip(lengths, self._offsets, strict=True)]
@@ -231,9 +245,12 @@ class Target:
         if cached:  # padding nodes may exceed the position table; their results are ignored
             ends = [self.last_position if base <= self.last_position else 2**31 for base in bases]
             positions = positions.minimum(torch.tensor(ends, device=self.device)[:, None])
+        mask = self._masks.of_step(tree, depth, lengths, cached, self.cache.first_visible)
+        arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
+        if self._compiled is not None:
+            del arguments["past_key_values"]
+            return self._compiled.run(self.model, arguments, self.cache, new, self.compiled_taps)
         with grouped_attention():
-            mask = self._masks.of_step(tree, depth, lengths, cached, self.cache.first_visible)
-            arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
             return module(**{**arguments, "use_cache": True, "return_dict": True})
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
@@ -269,6 +286,8 @@ class Target:
         rows, ended = len(self._present), len(self._present) - len(places)
         if not places or ended < (rows / 4 if rows > 4 else rows / 2) or not self._inputs.divisible:
             return
+        if self._compiled is not None:  # another number of rows would be compiled anew
+            return
         self._present = [self._present[place] for place in places]
         self._offsets = tuple(self._offsets[place] for place in places)
         self._prompt_slots = tuple(self._prompt_slots[place] for place in places)
@@ -286,6 +305,8 @@ class Target:
             self._read_unread()
         if not self._is_exact:
             return None
+        if self._compiled is not None:
+            self._compiled.release(self.cache)
         if isinstance(self._given_cache, DynamicCache):
             self.cache.to_dynamic(self._given_cache)
             return self._given_cache
@@ -300,3 +321,10 @@ class Target:
     def returns_cache(self) -> bool:
         """Whether the user can see the cache after the call even if only tokens are returned."""
         return self._given_cache is not None
+
+
+def _padded(tokens: torch.Tensor, width: int) -> torch.Tensor:
+    """`[batch, width]` tokens with zeros behind them, in memory of their own: compiled passes also fix strides."""
+    padded = tokens.new_zeros(len(tokens), width)
+    padded[:, : tokens.shape[1]] = tokens
+    return padded

@@ -100,6 +100,12 @@ class RaggedLayer(CacheLayerMixin):
             self.keys = _resized(self.keys, 0, capacity)
             self.values = _resized(self.values, 0, capacity)
 
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers themselves, for passes that write to given slots, see `hf_specgen.target.step_cache`."""
+        self._leave_inference_mode()
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
     def _drop_invisible(self, committed: int) -> None:
         """Drop slots outside the sliding window of every later query, if each row keeps at least `committed` slots."""
         if self.window is None or self.keys is None or self.values is None:
@@ -234,6 +240,20 @@ class RaggedCache(Cache):
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
         for part in self._filled:
             part.set_lengths(lengths)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for so many slots in each layer; for those of the whole call, if that is known."""
+        for part in self._filled:
+            part.reserve(max(slots, part.max_slots or 0))
+
+    def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The buffers of keys and values of each layer."""
+        return [part.buffers() for part in self._filled]
+
+    def use_buffers(self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Continue with other buffers, which have the same contents."""
+        for part, (keys, values) in zip(self._filled, buffers, strict=True):
+            part.keys, part.values = keys, values
 
     def keep_accepted(self, starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
         """Of the step that began at slots `starts`, keep the pending token and the accepted path of each row.

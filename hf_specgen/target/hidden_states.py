@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen.target.base import Target
+from hf_specgen.target.compiled import CompiledPasses
 from hf_specgen.target.model_parts import decoder, decoder_layers, output_matrix
 from hf_specgen.tree import DraftTree
 
@@ -22,6 +23,7 @@ class HiddenStateTarget(Target):
     Args:
         model, input_ids, generation_config, model_kwargs: as for `Target`.
         taps: which states to capture, as in `TargetRequirements`.
+        compiled: as for `Target`.
 
     Attributes:
         states: `[batch, taps * hidden]` the captured states at the position whose logits chose each row's last token,
@@ -43,11 +45,14 @@ class HiddenStateTarget(Target):
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         taps: Sequence[int],
+        compiled: CompiledPasses | None = None,
     ):
         self._taps = [_tap(model, index) for index in taps]
         self._indices = tuple(taps)
         self._kept: list[list[int]] = []
-        super().__init__(model, input_ids, generation_config, model_kwargs)
+        super().__init__(model, input_ids, generation_config, model_kwargs, compiled)
+        layers = len(decoder_layers(model))
+        self.compiled_taps = tuple(layers if index == -1 else index for index in taps)
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
         with self._capturing() as captured:
@@ -62,11 +67,20 @@ class HiddenStateTarget(Target):
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
     ) -> torch.Tensor:
-        with self._capturing() as captured:
+        if self._compiled is not None:  # compiled passes run without hooks and return the states
             logits = super().forward(tree, pending, active)
-        states = torch.cat([parts[-1] for parts in captured], dim=-1)
+            states = torch.cat(self._compiled_states, dim=-1)
+        else:
+            with self._capturing() as captured:
+                logits = super().forward(tree, pending, active)
+            states = torch.cat([parts[-1] for parts in captured], dim=-1)
         self.pass_states = self._step_states = self._of_draft(states, tree.batch)
         return logits
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super()._run(*args, **kwargs)
+        self._compiled_states = getattr(outputs, "states", ())
+        return outputs
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         super().commit(paths)

@@ -12,9 +12,11 @@ from hf_specgen.target.state_layers import has_special_layers, make_layers
 
 MAX_DRAFT_SLOTS = 64
 """Slots for draft tokens beyond the maximum length of the text."""
+PADDING_SLOTS = 128
+"""Slots for the padding of a compiled pass, and for rounding the number of slots."""
 
 
-def own_cache(given: Any, user_owned: bool, config: Any, slots: int | None) -> RaggedCache:
+def own_cache(given: Any, user_owned: bool, config: Any, slots: int | None, keeps_all: bool = False) -> RaggedCache:
     """The cache for a call.
 
     Args:
@@ -22,17 +24,25 @@ def own_cache(given: Any, user_owned: bool, config: Any, slots: int | None) -> R
         user_owned: whether the caller of `generate` gave it.
         config: of the model's text part.
         slots: how many the call can fill, if known.
+        keeps_all: whether sliding-window layers keep the slots outside of their window too, as compiled passes need.
 
     Raises:
         ValueError: for a cache that cannot be copied.
     """
+    if keeps_all and user_owned and any(getattr(given, "is_sliding", ())):
+        raise ValueError(
+            f"the given {type(given).__name__} has dropped what is outside of sliding windows, and compiled passes "
+            "need all of it; leave past_key_values or compile=True out"
+        )
     if isinstance(given, RaggedCache):
         return given
     special = has_special_layers(config)
     if given is None or (type(given) is DynamicCache and not given.offloading and not (user_owned and special)):
         if given is not None and user_owned:
             return RaggedCache.from_dynamic(given, slots)
-        return RaggedCache(masks.layer_windows(config), slots, layers=make_layers(config, slots) if special else None)
+        windows = [] if keeps_all else masks.layer_windows(config)
+        slots = slots + PADDING_SLOTS if keeps_all and slots is not None else slots
+        return RaggedCache(windows, slots, layers=make_layers(config, slots) if special else None)
     if type(given) is DynamicCache and not given.offloading:
         raise ValueError(
             "a DynamicCache cannot roll back the convolutions, recurrent states or indexed attention of this model; "

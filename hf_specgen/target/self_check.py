@@ -21,6 +21,7 @@ from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.requirements import TargetRequirements
 from hf_specgen.target.step_inputs import accompanying_inputs
+from hf_specgen.target.support import is_causal_kernel
 
 ENCODER_DECODER_MASKS = ("attention_mask", "decoder_attention_mask")
 
@@ -58,10 +59,13 @@ def check_computation(
         shape = (len(input_ids) > 1, *(name for name in ENCODER_DECODER_MASKS if name in model_kwargs))
         _check(model, requirements, (*key, *shape), (), lambda: trial.compare(model, requirements, *prompt))
         return
-    try:
-        _check(model, requirements, key, (), lambda: trial.compare_text(model, requirements))
-    except ValueError as refusal:
-        _check_one_row(model, requirements, key, refusal, input_ids, model_kwargs)
+    if is_causal_kernel(implementation):  # rows of a batch accept different numbers of tokens, which needs a mask
+        _check_one_row(model, requirements, key, None, input_ids, model_kwargs)
+    else:
+        try:
+            _check(model, requirements, key, (), lambda: trial.compare_text(model, requirements))
+        except ValueError as refusal:
+            _check_one_row(model, requirements, key, refusal, input_ids, model_kwargs)
     inputs = tuple(sorted(accompanying_inputs(model_kwargs or {})))
     if inputs:
         assert input_ids is not None and config is not None and model_kwargs is not None
@@ -73,7 +77,7 @@ def _check_one_row(
     model: PreTrainedModel,
     requirements: TargetRequirements,
     key: tuple[Any, ...],
-    refusal: ValueError,
+    refusal: ValueError | None,
     input_ids: torch.Tensor | None,
     model_kwargs: dict[str, Any] | None,
 ) -> None:
@@ -81,13 +85,14 @@ def _check_one_row(
     one_row = (*key, "one row")
     try:
         _check(model, requirements, one_row, (), lambda: trial.compare_text(model, requirements, rows=1))
-    except ValueError:
-        raise refusal from None
+    except ValueError as error:
+        raise (refusal or error) from None
     mask = None if model_kwargs is None else model_kwargs.get("attention_mask")
     if input_ids is None or len(input_ids) > 1 or (mask is not None and not bool(mask.all())):
-        raise _refusal(
-            model, requirements, (), "rows of different lengths get other scores than in plain decoding", "one row"
-        ) from refusal
+        reason = "rows of different lengths get other scores than in plain decoding"
+        if refusal is None:
+            reason = f"{key[3]} takes no mask, which rows of different lengths need"
+        raise _refusal(model, requirements, (), reason, "one row") from refusal
 
 
 def _check(

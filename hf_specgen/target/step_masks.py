@@ -12,7 +12,14 @@ from hf_specgen import compat
 from hf_specgen.target import masks
 from hf_specgen.target.chain_masks import ChainMasks
 from hf_specgen.target.model_parts import text_config
+from hf_specgen.target.support import is_causal_kernel
 from hf_specgen.tree import DraftTree, chain_parents
+
+UNMASKED = ("conv", "linear_attention")
+"""Kinds of layers without a mask: no generated token is padding."""
+ADDITIVE = ("eager", "flex_attention")
+"""Attention implementations whose masks are numbers to add to the scores: that of flex attention is added by its score
+function, so that a tree needs no block mask of its own."""
 
 
 class StepMasks:
@@ -21,12 +28,16 @@ class StepMasks:
     Args:
         model: the model.
         visible: `[batch, slots]` bool, False for padding among the slots of the prompt; None if there is none.
+        required: make a mask also where everything is seen.
     """
 
-    def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None):
+    def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None, required: bool = False):
         self._config: Any = text_config(model)
-        self._dtype, self._visible = model.dtype, visible
-        self._eager = compat.attention_implementation(self._config) == "eager"
+        self._dtype, self._visible, self._required = model.dtype, visible, required
+        self._implementation = compat.attention_implementation(self._config)
+        self._additive = self._implementation in ADDITIVE
+        self.chains_only = is_causal_kernel(self._implementation)
+        """Whether a draft must be a chain: the attention kernel takes no mask."""
         self._kinds = masks.layer_kinds(self._config)
         windows = {"sliding_attention": getattr(self._config, "sliding_window", None)}
         device = compat.input_device(model)
@@ -53,6 +64,13 @@ class StepMasks:
         """
         # A row with fewer nodes is padded by a chain whose results are ignored.
         chains = all(parents == chain_parents(len(parents)) for parents in tree.parents)
+        if self.chains_only:
+            if not chains or self._visible is not None or len(set(lengths)) > 1:
+                raise ValueError(
+                    f"attention implementation {self._implementation!r} takes no mask, so it verifies chains of rows "
+                    "that are equally long, without padding"
+                )
+            return dict.fromkeys([*self._kinds, *UNMASKED]) if hasattr(self._config, "layer_types") else None
         if chains and "chunked_attention" not in self._kinds:
             made = {kind: self._of_chains(kind, lengths, 1 + tree.nodes) for kind in self._kinds}
         else:
@@ -68,13 +86,12 @@ class StepMasks:
         ready = {kind: self._ready(mask, tree.batch, cached, first.get(kind, 0)) for kind, mask in made.items()}
         if not hasattr(self._config, "layer_types"):
             return next(iter(ready.values()))
-        # No generated token is padding, so convolutions and recurrent states need no mask.
-        return {"conv": None, "linear_attention": None, **ready}
+        return {**dict.fromkeys(UNMASKED), **ready}
 
     def _of_chains(self, kind: str, lengths: tuple[int, ...], queries: int) -> torch.Tensor | None:
         template = self._templates[kind]
         # Eager attention may add the mask without asking whether there is one; an indexer reads its numbers.
-        is_needed = self._eager or kind == "indexed_attention"
+        is_needed = self._required or self._additive or kind == "indexed_attention"
         if self._visible is None and not is_needed and template.is_all_seen(lengths, queries):
             return None
         return template.cut(lengths, queries, self._visible)
@@ -90,7 +107,7 @@ class StepMasks:
         if mask is None:
             return None
         mask = mask[:, :, cached:, first_visible:]
-        if not self._eager:
+        if not self._additive:
             return mask
         # Eager attention may require the batch dimension where SDPA broadcasts one mask over all rows.
         return masks.additive(mask, self._dtype).expand(batch, -1, -1, -1)

@@ -20,7 +20,10 @@ from hf_specgen.target.masks import layer_kinds
 from hf_specgen.target.model_parts import decoder, text_config
 from hf_specgen.target.state_layers import INDEXED_TYPES, STATE_TYPES, WITHOUT_CACHE
 
-ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
+"""Implementations that take any mask. FlashAttention takes none: it verifies chains, of one row."""
+MASKS_OF_KERNELS = {"full_attention", "sliding_attention"}
+"""Kinds of attention that FlashAttention computes without a mask."""
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STATE_TYPES, *INDEXED_TYPES, *WITHOUT_CACHE)
 
 
@@ -67,10 +70,15 @@ def check_architecture(model: PreTrainedModel) -> None:
             "call generate() without candidate_generator="
         )
     implementation = compat.attention_implementation(config)
-    if implementation not in ATTENTION_IMPLEMENTATIONS:
+    if implementation not in ATTENTION_IMPLEMENTATIONS and not is_causal_kernel(implementation):
         raise ValueError(
-            f"attention implementation {implementation!r} takes no tree-shaped mask; "
+            f"what masks attention implementation {implementation!r} takes is not known; "
             "load the model with attn_implementation='sdpa' or 'eager'"
+        )
+    if is_causal_kernel(implementation) and (masked := layer_kinds(config) - MASKS_OF_KERNELS):
+        raise ValueError(
+            f"{name} has layers of type {', '.join(sorted(masked))}, whose mask {implementation!r} does not take; "
+            "load the model with attn_implementation='sdpa'"
         )
     if model.config.is_encoder_decoder:
         _check_encoder_decoder(model)
@@ -89,6 +97,15 @@ def _check_encoder_decoder(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is an encoder-decoder model whose forward pass takes no {', '.join(missing)}; "
             "call generate() without candidate_generator="
         )
+
+
+def is_causal_kernel(implementation: str) -> bool:
+    """Whether an attention implementation takes no mask, but knows causal attention: FlashAttention 2, 3, 4 and kin.
+
+    The last query of a row then attends to all of its keys, the one before to all but one, and so on: the mask of a
+    chain, if no row has padding before its text or unfilled slots behind it.
+    """
+    return "flash" in implementation and "paged" not in implementation
 
 
 def _training_problem(model: PreTrainedModel) -> str | None:

@@ -11,7 +11,6 @@ Where only chains can be verified the draft is t1, t2, decoy.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -20,18 +19,13 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.target.agreement import difference, is_rounding
 from hf_specgen.target.base import Target
 from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.requirements import TargetRequirements, make_target
 from hf_specgen.tree import DraftTree, Parents, chain_parents
 
 PROMPT, PADDING, STEPS = 6, 2, 5
-MAX_ERROR = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Largest difference between two logits that counts as rounding, in standard deviations of the logits. A token at a
-wrong position or a wrong mask was off by 0.03 and more on random models of 189 types."""
-MAX_MEDIAN_ERROR = 0.1
-"""The same in half precision, for the median over positions: single positions may differ where a router of experts has
-a near-tie."""
 
 
 class DifferenceError(Exception):
@@ -121,10 +115,9 @@ def compare(
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
         raise UndecidedError
     pairs = zip(plain, _decode_drafts(target(requirements), tokens), strict=True)
-    errors = [_error(*rows) for pair in pairs for rows in zip(*pair, strict=True)]
-    worst, median = max(errors), sorted(errors)[len(errors) // 2]
-    limit = MAX_ERROR.get(model.dtype)
-    if not (median <= MAX_MEDIAN_ERROR if limit is None else worst <= limit):
+    errors = [difference(*rows) for pair in pairs for rows in zip(*pair, strict=True)]
+    worst = max(errors)
+    if not is_rounding(errors, model.dtype):
         raise DifferenceError(
             f"in a trial run its logits differed from those of plain decoding by {worst:.2g} standard deviations"
         )
@@ -185,19 +178,6 @@ def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torc
     step = target.forward(chains, [row[2 if is_odd else 3] for row, is_odd in zip(tokens, odd, strict=True)])
     logits.append(torch.stack([step[row, is_odd] for row, is_odd in enumerate(odd)]))
     return [values.float() for values in logits]
-
-
-def _error(reference: torch.Tensor, logits: torch.Tensor) -> float:
-    """The largest difference, in standard deviations of the reference; entries that are not finite in both agree."""
-    finite = reference.isfinite()
-    if not torch.equal(reference.nan_to_num()[~finite], logits.nan_to_num()[~finite]):
-        return math.inf
-    if not bool(logits[finite].isfinite().all()):
-        return math.inf
-    if not bool(finite.any()):
-        return 0.0
-    deviation = reference[finite].std().clamp(min=1e-6)
-    return float(((reference - logits)[finite].abs().amax() / deviation).item())
 
 
 def _prompt(model: PreTrainedModel) -> torch.Tensor:

@@ -1,0 +1,50 @@
+"""Which models can run compiled passes, as far as can be told before; `CompiledPasses` finds out the rest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from transformers import PreTrainedModel
+
+from hf_specgen import compat
+from hf_specgen.target.state_layers import has_special_layers
+
+DEVICES = ("cpu", "cuda")
+IMPLEMENTATIONS = ("sdpa", "eager")
+CPU_COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+"""What inductor calls unless the environment variable CXX names another compiler."""
+
+
+def check_compilable(model: PreTrainedModel) -> None:
+    """Raise unless passes of the model can be compiled.
+
+    Raises:
+        ValueError: what prevents it.
+    """
+    name = type(model).__name__
+    if reason := _problem(model):
+        raise ValueError(f"{name} {reason}; leave compile=True out")
+    compiler = os.environ.get("CXX", CPU_COMPILER)
+    if compat.input_device(model).type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError(
+            f"compile=True needs a C++ compiler, and {compiler} was not found; install one, name another in the "
+            "environment variable CXX, or leave compile=True out"
+        )
+
+
+def _problem(model: PreTrainedModel) -> str | None:
+    device = compat.input_device(model).type
+    if compat.has_compiled_parts(model):
+        return "is compiled already, and compile=True compiles a model itself"
+    if compat.has_device_hooks(model):
+        return "has weights that are offloaded or on several devices, which are moved in every pass"
+    implementation = compat.attention_implementation(model.config.get_text_config())
+    if implementation not in IMPLEMENTATIONS:
+        return f"uses {implementation!r} attention, and passes are compiled with 'sdpa' or 'eager'"
+    if device not in DEVICES:
+        return f"is on {device!r}, and passes are compiled on a CPU or a CUDA device"
+    if has_special_layers(model.config.get_text_config()):
+        return "keeps convolutions, recurrent states or indices in its cache, which compiled passes do not write"
+    return None

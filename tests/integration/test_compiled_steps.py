@@ -1,0 +1,216 @@
+"""Compiled passes: the tokens of plain `generate`, few compilations, and refusals that name the true reason.
+
+A backend that runs the traced operations as they are stands for a compiler; tests/slow has the real one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specgen import (
+    Candidates,
+    DraftModelCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+)
+from hf_specgen.target import compiled
+from tests.helpers import SAMPLING, perturbed_copy, prompts
+from tests.helpers.medusa import random_heads
+from tests.helpers.models import fresh_model
+from tests.helpers.stateful import stateful_model
+
+
+class Backend:
+    """Runs traced graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.offset = 0.0
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        self.graphs += 1
+
+        def run(*arguments: Any) -> Any:
+            first, *others = graph.forward(*arguments)
+            return first + self.offset, *others
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    counting = Backend()
+    monkeypatch.setattr(compiled, "BACKEND", counting)
+    yield counting
+    torch._dynamo.reset()
+
+
+def small(architecture: str = "llama", layers: int = 1, **overrides: Any) -> Any:
+    return fresh_model(architecture, num_hidden_layers=layers, **overrides)
+
+
+def same_tokens(model: Any, inputs: Any, candidates: Candidates, compile: bool = True, **arguments: Any) -> Any:
+    """Assert that a compiled call gives the tokens of plain `generate`; returns its statistics."""
+    arguments = {"max_new_tokens": 12, **arguments}
+    torch.manual_seed(5)
+    plain = model.generate(**inputs, **arguments)
+    torch.manual_seed(5)
+    settings = {"candidate_generator": candidates, "compile": compile, "return_dict_in_generate": True}
+    ours = model.generate(**inputs, **arguments, **settings)
+    assert torch.equal(plain, ours.sequences)
+    return ours.speculation
+
+
+def test_compiled_draft_model_same_tokens_and_compiled_once(backend: Backend) -> None:
+    """Would catch: padding that is attended to, and a compilation for every length or call."""
+    model = small()
+    candidates = DraftModelCandidates(perturbed_copy(model), k=3, compile=True)
+    statistics = same_tokens(model, prompts(2), candidates, compile=False)
+    assert statistics.accepted > 0
+    assert backend.graphs == 2  # passes over one token and over two to four
+    assert statistics.seconds["compile"] > 10 * statistics.seconds["draft"] / 12  # compiling is no part of drafting
+    same_tokens(model, prompts(2, length=20), candidates, compile=False, max_new_tokens=20)
+    assert backend.graphs == 2
+
+
+@pytest.mark.parametrize("mode", SAMPLING)
+def test_compiled_target_with_trees_same_tokens(mode: str, backend: Backend) -> None:
+    """Would catch: masks of the wrong width, slots of another row, accepted paths that are not kept."""
+    model = small(layers=2)
+    candidates = DraftModelCandidates(perturbed_copy(model), k=3, tree=6)
+    statistics = same_tokens(model, prompts(3), candidates, **SAMPLING[mode])
+    assert statistics.accepted > 0
+    assert 1 <= backend.graphs <= 3
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
+def test_compiled_target_with_sliding_windows_same_tokens(architecture: str) -> None:
+    """Would catch: a cache that drops slots while a compiled pass has fixed ones, and masks of several kinds."""
+    same_tokens(small(architecture, layers=2), prompts(1, length=16), NgramCandidates(k=3), max_new_tokens=16)
+
+
+def test_compiled_target_returns_hidden_states() -> None:
+    """Would catch: heads that draft from the states of padding tokens or of another layer."""
+    model = small(layers=2)
+    candidates = MedusaCandidates(random_heads(model), policy=FixedDepth())
+    eager = same_tokens(model, prompts(2), candidates, compile=False)
+    assert same_tokens(model, prompts(2), candidates).accepted == eager.accepted
+
+
+def test_compiled_target_returns_cache_for_next_turn() -> None:
+    """Would catch: slots of padding in the cache that a caller receives."""
+    model, inputs = small(), prompts(1)
+    settings = {"candidate_generator": NgramCandidates(k=3), "compile": True, "return_dict_in_generate": True}
+    first = model.generate(**inputs, max_new_tokens=8, **settings)
+    longer = torch.cat([first.sequences, torch.tensor([[5, 6]])], dim=1)
+    second = model.generate(longer, past_key_values=first.past_key_values, max_new_tokens=8, **settings)
+    assert torch.equal(second.sequences, model.generate(longer, max_new_tokens=8))
+
+
+def test_compiled_target_with_lasting_buffers_compiled_once(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch, without a GPU: buffers of another call, and graphs that are captured anew for every length."""
+    monkeypatch.setattr(compiled, "GRAPH_DEVICES", ("cpu",))
+    model = small()
+    same_tokens(model, prompts(2), NgramCandidates(k=3))
+    graphs = backend.graphs
+    same_tokens(model, prompts(2, length=20), NgramCandidates(k=3), max_new_tokens=20)
+    assert backend.graphs == graphs
+
+
+def test_compiled_target_in_threads_compiled_once(backend: Backend) -> None:
+    """Would catch: threads that compile the same function twice or write to each other's slots."""
+    model = small()
+    expected = model.generate(**prompts(1), max_new_tokens=10)
+
+    def call(_: int) -> torch.Tensor:
+        return model.generate(**prompts(1), max_new_tokens=10, candidate_generator=NgramCandidates(k=3), compile=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(torch.equal(ids, expected) for ids in pool.map(call, range(4)))
+    assert backend.graphs <= 2
+
+
+def test_compiled_target_leaves_model_untouched() -> None:
+    """Would catch: a compiled forward or hooks that later plain calls run through."""
+    model = small()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    same_tokens(model, prompts(1), NgramCandidates(k=3))
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys()
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert module._compiled_call_impl is None
+
+
+def test_compiled_pass_with_other_logits_refused(backend: Backend) -> None:
+    """Would catch: a miscompiled function that is used all the same."""
+    backend.offset = 0.5
+    with pytest.raises(ValueError, match=r"compiled pass of LlamaForCausalLM differs .* leave compile=True out"):
+        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3), compile=True)
+
+
+def test_compilation_error_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: an error of the compiler that does not say which setting caused it."""
+
+    def failing(graph: Any, inputs: Any, **options: Any) -> Any:
+        raise RuntimeError("no registers left")
+
+    monkeypatch.setattr(compiled, "BACKEND", failing)
+    with pytest.raises(ValueError, match=r"cannot be compiled \(.*no registers left.*leave compile=True out"):
+        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3), compile=True)
+
+
+def already_compiled() -> Any:
+    model = small()
+    model.compile(backend="eager")
+    return model
+
+
+def offloaded() -> Any:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.cpu_offload(small(), execution_device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (already_compiled, "is compiled already"),
+        (offloaded, "weights that are offloaded"),
+        (lambda: stateful_model("lfm2"), "convolutions, recurrent states"),
+    ],
+)
+def test_model_that_cannot_be_compiled_refused(make: Any, reason: str) -> None:
+    """Would catch: an error from inside the compiler, or a call that silently runs eagerly."""
+    with pytest.raises(ValueError, match=reason):
+        make().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3), compile=True)
+
+
+def test_compiled_layer_skip_refused() -> None:
+    """Would catch: a part of the layers that is compiled as if it were the model."""
+    with pytest.raises(ValueError, match="part of the target's layers"):
+        small(layers=2).generate(
+            **prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(1, k=2), compile=True
+        )
+
+
+def test_missing_compiler_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a page of compiler errors where one sentence would do."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler"):
+        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3), compile=True)
+
+
+def test_compiled_draft_of_compiled_target_same_tokens(backend: Backend) -> None:
+    """Would catch: a draft that runs eagerly because the target, which the user compiled, does."""
+    model = already_compiled()
+    candidates = DraftModelCandidates(perturbed_copy(small()), k=2, compile=True)
+    ids = model.generate(**prompts(1), max_new_tokens=8, candidate_generator=candidates)
+    assert torch.equal(ids, small().generate(**prompts(1), max_new_tokens=8))
+    assert backend.graphs >= 1

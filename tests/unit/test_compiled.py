@@ -1,0 +1,104 @@
+"""Parts of compiled passes that need no compilation: widths, fixed masks, the step cache, lasting buffers."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+
+from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.compiled import compile_seconds, fixed_mask, padded_width
+from hf_specgen.target.graph_buffers import CAPACITY_BLOCK, GraphBuffers
+from hf_specgen.target.step_cache import StepLayer
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2, 4), (4, 4), (5, 8), (16, 16), (17, 32), (65, 128)])
+def test_padded_width_is_next_width(tokens: int, width: int) -> None:
+    assert padded_width(tokens) == width
+
+
+def test_fixed_mask_hides_added_slots_in_every_row() -> None:
+    """Would catch: attention to slots that nothing has been written to."""
+    mask = torch.ones(1, 1, 2, 3, dtype=torch.bool)
+    fixed = fixed_mask(mask, batch=2, columns=8, groups=0, dtype=torch.float32)
+    assert fixed.shape == (2, 1, 2, 8) and fixed.is_contiguous()
+    assert fixed[..., :3].all() and not fixed[..., 3:].any()
+    additive = fixed_mask(torch.zeros(1, 1, 2, 3), batch=2, columns=8, groups=0, dtype=torch.float32)
+    assert (additive[..., 3:] == torch.finfo(torch.float32).min).all()
+
+
+def test_fixed_mask_folds_heads_of_a_group() -> None:
+    folded = fixed_mask(torch.ones(1, 1, 2, 3, dtype=torch.bool), batch=1, columns=4, groups=3, dtype=torch.float32)
+    assert folded.shape == (1, 1, 6, 4)
+    assert (folded[..., :3] == 0).all() and (folded[..., 3] == -math.inf).all()
+
+
+def test_step_layer_writes_what_ragged_layer_appends() -> None:
+    """Would catch: keys in the slots of another row or head."""
+    torch.manual_seed(0)
+    old, new = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 2, 5)
+    reference, cache = RaggedCache(), RaggedCache()
+    for one in (reference, cache):
+        one.update(old, old + 1, layer_idx=0)
+        one.set_lengths([4, 2])
+    expected_keys, expected_values = reference.update(new, new + 1, layer_idx=0)
+    cache.reserve(16)
+    ((keys, values),) = cache.buffers()
+    slots = torch.tensor(cache.lengths)[:, None] + torch.arange(2)
+    read_keys, read_values = StepLayer(keys, values, slots, width=8).update(new, new + 1)
+    assert read_keys.shape == (2, 3, 8, 5)
+    for row, length in enumerate((6, 4)):
+        assert torch.equal(read_keys[row, :, :length], expected_keys[row, :, :length])
+        assert torch.equal(read_values[row, :, :length], expected_values[row, :, :length])
+
+
+def filled_cache(value: float) -> RaggedCache:
+    cache = RaggedCache(max_slots=20)
+    cache.update(torch.full((1, 2, 6, 4), value), torch.full((1, 2, 6, 4), -value), layer_idx=0)
+    return cache
+
+
+def test_graph_buffers_are_used_again_by_the_next_call() -> None:
+    """Would catch: graphs that are captured anew in every call."""
+    lasting = GraphBuffers()
+    first = filled_cache(1.0)
+    assert lasting.adopt(first) == CAPACITY_BLOCK
+    assert lasting.adopt(first) == CAPACITY_BLOCK  # has them already
+    address = first.buffers()[0][0].data_ptr()
+    del first
+    gc.collect()
+    second = filled_cache(2.0)
+    lasting.adopt(second)
+    keys, values = second.buffers()[0]
+    assert keys.data_ptr() == address
+    assert (keys[:, :, :6] == 2).all() and (values[:, :, :6] == -2).all() and not keys[:, :, 6:].any()
+
+
+def test_graph_buffers_of_two_calls_at_once_are_different() -> None:
+    """Would catch: two threads that write to one memory."""
+    lasting = GraphBuffers()
+    caches = filled_cache(1.0), filled_cache(2.0)
+    for cache in caches:
+        lasting.adopt(cache)
+    first, second = (cache.buffers()[0][0] for cache in caches)
+    assert first.data_ptr() != second.data_ptr()
+    assert (first[:, :, :6] == 1).all()
+
+
+def test_graph_buffers_released_cache_keeps_its_contents() -> None:
+    """Would catch: a cache, returned to the caller, that the next call overwrites."""
+    lasting = GraphBuffers()
+    cache = filled_cache(1.0)
+    lasting.adopt(cache)
+    address = cache.buffers()[0][0].data_ptr()
+    lasting.release(cache)
+    other = filled_cache(2.0)
+    lasting.adopt(other)
+    assert other.buffers()[0][0].data_ptr() == address
+    assert (cache.buffers()[0][0][:, :, :6] == 1).all()
+
+
+def test_compile_seconds_without_compilation_is_zero() -> None:
+    assert compile_seconds() == 0.0
