@@ -121,7 +121,8 @@ class DraftModelCandidates(Candidates):
         return _DraftModelSession(self, draft, make_target(TargetRequirements(), draft, *prompt), call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return ("draft_model", self._name, self.k, str(self.tree), self.confidence_threshold)
+        key = ("draft_model", self._name, self.k, str(self.tree), self.confidence_threshold)
+        return key if self.share_encoder is None else (*key, self.share_encoder)
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
         if self._model is None:
@@ -133,7 +134,8 @@ class DraftModelCandidates(Candidates):
 
     def __repr__(self) -> str:
         tree = "" if self.tree is None else f", tree={self.tree!r}"
-        settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{self._show_policy()}"
+        share = "" if self.share_encoder is None else f", share_encoder={self.share_encoder}"
+        settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{share}{self._show_policy()}"
         return f"DraftModelCandidates({self._name!r}, {settings})"
 
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from hf_specgen import compat
 from hf_specgen.state import Call

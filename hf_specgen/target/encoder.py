@@ -149,7 +149,7 @@ class EncoderStepInputs(StepInputs):
 def _select(arguments: dict[str, Any], rows: list[int]) -> dict[str, Any]:
     """Arguments with some rows of their tensors, and of the tensors of the encoder's outputs."""
     selected = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-    outputs = selected["encoder_outputs"]
+    outputs = arguments["encoder_outputs"]
     parts = {name: part[rows] if isinstance(part, torch.Tensor) else part for name, part in outputs.items()}
     return {**selected, "encoder_outputs": type(outputs)(**parts)}
 
