@@ -134,7 +134,14 @@ class DraftModelCandidates(Candidates):
         return _DraftModelSession(self, draft, reader, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        key = ("draft_model", self._name, self.k, str(self.tree), self.confidence_threshold)
+        key: tuple[str | int | float | bool, ...] = (
+            "draft_model",
+            self._name,
+            self.k,
+            str(self.tree),
+            self.confidence_threshold,
+        )
+        key = key if self.share_encoder is None else (*key, self.share_encoder)
         return (*key, "compiled") if self.compile else key
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
@@ -147,9 +154,10 @@ class DraftModelCandidates(Candidates):
 
     def __repr__(self) -> str:
         tree = "" if self.tree is None else f", tree={self.tree!r}"
+        share = "" if self.share_encoder is None else f", share_encoder={self.share_encoder}"
         compile = ", compile=True" if self.compile else ""
-        settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{compile}{self._show_policy()}"
-        return f"DraftModelCandidates({self._name!r}, {settings})"
+        settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{share}{compile}"
+        return f"DraftModelCandidates({self._name!r}, {settings}{self._show_policy()})"
 
 
 def _auto_class(target: PreTrainedModel | None) -> Any:

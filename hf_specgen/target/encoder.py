@@ -101,21 +101,18 @@ class EncoderStepInputs(StepInputs):
     @property
     def divisible(self) -> bool:
         """Whether rows can be dropped: of further tensors it is not known where the rows are."""
-        known = ("encoder_outputs", "attention_mask")
-        tensors = {name for name, value in (self._extra or {}).items() if isinstance(value, torch.Tensor | dict)}
-        return tensors <= set(known)
+        given = self._kwargs if self._extra is None else self._extra
+        tensors = {name for name, value in given.items() if isinstance(value, torch.Tensor | dict)}
+        return tensors <= {"encoder_outputs", "attention_mask", "position_ids", *self._names.values()}
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
         index = list(rows)
         self._given.cross_attention_cache.batch_select_indices(torch.tensor(index))
-        if self._extra is None:
-            return
-        if (mask := self._extra.get("attention_mask")) is not None:
-            self._extra["attention_mask"] = mask[index]
-        outputs = self._extra["encoder_outputs"]
-        parts = {name: part[index] if isinstance(part, torch.Tensor) else part for name, part in outputs.items()}
-        self._extra["encoder_outputs"] = type(outputs)(**parts)
+        if self._extra is None:  # no step has been made yet
+            self._input_ids, self._kwargs = self._input_ids[index], _select(self._kwargs, index)
+        else:
+            self._extra = _select(self._extra, index)
 
     def text_cache(self, given: Any) -> Any:
         """Of the cache that `generate` passes on, the part for the text."""
@@ -147,6 +144,14 @@ class EncoderStepInputs(StepInputs):
         prepared = self._prepared({**kwargs, "past_key_values": cache})
         own = (*self._names.values(), "past_key_values")
         return {name: value for name, value in prepared.items() if name not in own and value is not None}
+
+
+def _select(arguments: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """Arguments with some rows of their tensors, and of the tensors of the encoder's outputs."""
+    selected = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    outputs = arguments["encoder_outputs"]
+    parts = {name: part[rows] if isinstance(part, torch.Tensor) else part for name, part in outputs.items()}
+    return {**selected, "encoder_outputs": type(outputs)(**parts)}
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

@@ -260,6 +260,18 @@ def test_draft_runs_its_own_encoder_once() -> None:
     assert len(runs) == 1
 
 
+def test_draft_drops_rows_before_its_first_step() -> None:
+    """Would catch: masks and encoder outputs of all rows beside a cache of fewer, where the prefill ended a row."""
+    model, inputs = encoder_decoder("t5"), encoder_inputs("t5", 2)
+    torch.manual_seed(SEED)
+    first = model.generate(**inputs, max_new_tokens=1, do_sample=True, top_k=0)[:, 1]
+    assert first[0] != first[1]
+    draft = DraftModelCandidates(perturbed_copy(model), k=3)
+    ends = {"eos_token_id": int(first[0]), "pad_token_id": 0}
+    arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": 8, **ends}
+    assert assert_same("t5", inputs, draft, **arguments).drafted > 0
+
+
 @pytest.mark.parametrize("kind", ["whisper", "t5"])
 def test_draft_with_the_weights_of_the_targets_encoder_shares_it(kind: str) -> None:
     model = encoder_decoder(kind)
