@@ -167,7 +167,8 @@ class _Loop:
         """The first step: process the prompt, and verify chains drafted from it where the strategy supplies them."""
         rows = [True] * self.state.batch
         tree = DraftTree.empty(self.state.batch)
-        if self.target.supports_prefill_drafts:
+        # What models compute for a row that is nothing but padding depends on the number of columns.
+        if self.target.supports_prefill_drafts and all(self.state.prompts):
             tree = self._draft(self.drafter.draft_at_prefill, rows).leftmost_chain()
         with self._timed("prefill"):
             logits = self.target.prefill(tree)
