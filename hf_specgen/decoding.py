@@ -30,6 +30,7 @@ from hf_specgen.outputs import OutputCollector
 from hf_specgen.padding import PaddingReader
 from hf_specgen.state import Call, GenerationState
 from hf_specgen.target.cache import MAX_PREFILL_DRAFT
+from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
@@ -243,9 +244,13 @@ class _Loop:
     def _room(self, row: int) -> int:
         """How many draft tokens the row can use: one less than it has tokens left, since the bonus token follows them.
 
-        Draft tokens also stay within `target.last_position`, unless the row itself has passed it.
+        Draft tokens also stay within `target.last_position`, unless the row itself has passed it, and within the slots
+        that the target can attend to.
         """
         target = self.target
+        columns = self.state.prompt_length + max(map(len, self.state.generated))
+        if columns + MAX_DRAFT_SLOTS > target.slot_limit:
+            return 0
         pending = target.first_positions[row] + len(self.state.generated[row]) - 1
         positions = target.last_position - pending if pending <= target.last_position else 2**31
         room = min(self.state.remaining(row) - 1, positions)
