@@ -55,7 +55,8 @@ class UnreadFeatures:
             drafting: the rows whose features are taken, without those that have ended; None for all of these.
         """
         nothing = self._target.pass_states.new_zeros(0, self._width)
-        features, tokens = [], []
+        features: list[torch.Tensor] = []
+        tokens: list[list[int]] = []
         for row, unread in enumerate(self._unread):
             if drafting is not None and not drafting[row]:
                 features.append(nothing)
