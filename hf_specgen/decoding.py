@@ -33,6 +33,7 @@ from hf_specgen.target.cache import MAX_PREFILL_DRAFT
 from hf_specgen.target.compiled import compile_seconds
 from hf_specgen.target.encoder import EncoderInput
 from hf_specgen.target.model_parts import mask_name
+from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
@@ -188,7 +189,8 @@ class _Loop:
         """The first step: process the prompt, and verify chains drafted from it where the strategy supplies them."""
         rows = [True] * self.state.batch
         tree = DraftTree.empty(self.state.batch)
-        if self.target.supports_prefill_drafts:
+        # What models compute for a row that is nothing but padding depends on the number of columns.
+        if self.target.supports_prefill_drafts and all(self.state.prompts):
             tree = self._draft(self.drafter.draft_at_prefill, rows).leftmost_chain()
         with self._timed("prefill"):
             logits = self.target.prefill(tree)
@@ -263,9 +265,13 @@ class _Loop:
     def _room(self, row: int) -> int:
         """How many draft tokens the row can use: one less than it has tokens left, since the bonus token follows them.
 
-        Draft tokens also stay within `target.last_position`, unless the row itself has passed it.
+        Draft tokens also stay within `target.last_position`, unless the row itself has passed it, and within the slots
+        that the target can attend to.
         """
         target = self.target
+        columns = self.state.prompt_length + max(map(len, self.state.generated))
+        if columns + MAX_DRAFT_SLOTS > target.slot_limit:
+            return 0
         pending = target.first_positions[row] + len(self.state.generated[row]) - 1
         positions = target.last_position - pending if pending <= target.last_position else 2**31
         room = min(self.state.remaining(row) - 1, positions)

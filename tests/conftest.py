@@ -68,6 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--all-architectures", action="store_true", help="run every strategy on every architecture, which takes an hour"
     )
+    group.addoption("--thread-seconds", type=float, default=20, help="how long the threads of tests/slow run")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -101,11 +102,3 @@ def edit_prompts() -> list[str]:
     lines = (BENCHMARK_ASSETS / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [row["prompt"] for row in rows if row["domain"] == "edit"]
-
-
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory):
-    """A small benchmark run with everything in it."""
-    from tests.helpers.bench_run import measured
-
-    return measured(tmp_path_factory.mktemp("bench"))

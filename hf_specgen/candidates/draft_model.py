@@ -32,6 +32,7 @@ from hf_specgen.target.base import Target
 from hf_specgen.target.compiled import compiled_passes
 from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
+from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.target.requirements import TargetRequirements, make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.state_layers import keeps_state
@@ -198,7 +199,11 @@ class _DraftModelSession(AutoregressiveSession):
         self._reads = [True] * call.state.batch
 
     def room(self, row: int) -> int:
-        """How many positions the draft model has left."""
+        """How many positions the draft model has left; none where its cache slots may run out."""
+        state = self._state
+        longest = max(map(len, state.prompts)) + max(map(len, state.generated))
+        if longest + MAX_DRAFT_SLOTS > self._model.slot_limit:
+            return 0
         return max(0, self._table - len(self._state.prompts[row]) - len(self._state.generated[row]))
 
     def first_scores(self) -> torch.Tensor:

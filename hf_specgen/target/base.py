@@ -19,7 +19,7 @@ from hf_specgen.target.prompt import Prompt
 from hf_specgen.target.state_layers import keeps_state
 from hf_specgen.target.step_inputs import StepInputs
 from hf_specgen.target.step_masks import StepMasks
-from hf_specgen.target.support import last_position
+from hf_specgen.target.support import last_position, slot_limit
 from hf_specgen.target.unread import MAX_UNREAD, UnreadTokens
 from hf_specgen.tree import DraftTree
 
@@ -75,6 +75,7 @@ class Target:
         self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
+        self.slot_limit = slot_limit(model)
         self.prompt = Prompt(input_ids, generation_config, model_kwargs, self.last_position, mask_name(model))
         self._masks = StepMasks(model, self.prompt.padding, required=compiled is not None)
         if compiled is not None and self._inputs.accompanies_text:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -164,6 +165,16 @@ def position_table(config: Any) -> int:
     """How many positions a model has; practically unlimited if its config names no number."""
     sizes = [getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions")]
     return int(next((size for size in sizes if size), 2**31))
+
+
+def slot_limit(model: PreTrainedModel) -> int:
+    """How many cache slots the model can attend to, if its layers hold a causal mask of a fixed size, as in GPT-Neo.
+
+    Positions do not limit a draft tree there: several of its nodes have the same one.
+    """
+    lists = (module for module in decoder(model).modules() if isinstance(module, nn.ModuleList) and len(module))
+    shapes = [buffer.shape for layers in islice(lists, 1) for buffer in layers[0].buffers() if buffer.dim() == 4]
+    return min((shape[-1] for shape in shapes if shape[-1] == shape[-2] > 1), default=2**31)
 
 
 def _frequency_changes(config: Any) -> Iterator[tuple[str, int]]:

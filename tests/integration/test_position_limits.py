@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from tests.fuzz.models import tiny_model as tiny_model_of_fuzz
 from tests.helpers import Oracle, fresh_model, prompts, tiny_model
 
 TABLE = {"gpt2": "n_positions", "opt": "max_position_embeddings", "llama": "max_position_embeddings"}
@@ -42,6 +43,13 @@ def assert_same_logits(model: Any, inputs: dict[str, torch.Tensor], candidates: 
     for expected, got in zip(plain.logits, ours.logits, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)  # float32, sums in another order
     return ours
+
+
+def test_causal_mask_of_a_fixed_size_ends_drafts_same_logits() -> None:
+    """Would catch: a tree whose nodes take more cache slots than the layers' causal mask has, at few positions."""
+    model = tiny_model_of_fuzz("gpt_neo", positions=90)
+    candidates = partial(Oracle, accuracy=0.7, branching=True)
+    assert assert_same_logits(model, prompts(2), candidates, max_new_tokens=78).speculation.drafted > 0
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True}], ids=["greedy", "sampled"])

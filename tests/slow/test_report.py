@@ -1,4 +1,4 @@
-"""The page of a benchmark run, its files, and the tables in the README."""
+"""A whole benchmark run: its counts, its page, its files, and the tables in the README."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,13 @@ import pytest
 import yaml
 
 from benchmarks.__main__ import main
+from benchmarks.harness import runner
+from benchmarks.harness.runner import Outcome
 from benchmarks.report import page as report
+from benchmarks.report.results import differing
 from benchmarks.report.tables import BEGIN, END, cell, markdown, recorded
 from benchmarks.workloads.domains import FIELDS
-from tests.helpers.bench_run import SMALL
+from tests.helpers.bench_run import SMALL, measured
 from tests.helpers.paths import ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -33,6 +36,69 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attributes: Any) -> None:
         self.tags.append(tag)
         self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href") and value]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, Any], Path]:
+    """A small benchmark run with everything in it. Tests that read it are in this file, so that it is made once."""
+    return measured(tmp_path_factory.mktemp("bench"))
+
+
+def test_every_part_is_measured(finished) -> None:
+    outcome, found, _ = finished
+    assert {r["section"] for r in outcome.records} == {"tuning", "domains", "batch", "temperature", "context"}
+    assert set(found["tables"]) == {
+        "by domain", "speed", "acceptance", "latency", "limits", "cost", "tuning", "batch", "temperature", "context",
+        "traces", "synthetic",
+    }  # fmt: skip
+    names = {row["variant"].split()[0] for row in found["tables"]["speed"]}
+    assert names == {"plain", "n-grams", "prompt", "layer", "assistant_early_exit", "Medusa"}
+    for section in ("temperature", "context"):  # one row: the peers can take part
+        assert {row["variant"].split()[0] for row in found["tables"][section]} == names
+    assert "assistant_early_exit" not in {row["variant"].split()[0] for row in found["tables"]["batch"]}
+    assert outcome.curve is not None and outcome.curve.queries[-1] == 32
+
+
+def test_ours_writes_the_tokens_of_plain_decoding(finished) -> None:
+    outcome, found, _ = finished
+    ours = [r for r in outcome.records if "steps" in r]
+    assert len(ours) > 20 and all(r["identical"] for r in ours)
+    assert differing(outcome) == [] and "differences" not in found["tables"]
+
+
+def test_all_sides_have_the_same_tokens_to_write(finished) -> None:
+    """Nobody is measured on more or fewer answers: greedy domains give the same count for everybody."""
+    outcome, _, _ = finished
+    rounds: dict[str, set[int]] = {}
+    for r in outcome.records:
+        if r["cell"] == "edit":
+            rounds.setdefault(r["unit"], set()).add(r["tokens"])
+    assert rounds and all(len(counts) == 1 for counts in rounds.values())
+
+
+def test_counts_are_those_of_the_steps(finished) -> None:
+    """The first token of an answer may come from the prompt alone, all others come from steps."""
+    outcome, _, _ = finished
+    for r in outcome.records:
+        if "steps" in r:
+            answers = r["rows"] * (2 if (r["section"], r["cell"]) == ("domains", "chat") else 1)
+            assert 0 <= r["tokens"] - sum(emitted for *_, emitted in r["steps"]) <= answers
+
+
+def test_a_different_token_fails_the_run(
+    finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    outcome, _, _ = finished
+    difference = {"row": 0, "position": 9, "plain_token": 1, "our_token": 2, "plain_logit": 0.5, "our_logit": 0.25}
+    bad = [
+        {**r, "identical": False, "difference": difference} if "steps" in r and r["cell"] == "edit" else r
+        for r in outcome.records
+    ]
+    monkeypatch.setattr(runner, "run", lambda *_, **__: replace(outcome, records=bad))
+    assert main(["suite", "--out", str(tmp_path)]) == 1
+    assert "tokens differ from plain decoding" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "report.json").read_text())["tables"]["differences"]
+    assert rows[0]["position"] == 9 and rows[0]["logit margin"] == 0.25
 
 
 def test_page_holds_itself(finished) -> None:

@@ -1,13 +1,18 @@
-"""Eight threads for a minute: all strategies and plain calls with one model, every text checked."""
+"""Eight threads: all strategies and plain calls with one model, every text checked.
+
+For 20 seconds; `pytest tests/slow/test_threads.py --thread-seconds 60` runs them for a minute.
+"""
 
 from __future__ import annotations
+
+import pytest
 
 from tests.helpers.threads import mixed_jobs, run_in_threads
 
 
-def test_eight_threads_for_a_minute_same_texts() -> None:
+def test_eight_threads_with_one_model_same_texts(pytestconfig: pytest.Config) -> None:
     """Would catch: rare races between calls that share a model, a strategy, a verifier or a monitor."""
     model, jobs = mixed_jobs()
-    outcome = run_in_threads(model, jobs, threads=8, seconds=60)
+    outcome = run_in_threads(model, jobs, threads=8, seconds=pytestconfig.getoption("thread_seconds"))
     assert outcome.failures == []
     assert set(outcome.calls) == {job.name for job in jobs}, "every strategy must have run"
