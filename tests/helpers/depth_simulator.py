@@ -56,6 +56,7 @@ class Call:
     max_new_tokens: float = float("inf")
     config: Any = None
     statistics: Any = None
+    compiled: bool = False
 
 
 def make_call(rows: int = 1, prompt: int = PROMPT, **settings: Any) -> Call:
