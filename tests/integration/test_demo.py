@@ -32,7 +32,7 @@ def output_of(*arguments: str, exit_code: int = 0) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
-OURS = {"n-grams", "Medusa", "layer skip", "draft model", "n-grams + draft"}
+OURS = {"n-grams", "Medusa", "EAGLE", "layer skip", "draft model", "n-grams + draft"}
 
 
 def test_demo_shows_two_targets_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +52,8 @@ def test_demo_shows_two_targets_in_80_columns(tmp_path: Path, monkeypatch: pytes
     assert {"commit", "versions", "machine", "argv"} <= set(saved["provenance"])
     assert max(map(len, result.output.splitlines())) <= 80 and "…" not in result.output
     order = [line.strip()[:7] for line in result.output.splitlines() if "█" in line]
-    assert order[:2] == ["plain  ", "HF prom"] and len(order) == 7
-    assert "16M float32: the tokens of all 5 answers are those of plain generate" in " ".join(result.output.split())
+    assert order[:2] == ["plain  ", "HF prom"] and len(order) == 8
+    assert "16M float32: the tokens of all 6 answers are those of plain generate" in " ".join(result.output.split())
     assert "a latency model of a larger target" in " ".join(result.output.split())
 
 

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specgen import AutoCandidates, CombinedCandidates, NgramCandidates
+from hf_specgen import AdaptiveDepth, AutoCandidates, CombinedCandidates, NgramCandidates
 from hf_specgen.evaluation.workloads import EMBEDDED_DFLASH, EMBEDDED_EAGLE
 from tests.helpers import SAMPLING, assert_same_tokens
 
 HEADS = [folder for folder in (EMBEDDED_EAGLE, EMBEDDED_DFLASH) if folder.exists()]
 PROMPTS = ("def add(x, y):", "Once upon a time, in a small house", "1, 2, 3,")
-SHAPES: dict[str, dict[str, Any]] = {"chain": {"k": 4}, "tree": {"k": 5, "tree": 16}, "auto": {}}
+GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"k": 4},
+    "tree": {"k": 5, "tree": 16},
+    "auto": {"policy": AdaptiveDepth(GPU_LIKE)},
+}
 MAX_BYTES = 12 * 2**20
 pytestmark = pytest.mark.filterwarnings("ignore")
 
