@@ -172,7 +172,7 @@ def slot_limit(model: PreTrainedModel) -> int:
 
     Positions do not limit a draft tree there: several of its nodes have the same one.
     """
-    lists = (module for module in decoder(model).modules() if isinstance(module, nn.ModuleList) and len(module))
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module))
     shapes = [buffer.shape for layers in islice(lists, 1) for buffer in layers[0].buffers() if buffer.dim() == 4]
     return min((shape[-1] for shape in shapes if shape[-1] == shape[-2] > 1), default=2**31)
 
