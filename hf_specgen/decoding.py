@@ -37,8 +37,8 @@ from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
-from hf_specgen.verification.base import TopTokens
 from hf_specgen.verification.processors import LogitsPipeline
+from hf_specgen.verification.top_tokens import TopTokens
 
 MEASURED_PARTS = ("prefill", "draft", "forward", "verify", "policy")
 

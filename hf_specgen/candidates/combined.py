@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
     from hf_specgen.verification import VerificationResult
 
-RATE_UPDATE = 0.2
+RATE_UPDATE = 0.1
 """Weight of the newest step in the mean of what steps with a network's draft yield and take."""
+EXPECTED_GAIN, EXPECTED_GAIN_STEPS, SKIPPED_UPDATE = 2.0, 4, 0.02
+"""Accepted draft tokens of a row with a network's draft before any was measured, the weight of this prior in steps, and
+its weight in the mean after each step in which the network is left out."""
 
 
 class CombinedCandidates(Candidates):
@@ -92,7 +95,8 @@ class _Member:
         self.draft = DraftTree.empty(batch)
         self.steps = 0
         """Steps with its draft, without the prefill."""
-        self.gain = self.nodes = self.seconds = 0.0
+        self.nodes = self.seconds = 0.0
+        self.gain = self._expected_gain = EXPECTED_GAIN * batch
         """Of these steps, on average: accepted draft tokens over all rows, nodes of a row, seconds of its passes."""
         self.spent = 0.0
         """Expected seconds of the passes of the present draft."""
@@ -100,10 +104,14 @@ class _Member:
     def measure(self, accepted: int, nodes: int) -> None:
         """Note the outcome of a step with its draft, in which the others took part as well."""
         self.steps += 1
+        self.gain += max(RATE_UPDATE, 1 / (EXPECTED_GAIN_STEPS + self.steps)) * (accepted - self.gain)
         share = max(RATE_UPDATE, 1 / self.steps)
-        self.gain += share * (accepted - self.gain)
         self.nodes += share * (nodes - self.nodes)
         self.seconds += share * (self.spent - self.seconds)
+
+    def skip(self) -> None:
+        """Note a step in which its passes were left out: what was measured before it counts less."""
+        self.gain += SKIPPED_UPDATE * (self._expected_gain - self.gain)
 
 
 class _CombinedSession(DraftSession):
@@ -122,8 +130,10 @@ class _CombinedSession(DraftSession):
         self._trees: list[UnionTree] = []
         self._has_drafted = False
         self._verified = 0
+        self._in_prefill = True
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
+        self._in_prefill = False
         return self._combine(budget, lambda session: session.draft, is_prefill=False)
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
@@ -138,7 +148,8 @@ class _CombinedSession(DraftSession):
         for member in self._members:
             if member.has_passes and member.draft.nodes and self._verified:
                 member.measure(sum(result.accepted), self._verified)
-            if member.draft.nodes or member.session.top_tokens or self._has_drafted:
+            # After a prefill without drafts only those are called that read more than the outcome of a draft.
+            if not self._in_prefill or member.draft.nodes or member.session.top_tokens or self._has_drafted:
                 member.session.observe(result_for(result, member.draft))
 
     def end(self) -> None:
@@ -167,6 +178,8 @@ class _CombinedSession(DraftSession):
                 or (extends and member.session.knows_successors)
                 or (ranks and member.has_passes and self._is_slower(member, shape, budget, is_prefill))
             )
+            if waits and member.has_passes and any(budget):
+                member.skip()
             depth = [0 if waits else min(depth, member.k) for depth in budget]
             member.draft = method(member.session)(depth)
             member.spent = 0.0

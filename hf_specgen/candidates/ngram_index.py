@@ -81,7 +81,7 @@ class NgramIndex:
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
-        return sum(memoryview(one).nbytes for one in (self.tokens, *self._links, *self._heads))
+        return memoryview(self.tokens).nbytes + sum(view.nbytes for view in (*self._links, *self._heads))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""

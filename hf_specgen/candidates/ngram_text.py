@@ -12,9 +12,8 @@ from hf_specgen.candidates.ngram_odds import NEAR, OWN, MatchOdds
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree, Occurrence, grow_tree
 from hf_specgen.tree import judged_nodes
 
-MAX_OCCURRENCES = 16
-"""Occurrences that vote at most, in the row's text and in the history each: with 24 and 64, within 1% as many tokens
-per step."""
+MAX_OCCURRENCES = 24
+"""Occurrences that vote at most, in the row's text and in the history each: with 16, edits take 10% more steps."""
 NEAR_TOKENS = 16
 """An occurrence counts as near if it is so many tokens or less behind the place that was copied from last."""
 MAX_SKIPPED = 3

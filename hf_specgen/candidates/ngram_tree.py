@@ -185,26 +185,26 @@ class _Growth:
         count = min(end - first, limits.depth - depth, CHAIN)
         if count <= 0:
             return
-        joints = list(accumulate(self._odds.alone[kind][length : length + count], mul, initial=-tree.joint[node]))
+        alone, classes = self._odds.alone[kind], CLASSES_BY_LENGTH[kind]
         bound = min(heap[0][0], -limits.min_joint) if heap else -limits.min_joint
-        added = min(max(0, bisect_left(joints, bound) - 1), limits.nodes - len(tree.tokens))
-        piece = text[first : first + added + 1]
-        if SEPARATOR in piece:
-            count = piece.index(SEPARATOR)
-            added = min(added, count)
-        classes = CLASSES_BY_LENGTH[kind]
-        if added:
+        added, following = 0, -tree.joint[node] * alone[length]
+        if following < bound:
+            joints = list(accumulate(alone[length : length + count], mul, initial=-tree.joint[node]))
+            added = min(bisect_left(joints, bound) - 1, limits.nodes - len(tree.tokens))
+            piece = text[first : first + added]
+            if SEPARATOR in piece:
+                count = added = piece.index(SEPARATOR)
             tree.tokens.extend(piece[:added])
             tree.parents.extend(range(node, node + added))
             tree.joint.extend([-joint for joint in joints[1 : added + 1]])
             tree.classes.extend(classes[length : length + added])
-            node += added
-        if added < count and joints[added + 1] < -limits.min_joint:
+            following = joints[added + 1] if added < count else 0.0
+        if added == CHAIN:
+            self._add_chain(voter, node + added, depth + added)
+        elif following < -limits.min_joint and (token := text[first + added]) != SEPARATOR:
             self._age += 1
-            entry = (joints[added + 1], self._age, node, depth + added + 1, piece[added], classes[length + added])
-            heapq.heappush(heap, (*entry, (voter,)))
-        elif added == CHAIN:
-            self._add_chain(voter, node, depth + added)
+            entry = (following, self._age, node + added, depth + added + 1, token, classes[length + added], (voter,))
+            heapq.heappush(heap, entry)
 
 
 def _vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[_Child]:

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from hf_specgen.candidates.locked import Locked
 from hf_specgen.depth.calibration import EDGES
-from hf_specgen.verification.base import TopTokens
+from hf_specgen.verification.top_tokens import TopTokens
 
 FORMAT = "hf_specgen token recycling 1"
 SUCCESSORS = 8

@@ -145,11 +145,14 @@ class _Union:
         """The children of a node become known; of its successors the most likely one, others after it was added."""
         row = self._find(token)
         children = self._votes(places, row) if places else []
+        if len(children) > 1:
+            children.sort(reverse=True)
         if self._only_chain and children:
-            children, row = [max(children)], ((), ())
-        total = max(1.0, sum([child[0] for child in children]))
+            children, row = children[:1], ((), ())
+        left = 1.0  # the estimates of siblings may add up to more
         for probability, child, kind, place, weight, below in children:
-            value = joint * probability / total
+            value = joint * min(probability, left)
+            left = max(0.0, left - probability)
             if value > self._min_joint:
                 self._age += 1  # breaks ties
                 entry = (-value, self._age, node, level + 1, child, kind, place, weight, below, None)

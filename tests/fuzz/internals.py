@@ -29,8 +29,8 @@ from hf_specgen.target.cache import RaggedCache, RaggedLayer
 from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.model_parts import decoder_layers, output_matrix
 from hf_specgen.verification import base as verification
-from hf_specgen.verification.base import TopTokens
 from hf_specgen.verification.noise import NoiseBuffer
+from hf_specgen.verification.top_tokens import TopTokens
 
 __all__ = [
     "MUTATIONS",

@@ -18,7 +18,7 @@ from hf_specgen.candidates.recycling import grow_tree
 from hf_specgen.candidates.recycling_table import FORMAT, SUCCESSORS
 from hf_specgen.depth.calibration import EDGES, RANKS
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification.base import TopTokens, _topk
+from hf_specgen.verification.top_tokens import TopTokens, topk
 from tests.helpers import assert_same_tokens, prompts, tiny_model
 
 thorough = settings(max_examples=60, deadline=None, derandomize=True)
@@ -63,7 +63,7 @@ def test_top_tokens_of_a_step_are_those_of_every_node_of_active_rows() -> None:
 def test_topk_by_groups_agrees_with_topk(vocab: int) -> None:
     """Would catch: a column beyond the last whole group left out, or a group whose maximum is among the largest."""
     values = torch.randn(50, vocab, generator=torch.Generator().manual_seed(vocab))
-    best, columns = _topk(values, 8)
+    best, columns = topk(values, 8)
     assert torch.equal(best, values.topk(8).values) and torch.equal(values.gather(1, columns), best)
 
 

@@ -71,12 +71,14 @@ def enumerate_nodes(
     for token, miss in missed.items():
         place = bisect_left(EDGES, 1 - miss)
         values[token] = min(0.999, AS_IT_IS[kinds[token]][place] / BIN_CENTERS[place] * (1 - miss))
-    total = max(1.0, sum(values[token] for token in drafted))
-    nodes = {}
-    for token, value in values.items():
-        value = joint * value / (total if token in drafted else 1.0)
-        nodes[(*path, token)] = value
-        nodes.update(enumerate_nodes(drafts, following, depth, (*path, token), value))
+    nodes: dict[tuple[int, ...], float] = {}
+    left = 1.0
+    for value, token in sorted(((value, token) for token, value in values.items()), reverse=True):
+        limited = joint * min(value, left if token in drafted else 1.0)
+        left = max(0.0, left - value) if token in drafted else left
+        if limited > 0:
+            nodes[(*path, token)] = limited
+            nodes.update(enumerate_nodes(drafts, following, depth, (*path, token), limited))
     return nodes
 
 
