@@ -54,7 +54,8 @@ class Target:
         compiled: CompiledPasses | None = None,
     ):
         self.model, self._compiled = model, compiled
-        self._config = text_config(model)
+        is_encoder_decoder = bool(model.config.is_encoder_decoder)
+        self._config = model.config.get_text_config(decoder=True) if is_encoder_decoder else text_config(model)
         self.device = compat.input_device(model)
         make_inputs = EncoderStepInputs if "encoder_outputs" in model_kwargs else StepInputs
         self._inputs = make_inputs(model, input_ids, model_kwargs)

@@ -23,8 +23,8 @@ from hf_specgen.target.base import Target
 from hf_specgen.tree import DraftTree
 
 MAX_LEAD = 8
-"""A row so many tokens ahead of the slowest one waits. With 8 rows of which 85% of the draft tokens are accepted,
-a text of 80 tokens took 31 passes with 4, and 26 with 8, 16 and 32; a row read 222, 244, 408 and 459 tokens in them."""
+"""A row that is so many tokens ahead of the slowest one waits. With 8 rows and 85% of the draft tokens accepted, a text
+of 80 tokens took 31 passes with 4, and 26 with 8, 16 and 32; a row read 222, 244, 408 and 459 tokens in them."""
 
 
 class AlignedTexts:

@@ -8,16 +8,19 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "embedding_norm")
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The config of the part that generates text; of an encoder-decoder model, of its decoder."""
-    if model.config.is_encoder_decoder:
-        return model.config.get_text_config(decoder=True)
-    return model.config.get_text_config()
+    """The config of the part that generates text; of an encoder-decoder, its decoder's, or the one for both."""
+    config: Any = model.config
+    if not config.is_encoder_decoder:
+        return config.get_text_config()
+    # `get_text_config(decoder=True)` would copy a config for both, which takes milliseconds.
+    parts = (getattr(config, name, None) for name in ("decoder", "generator", "text_config"))
+    return next((part for part in parts if isinstance(part, PreTrainedConfig)), config)
 
 
 def mask_name(model: PreTrainedModel) -> str:

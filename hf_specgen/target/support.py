@@ -163,7 +163,8 @@ def last_position(config: Any, first_positions: Sequence[int]) -> int:
 
 def position_table(config: Any) -> int:
     """How many positions a model has; practically unlimited if its config names no number."""
-    sizes = [getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions")]
+    names = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
+    sizes = [getattr(config, name, None) for name in names]
     return int(next((size for size in sizes if size), 2**31))
 
 

@@ -215,9 +215,15 @@ def test_rows_far_ahead_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) ->
     assert max(widths) <= 2 + 4 + 1 + 4  # the lead, what a step adds to it, the pending token, a draft
 
 
-@pytest.mark.parametrize("kind", ["bart", "whisper"])
-def test_drafts_stay_within_the_table_of_positions(kind: str) -> None:
-    size = "max_target_positions" if kind == "whisper" else "max_position_embeddings"
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("bart", "max_position_embeddings"),
+        ("whisper", "max_target_positions"),
+        ("led", "max_decoder_position_embeddings"),
+    ],
+)
+def test_drafts_stay_within_the_table_of_positions(kind: str, size: str) -> None:
     model = encoder_decoder(kind, **{size: 24})
     assert assert_same(kind, encoder_inputs(kind, 2), ORACLES["sometimes"], model, max_length=24).accepted > 0
 
