@@ -28,9 +28,11 @@ def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationC
 def continued(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the next plain decoding step: mask, positions and token types one token longer.
 
-    Symbol: `GenerationMixin._update_model_kwargs_for_generation(outputs, model_kwargs)`.
+    Symbol: `GenerationMixin._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder)`.
     """
-    return cast(dict[str, Any], cast(Any, model)._update_model_kwargs_for_generation(outputs, dict(kwargs)))
+    update = cast(Any, model)._update_model_kwargs_for_generation
+    is_encoder_decoder = model.config.is_encoder_decoder
+    return cast(dict[str, Any], update(outputs, dict(kwargs), is_encoder_decoder=is_encoder_decoder))
 
 
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:
@@ -76,6 +78,31 @@ def plain_generate(model: Any) -> Callable[..., Any]:
     """`generate` of the model's class, without the keyword of this package and without an attached strategy."""
     generate = type(model).generate
     return cast(Callable[..., Any], getattr(generate, "_hf_specgen_original", generate))
+
+
+def prepared_call(model: Any, **arguments: Any) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
+    """What `generate` with these arguments would give its decoding method: input ids, config and model arguments.
+
+    The encoder of an encoder-decoder model is run. No private symbol: `GenerationMixin.generate` as it was before it
+    was patched, also for models that have a `generate` of their own.
+    """
+    prepared: list[tuple[torch.Tensor, GenerationConfig, dict[str, Any]]] = []
+
+    def keep(
+        model: Any,
+        input_ids: torch.Tensor,
+        *,
+        generation_config: GenerationConfig,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        prepared.append((input_ids, generation_config, model_kwargs))
+        return input_ids
+
+    generate: Any = utils.GenerationMixin.generate
+    getattr(generate, "_hf_specgen_original", generate)(model, custom_generate=keep, **arguments)
+    return prepared[0]
 
 
 def attention_implementation(config: Any) -> str:

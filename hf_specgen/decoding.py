@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
@@ -31,13 +31,15 @@ from hf_specgen.padding import PaddingReader
 from hf_specgen.state import Call, GenerationState
 from hf_specgen.target.cache import MAX_PREFILL_DRAFT
 from hf_specgen.target.compiled import compile_seconds
+from hf_specgen.target.encoder import EncoderInput
+from hf_specgen.target.model_parts import mask_name
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
-from hf_specgen.verification.base import TopTokens
 from hf_specgen.verification.processors import LogitsPipeline
+from hf_specgen.verification.top_tokens import TopTokens
 
 MEASURED_PARTS = ("prefill", "draft", "forward", "verify", "policy")
 
@@ -63,8 +65,9 @@ def speculative_decode(
     monitor: Monitor | None = None,
     on_start: Callable[[Call], None] | None = None,
     compile: bool = False,
+    inputs_tensor: torch.Tensor | None = None,
     **model_kwargs: Any,
-) -> SpeculativeOutput | torch.Tensor:
+) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
     """Generate as plain `generate` does, several tokens per forward pass of the target.
 
     Args:
@@ -77,13 +80,14 @@ def speculative_decode(
         monitor: receives the record of every step.
         on_start: called once everything has been checked, before the first forward pass.
         compile: run the target's passes behind the prompt as compiled functions.
+        inputs_tensor: what the encoder of an encoder-decoder reads; `input_ids` is the prompt of its decoder.
         model_kwargs: attention mask, positions, cache.
 
     Returns:
         `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
     """
     state = GenerationState.of_call(
-        input_ids, model_kwargs.get("attention_mask"), stopping_criteria, compat.pad_token(generation_config)
+        input_ids, model_kwargs.get(mask_name(model)), stopping_criteria, compat.pad_token(generation_config)
     )
     returns_dict = bool(generation_config.return_dict_in_generate)
     call = Call(
@@ -96,6 +100,7 @@ def speculative_decode(
         keeps_scores=returns_dict and bool(generation_config.output_scores),
         keeps_logits=returns_dict and bool(generation_config.output_logits),
         compiled=compile,
+        encoder=EncoderInput.of_call(inputs_tensor, state.batch, model_kwargs),
     )
     outputs = OutputCollector(call, stopping_criteria, streamer)
     with compat.without_compilation(model), ExitStack() as stack:
@@ -112,13 +117,25 @@ def speculative_decode(
     candidates.speculation = call.statistics
     if not returns_dict:
         return outputs.output_ids()
-    return SpeculativeOutput(
-        sequences=outputs.output_ids(),  # type: ignore[arg-type]
-        scores=tuple(outputs.scores) if call.keeps_scores else None,  # type: ignore[arg-type]
-        logits=tuple(outputs.logits) if call.keeps_logits else None,  # type: ignore[arg-type]
-        past_key_values=past_key_values,
-        speculation=call.statistics,
-    )
+    fields: dict[str, Any] = {
+        "sequences": outputs.output_ids(),
+        "scores": tuple(outputs.scores) if call.keeps_scores else None,
+        "logits": tuple(outputs.logits) if call.keeps_logits else None,
+        "past_key_values": past_key_values,
+    }
+    if not model.config.is_encoder_decoder:
+        return SpeculativeOutput(**fields, speculation=call.statistics)
+    output = EncoderDecoderSpeculativeOutput(**fields)
+    # An attribute, and no item: `generate` of Whisper takes items apart by rows.
+    object.__setattr__(output, "speculation", call.statistics)
+    return output
+
+
+@dataclass
+class EncoderDecoderSpeculativeOutput(GenerateEncoderDecoderOutput):
+    """The same for an encoder-decoder target."""
+
+    speculation: Statistics | None = None
 
 
 class _Loop:
@@ -220,10 +237,7 @@ class _Loop:
         with self._timed("verify"):
             result = self.verification.verify(tree, logits, active)
             if self.drafter.top_tokens:
-                pending = [
-                    (generated or prompt)[-1]
-                    for prompt, generated in zip(self.state.prompts, self.state.generated, strict=True)
-                ]
+                pending = [self.state.last_token(row) for row in range(self.state.batch)]
                 result.top_tokens = TopTokens.of_step(logits, tree, pending, active, self.drafter.top_tokens)
             for row, tokens in enumerate(result.tokens):
                 self.state.append(row, tokens)
@@ -241,7 +255,7 @@ class _Loop:
 
     def _active_rows(self) -> list[bool]:
         """Rows that take part in the next step: not ended, and less than `max_lead` ahead of the confirmed columns."""
-        furthest = self.outputs.columns + self.verification.max_lead()
+        furthest = self.outputs.columns + min(self.verification.max_lead(), self.target.max_lead)
         return [
             not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in enumerate(self.state.generated)
         ]

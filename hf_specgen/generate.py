@@ -17,10 +17,11 @@ from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.default import default_candidates
 from hf_specgen.candidates.native import NativeCandidates
-from hf_specgen.decoding import SpeculativeOutput, speculative_decode
+from hf_specgen.decoding import EncoderDecoderSpeculativeOutput, SpeculativeOutput, speculative_decode
 from hf_specgen.depth import Policy
 from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.state import Call
+from hf_specgen.target.encoder import check_cache
 from hf_specgen.target.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
@@ -59,12 +60,13 @@ class Speculation:
         logits_processor: Any = None,
         stopping_criteria: Any = None,
         generation_config: GenerationConfig | None = None,
+        inputs_tensor: torch.Tensor | None = None,  # `generate` passes the encoder's input under this name
         **model_kwargs: Any,
-    ) -> SpeculativeOutput | torch.Tensor:
+    ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         assert generation_config is not None
         self.checking(model)
         check_model(model)
-        _check_call(input_ids, generation_config, model_kwargs)
+        _check_call(model, input_ids, generation_config, model_kwargs)
         streamer = compat.local_of_generate("streamer")  # which `generate` has given the prompt already
         unread = streamer is None and self.streamer is not None
 
@@ -86,6 +88,7 @@ class Speculation:
             monitor=self.monitor,
             on_start=start,
             compile=self.compile,
+            inputs_tensor=inputs_tensor,
             **model_kwargs,
         )
 
@@ -217,10 +220,13 @@ def _as_verifier(verification: Any) -> Verifier:
     raise ValueError(f"verification must be {modes} or a Verifier, got {verification!r}")
 
 
-def _check_call(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def _check_call(
+    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
     """Raise for everything that would otherwise be ignored or go wrong later."""
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("candidate_generator= needs the prompt as input_ids, not as inputs_embeds")
+    embeddings = "decoder_inputs_embeds" if model.config.is_encoder_decoder else "inputs_embeds"
+    if model_kwargs.get(embeddings) is not None:
+        raise ValueError("candidate_generator= needs the prompt as input_ids, not as " + embeddings)
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise ValueError(
             f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"
@@ -238,6 +244,9 @@ def _check_call(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs:
     if config.output_attentions or config.output_hidden_states:
         raise ValueError("output_attentions and output_hidden_states are not available with candidate_generator=")
     position_ids = model_kwargs.get("position_ids")
+    if model.config.is_encoder_decoder:
+        check_cache(model_kwargs.get("past_key_values"), type(model).__name__)
+        return
     if position_ids is None or position_ids.dim() not in (2, 3):
         raise ValueError(
             "candidate_generator= works with models that take position_ids of shape [batch, tokens] or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_specgen.counters import Statistics
     from hf_specgen.depth.policy import PolicySession
     from hf_specgen.target.base import Target
+    from hf_specgen.target.encoder import EncoderInput
     from hf_specgen.verification.base import VerificationSession
     from hf_specgen.verification.processors import LogitsPipeline
 
@@ -74,6 +75,11 @@ class GenerationState:
     def pending(self) -> list[int]:
         """The last token of each row, which is not in the target's cache yet."""
         return [tokens[-1] for tokens in self.generated]
+
+    def last_token(self, row: int) -> int:
+        """The last token of a row's text; the padding token for a prompt that is nothing but padding."""
+        text = self.generated[row] or self.prompts[row]
+        return text[-1] if text else int(self._columns[row, self.prompt_length - 1])
 
     def has_ended(self, row: int) -> bool:
         """Whether the row takes no further tokens: EOS, maximum length, or a stopping criterion.
@@ -181,6 +187,7 @@ class Call:
             None inside Transformers' own loop.
         depth: the policy's session; its `latency` is the latency model. Set for draft sessions only.
         compiled: whether the target's passes behind the prompt are compiled.
+        encoder: what the encoder of an encoder-decoder target reads; None for other targets.
     """
 
     model: PreTrainedModel | None
@@ -195,6 +202,7 @@ class Call:
     verification: VerificationSession | None = None
     depth: PolicySession | None = None
     compiled: bool = False
+    encoder: EncoderInput | None = None
 
     @property
     def do_sample(self) -> bool:
@@ -215,6 +223,13 @@ class Call:
         """
         lockstep = self.processors is not None and self.processors.lockstep
         return self.keeps_scores and lockstep and self.state.pad_id is not None
+
+    def encoder_texts(self) -> list[list[int]]:
+        """The token ids that the target's encoder read, by row; empty without an encoder, and for audio or images."""
+        if self.encoder is None or self.model is None:
+            return [[] for _ in range(self.state.batch)]
+        embeddings = cast(Any, self.model).get_output_embeddings()
+        return self.encoder.texts(0 if embeddings is None else len(embeddings.weight))
 
     @property
     def max_new_tokens(self) -> float:

@@ -92,12 +92,13 @@ class DraftSession(ABC):
         """
         return DraftTree.empty(len(budget))
 
-    def successors(self, token: int) -> Sequence[tuple[int, float]]:
-        """Likely next tokens after any token, and the probability of each; for strategies that know no more than that.
+    def successors(self, token: int) -> tuple[Sequence[int], Sequence[float]]:
+        """Likely next tokens after any token, and the probability of each, most likely first.
 
-        Only called if `knows_successors`; the drafts of other strategies are extended with it.
+        For strategies that know no more than that. Only called if `knows_successors`; the drafts of other strategies
+        are extended with it.
         """
-        return ()
+        return (), ()
 
     def observe(self, result: VerificationResult) -> None:
         """Receive the outcome of the last draft; `call.state` holds the new tokens already."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from hf_specgen.candidates.base import Candidates, DraftSession, Tree, check_tree
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates
-from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.candidates.tree_shape import FastestSize, FixedSize, TreeShape, tree_shape
 from hf_specgen.candidates.union_tree import UnionTree, unite
 from hf_specgen.depth import Policy
@@ -29,8 +28,11 @@ if TYPE_CHECKING:
 
     from hf_specgen.verification import VerificationResult
 
-RATE_UPDATE = 0.2
-"""Weight of a network's newest draft in the mean of what its drafts yield and take."""
+RATE_UPDATE = 0.1
+"""Weight of the newest step in the mean of what steps with a network's draft yield and take."""
+EXPECTED_GAIN, EXPECTED_GAIN_STEPS, SKIPPED_UPDATE = 2.0, 4, 0.02
+"""Accepted draft tokens of a row with a network's draft before any was measured, the weight of this prior in steps, and
+its weight in the mean after each step in which the network is left out."""
 
 
 class CombinedCandidates(Candidates):
@@ -86,14 +88,30 @@ class CombinedCandidates(Candidates):
 
 
 class _Member:
-    """One strategy in a call: its session, its draft of the current step, and what its drafts yield and take."""
+    """One strategy in a call: its session, its draft of the current step, and what steps with its drafts yield."""
 
     def __init__(self, strategy: Candidates, session: DraftSession, batch: int):
         self.k, self.has_passes, self.session = strategy.k, not strategy.negligible_draft_cost, session
         self.draft = DraftTree.empty(batch)
-        self.gain: float | None = None
-        """Mean of the draft tokens that are expected to be accepted, over all rows; None before the first draft."""
-        self.seconds = self.nodes = 0.0
+        self.steps = 0
+        """Steps with its draft, without the prefill."""
+        self.nodes = self.seconds = 0.0
+        self.gain = self._expected_gain = EXPECTED_GAIN * batch
+        """Of these steps, on average: accepted draft tokens over all rows, nodes of a row, seconds of its passes."""
+        self.spent = 0.0
+        """Expected seconds of the passes of the present draft."""
+
+    def measure(self, accepted: int, nodes: int) -> None:
+        """Note the outcome of a step with its draft, in which the others took part as well."""
+        self.steps += 1
+        self.gain += max(RATE_UPDATE, 1 / (EXPECTED_GAIN_STEPS + self.steps)) * (accepted - self.gain)
+        share = max(RATE_UPDATE, 1 / self.steps)
+        self.nodes += share * (nodes - self.nodes)
+        self.seconds += share * (self.spent - self.seconds)
+
+    def skip(self) -> None:
+        """Note a step in which its passes were left out: what was measured before it counts less."""
+        self.gain += SKIPPED_UPDATE * (self._expected_gain - self.gain)
 
 
 class _CombinedSession(DraftSession):
@@ -111,8 +129,11 @@ class _CombinedSession(DraftSession):
         self._calibration = calibration_memory.recall(call.model if self.remembers else None, self._key)
         self._trees: list[UnionTree] = []
         self._has_drafted = False
+        self._verified = 0
+        self._in_prefill = True
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
+        self._in_prefill = False
         return self._combine(budget, lambda session: session.draft, is_prefill=False)
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
@@ -122,10 +143,13 @@ class _CombinedSession(DraftSession):
         """Count what was accepted, and pass the outcome on to every member as one of its own draft."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
             for node, accepted in judged_nodes(tree.tokens, tree.parents, emitted):
-                self._calibration.count(tree.classes[node], tree.bins[node], accepted)
+                self._calibration.count(tree.classes[node], tree.bins[node], accepted, tree.weights[node])
         self._trees = []
         for member in self._members:
-            if member.draft.nodes or member.session.top_tokens or self._has_drafted:
+            if member.has_passes and member.draft.nodes and self._verified:
+                member.measure(sum(result.accepted), self._verified)
+            # After a prefill without drafts only those are called that read more than the outcome of a draft.
+            if not self._in_prefill or member.draft.nodes or member.session.top_tokens or self._has_drafted:
                 member.session.observe(result_for(result, member.draft))
 
     def end(self) -> None:
@@ -154,13 +178,17 @@ class _CombinedSession(DraftSession):
                 or (extends and member.session.knows_successors)
                 or (ranks and member.has_passes and self._is_slower(member, shape, budget, is_prefill))
             )
+            if waits and member.has_passes and any(budget):
+                member.skip()
             depth = [0 if waits else min(depth, member.k) for depth in budget]
             member.draft = method(member.session)(depth)
-            if any(depth) and member.has_passes:
-                self._measure(member, shape)
+            member.spent = 0.0
+            if any(depth) and member.has_passes and isinstance(shape, FastestSize):
+                member.spent = shape.latency.drafter.draft(_passes(member.session, member.draft))
         self.passes = [tokens for member in self._members for tokens in _passes(member.session, member.draft)]
         tree = self._ranked(shape, budget, is_prefill) if ranks and shape is not None else self._merged()
         self._has_drafted = tree.nodes > 0
+        self._verified = 0 if is_prefill else tree.nodes
         return tree
 
     def _merged(self) -> DraftTree:
@@ -176,18 +204,21 @@ class _CombinedSession(DraftSession):
             every = sum(draft.nodes for draft in drafts)
             count, min_joint = shape.size if isinstance(shape, FixedSize) else every, 0.0
         extends = isinstance(shape, FixedSize | FastestSize)
-        successors = [
-            (number, member.session.successors)
-            for number, member in enumerate(self._members)
-            if extends and member.session.knows_successors
-        ]
+        successors = next(
+            (
+                (number, member.session.successors)
+                for number, member in enumerate(self._members)
+                if extends and member.session.knows_successors
+            ),
+            None,
+        )
         acceptance, state = self._calibration.by_bin(), self.call.state
         self._trees = [
             unite(
                 drafts,
                 row,
                 acceptance,
-                last_token=(state.generated[row] or state.prompts[row])[-1],
+                last_token=state.last_token(row),
                 depth=depth,
                 nodes=count,
                 min_joint=min_joint,
@@ -197,29 +228,20 @@ class _CombinedSession(DraftSession):
             for row, depth in enumerate(budget)
         ]
         if isinstance(shape, FastestSize):
-            count = shape.nodes(TreeBuilder.from_nodes(budget, [tree.joint for tree in self._trees]))
+            # More nodes pay where drafting has taken long.
+            spent = sum(member.spent for member in self._members)
+            count, _ = shape.of_grown([tree.joint for tree in self._trees], spent)
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 
     def _is_slower(self, network: _Member, shape: TreeShape | None, budget: Sequence[int], is_prefill: bool) -> bool:
         """Whether the drafts so far alone promise more tokens per second than those of a network usually do."""
-        if not isinstance(shape, FastestSize) or network.gain is None:
+        if not isinstance(shape, FastestSize) or not network.steps:
             return False
         self._ranked(shape, budget, is_prefill)
-        alone = TreeBuilder.from_nodes(budget, [tree.joint for tree in self._trees])
+        _, rate = shape.of_grown([tree.joint for tree in self._trees])
         self._trees = []
-        return shape.rate(alone) >= shape.rate_of(network.gain, network.nodes, network.seconds)
-
-    def _measure(self, member: _Member, shape: TreeShape | None) -> None:
-        """Note what a network's draft is expected to yield, and what it took."""
-        if not isinstance(shape, FastestSize) or member.draft.joint is None:
-            return
-        gain = sum(sum(joint) for joint in member.draft.joint)
-        seconds = shape.latency.drafter.draft(_passes(member.session, member.draft))
-        share = 1.0 if member.gain is None else RATE_UPDATE
-        member.gain = (1 - share) * (member.gain or 0.0) + share * gain
-        member.nodes += share * (member.draft.nodes - member.nodes)
-        member.seconds += share * (seconds - member.seconds)
+        return rate >= shape.rate_of(network.gain, network.nodes, network.seconds)
 
 
 def _passes(session: DraftSession, tree: DraftTree) -> Sequence[int]:

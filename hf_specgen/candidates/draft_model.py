@@ -12,21 +12,30 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedModel,
+)
 
 from hf_specgen import compat
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
-from hf_specgen.candidates.reencoding import ReencodingSession, draft_config, load_tokenizer
+from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt
+from hf_specgen.candidates.reencoding import ReencodingSession, load_tokenizer
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
-from hf_specgen.target.compiled import CompiledPasses, compiled_passes
-from hf_specgen.target.requirements import TargetRequirements
+from hf_specgen.target.compiled import compiled_passes
+from hf_specgen.target.encoder import reads_encoder
+from hf_specgen.target.model_parts import text_config
+from hf_specgen.target.requirements import TargetRequirements, make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.state_layers import keeps_state
-from hf_specgen.target.support import check_model, is_causal_kernel
+from hf_specgen.target.support import check_model, is_causal_kernel, position_table
 from hf_specgen.tree import DraftTree
 
 MAX_DEPTH = 16
@@ -49,6 +58,9 @@ class DraftModelCandidates(Candidates):
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
             checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
             `Int8WeightOnlyConfig()`.
+        share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
+            returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
+            the encoder is shared if both have the same weights.
         compile: compile the draft's forward passes with `torch.compile`, once per process and shape; takes 10 to 60
             seconds for each of a few shapes. The tokens of `generate` stay the same.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
@@ -73,6 +85,7 @@ class DraftModelCandidates(Candidates):
         device: torch.device | str | None = None,
         quantization_config: Any = None,
         compile: bool = False,
+        share_encoder: bool | None = None,
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=MAX_DEPTH)
@@ -83,7 +96,7 @@ class DraftModelCandidates(Candidates):
         loaded = not isinstance(model_or_id, str)
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
-        self.confidence_threshold = confidence_threshold
+        self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
         self.compile = compile
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
@@ -91,25 +104,34 @@ class DraftModelCandidates(Candidates):
 
     def start(self, call: Call) -> DraftSession:
         draft = self._load(call.model)
+        check_pair(draft, call)
         _check_prompt_length(draft, max(map(len, call.state.prompts)))
         check_model(draft)
-        if keeps_state(draft.config.get_text_config()):
+        if keeps_state(text_config(draft)):
             raise ValueError(
                 f"{type(draft).__name__} keeps a state that draft trees cannot branch from; use a draft model with "
                 "attention layers only"
             )
-        implementation = compat.attention_implementation(draft.config.get_text_config())
+        implementation = compat.attention_implementation(text_config(draft))
         if is_causal_kernel(implementation):
             raise ValueError(
                 f"the draft model uses {implementation!r}, which takes no mask for draft trees and rows of different "
                 "lengths; load the draft with attn_implementation='sdpa'"
             )
-        check_computation(draft, TargetRequirements())
-        compiled = compiled_passes(draft) if self.compile else None
+        prompts = _known(call.state.prompts, draft)
+        prompt = draft_prompt(draft, call, prompts, self.share_encoder)
+        check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
         if call.model is not None and not have_same_vocabulary(draft, call.model):
+            if reads_encoder(draft):
+                raise ValueError(
+                    f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
+                    "decoder-only models; use a draft of the target's family"
+                )
             tokenizers = load_tokenizer(call.model.name_or_path), load_tokenizer(draft.name_or_path)
+            compiled = compiled_passes(draft) if self.compile else None
             return ReencodingSession(call, draft, tokenizers, self.k, self.confidence_threshold, compiled)
-        return _DraftModelSession(self, draft, call, compiled)
+        reader = make_target(TargetRequirements(), draft, *prompt, self.compile)
+        return _DraftModelSession(self, draft, reader, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         key = ("draft_model", self._name, self.k, str(self.tree), self.confidence_threshold)
@@ -120,7 +142,7 @@ class DraftModelCandidates(Candidates):
             options = {name: value for name, value in self._loading.items() if value is not None}
             if target is not None:
                 options.setdefault("device_map", compat.input_device(target))
-            self._model = AutoModelForCausalLM.from_pretrained(self._name, **options)
+            self._model = _auto_class(target).from_pretrained(self._name, **options)
         return self._model
 
     def __repr__(self) -> str:
@@ -128,6 +150,14 @@ class DraftModelCandidates(Candidates):
         compile = ", compile=True" if self.compile else ""
         settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{compile}{self._show_policy()}"
         return f"DraftModelCandidates({self._name!r}, {settings})"
+
+
+def _auto_class(target: PreTrainedModel | None) -> Any:
+    """What loads a draft of the target's kind."""
+    if target is None or not target.config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    speech = type(target.config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+    return AutoModelForSpeechSeq2Seq if speech else AutoModelForSeq2SeqLM
 
 
 def _without_wrapper(model: Any) -> PreTrainedModel:
@@ -150,23 +180,14 @@ def _without_wrapper(model: Any) -> PreTrainedModel:
 class _DraftModelSession(AutoregressiveSession):
     """`_read[b]` generated tokens of row b are in the draft's cache."""
 
-    def __init__(
-        self, settings: DraftModelCandidates, draft: PreTrainedModel, call: Call, compiled: CompiledPasses | None
-    ):
-        vocab = vocabulary_size(call.model or draft)
-        super().__init__(call, settings.k, settings.tree, settings.confidence_threshold, vocab)
-        state = self._state = call.state
-        self._readable = int(cast(Any, draft.get_input_embeddings()).weight.shape[0])
-        self._table = _positions(draft)
-        input_ids, mask = _left_padded([self._known(prompt) for prompt in state.prompts], compat.input_device(draft))
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
-        if compat.supports_logits_to_keep(draft):
-            arguments["logits_to_keep"] = 1
-        self._model = Target(draft, input_ids, draft_config(call, input_ids.shape[1]), arguments, compiled)
+    def __init__(self, settings: DraftModelCandidates, draft: PreTrainedModel, reader: Target, call: Call):
+        vocab, tree = vocabulary_size(call.model or draft), None if reader.verifies_chains_only else settings.tree
+        super().__init__(call, settings.k, tree, settings.confidence_threshold, vocab)
+        self._state, self._draft, self._model = call.state, draft, reader
+        self._table = position_table(text_config(draft))
         self._has_read_prompt = False
-        self._read = [0] * state.batch
-        self._reads = [True] * state.batch
+        self._read = [0] * call.state.batch
+        self._reads = [True] * call.state.batch
 
     def room(self, row: int) -> int:
         """How many positions the draft model has left."""
@@ -187,7 +208,7 @@ class _DraftModelSession(AutoregressiveSession):
         self._model.drop_rows([not self._state.has_ended(row) for row in rows])
         self._reads = [self.budget[row] > 0 and self.room(row) > 0 for row in rows]
         texts = list(zip(self._state.generated, self._read, self._reads, strict=True))
-        unread = [self._known(text[read:] if reads else text[-1:]) for text, read, reads in texts]
+        unread = _known([text[read:] if reads else text[-1:] for text, read, reads in texts], self._draft)
         tree = DraftTree.chains([tokens[1:] for tokens in unread])
         self.passes.append(sum(self._reads) * (1 + tree.nodes))
         logits = self._model.forward(tree, [tokens[0] for tokens in unread], self._reads)
@@ -208,24 +229,14 @@ class _DraftModelSession(AutoregressiveSession):
             if self._reads[row]:
                 self._read[row] += len(path)
 
-    def _known(self, tokens: list[int]) -> list[int]:
-        """Replace tokens from the padding of a larger target's embedding table, which the draft model cannot read."""
-        return [token if token < self._readable else 0 for token in tokens]
 
-
-def _positions(draft: PreTrainedModel) -> int:
-    return int(getattr(draft.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+def _known(texts: list[list[int]], draft: PreTrainedModel) -> list[list[int]]:
+    """Replace tokens from the padding of a larger target's embedding table, which the draft model cannot read."""
+    size = int(cast(Any, draft.get_input_embeddings()).weight.shape[0])
+    return [[token if token < size else 0 for token in tokens] for tokens in texts]
 
 
 def _check_prompt_length(draft: PreTrainedModel, longest: int) -> None:
-    if longest > _positions(draft):
-        raise ValueError(
-            f"the prompt has {longest} tokens, but the draft reads at most {_positions(draft)}; use another draft"
-        )
-
-
-def _left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(map(len, prompts))
-    ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    table = position_table(text_config(draft))
+    if longest > table:
+        raise ValueError(f"the prompt has {longest} tokens, but the draft reads at most {table}; use another draft")

@@ -46,14 +46,22 @@ class UnreadFeatures:
         for unread, new in zip(self._unread, states, strict=True):
             unread.append(new)
 
-    def take(self) -> tuple[list[torch.Tensor], list[list[int]]]:
+    def take(self, drafting: Sequence[bool] | None = None) -> tuple[list[torch.Tensor], list[list[int]]]:
         """For each row the unread features `[new, taps * hidden]`, and the token after each of these positions.
 
-        Nothing of rows that have ended. What was taken counts as read.
+        What was taken counts as read.
+
+        Args:
+            drafting: the rows whose features are taken, without those that have ended; None for all of these.
         """
         nothing = self._target.pass_states.new_zeros(0, self._width)
-        features, tokens = [], []
+        features: list[torch.Tensor] = []
+        tokens: list[list[int]] = []
         for row, unread in enumerate(self._unread):
+            if drafting is not None and not drafting[row]:
+                features.append(nothing)
+                tokens.append([])
+                continue
             features.append(nothing if self._state.has_ended(row) else torch.cat([nothing, *unread]))
             tokens.append(self._next_tokens(row, len(features[row])))
             self._read[row] += len(tokens[row])

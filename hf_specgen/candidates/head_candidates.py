@@ -19,7 +19,7 @@ from hf_specgen.heads.loading import load_head
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.target.model_parts import output_matrix
-from hf_specgen.target.requirements import TargetRequirements
+from hf_specgen.target.requirements import TargetRequirements, check_decoder_only
 
 _numbers: WeakKeyDictionary[DraftHead, int] = WeakKeyDictionary()
 _next_number = count()
@@ -89,6 +89,7 @@ class HeadCandidates(Candidates):
         return other
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
+        check_decoder_only(model, type(self).__name__)
         return TargetRequirements(taps=self._on(model).taps)
 
     def start(self, call: Call) -> DraftSession:

@@ -18,7 +18,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.state import Call
 from hf_specgen.target.early_exit import EarlyExitTarget
-from hf_specgen.target.requirements import TargetRequirements
+from hf_specgen.target.requirements import TargetRequirements, check_decoder_only
 from hf_specgen.tree import DraftTree
 
 
@@ -60,6 +60,7 @@ class LayerSkipCandidates(Candidates):
         self._attached: AttachedModules[nn.Module] = AttachedModules()
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
+        check_decoder_only(model, "LayerSkipCandidates")
         return TargetRequirements(exit_layer=self.exit_layer)
 
     def start(self, call: Call) -> DraftSession:

@@ -32,7 +32,7 @@ from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.target.model_parts import output_matrix
-from hf_specgen.target.requirements import OUTPUT_STATE, TargetRequirements
+from hf_specgen.target.requirements import OUTPUT_STATE, TargetRequirements, check_decoder_only
 from hf_specgen.tree import DraftTree
 
 Paths = Sequence[Sequence[int]]
@@ -86,6 +86,7 @@ class MedusaCandidates(Candidates):
         return cls(heads, tree)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
+        check_decoder_only(model, "MedusaCandidates")
         self._on(model)
         return TargetRequirements(taps=(OUTPUT_STATE,))
 

@@ -18,7 +18,6 @@ from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import MatchOdds
 from hf_specgen.candidates.ngram_text import MatchLengths, RowText
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree
-from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
 from hf_specgen.depth import Policy
 from hf_specgen.depth.calibration import CalibrationMemory
@@ -36,6 +35,8 @@ odds_memory = CalibrationMemory(MatchOdds)
 
 class NgramCandidates(Candidates):
     """Drafts what followed earlier occurrences of the last tokens, in the row's own text and in a history.
+
+    With an encoder-decoder, the text that the encoder reads counts as the beginning of the row's own.
 
     Costs no model and no training. Drafting is fastest where output repeats input: editing, summaries, retrieval, code,
     JSON.
@@ -110,7 +111,10 @@ class _NgramSession(DraftSession):
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         self._odds = odds_memory.recall(call.model if self.remembers else None, self._key)
         lengths = MatchLengths(settings.min_ngram, settings.max_ngram)
-        self._texts = [RowText(prompt, self._odds, settings.history, lengths) for prompt in call.state.prompts]
+        self._texts = [
+            RowText(source + prompt, self._odds, settings.history, lengths)
+            for source, prompt in zip(call.encoder_texts(), call.state.prompts, strict=True)
+        ]
         self._trees: list[NgramTree] = []
         self._read = [0] * call.state.batch
 
@@ -146,7 +150,7 @@ class _NgramSession(DraftSession):
         self._trees = [self._grow(row, Limits(depth, nodes, min_joint, leaves)) for row, depth in enumerate(depths)]
         count = nodes
         if isinstance(shape, FastestSize):
-            count = shape.nodes(TreeBuilder.from_nodes(depths, [tree.joint for tree in self._trees]))
+            count, _ = shape.of_grown([tree.joint for tree in self._trees])
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 

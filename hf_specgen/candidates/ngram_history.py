@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from hf_specgen.candidates.locked import Locked
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from hf_specgen.candidates.ngram_odds import HISTORY_OUTPUT, HISTORY_PROMPT
+from hf_specgen.candidates.ngram_tree import Occurrence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,16 +80,28 @@ class NgramHistory(Locked):
         for text in texts:
             self.add(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def occurrences(
-        self, tail: Sequence[int], limit: int, known: Mapping[int, int] | None = None, grown: int = 0
-    ) -> dict[int, int]:
-        """As `NgramIndex.occurrences`.
+    def find(
+        self, tail: Sequence[int], limit: int, known: Mapping[int, int], grown: int
+    ) -> tuple[dict[int, int], list[Occurrence]]:
+        """What `NgramIndex.occurrences` returns, and the same as votes for a tree.
 
         Texts that other threads add later may overwrite what was found. That changes what is proposed, never the
         output: the target verifies every proposal.
         """
         with self._lock:
-            return self.index.occurrences(tail, limit, known, grown)
+            index, is_output = self.index, self._is_output
+            found = index.occurrences(tail, limit, known, grown)
+            text, end = index.tokens, index.end
+        return found, [
+            (
+                text,
+                end if position < end else len(text),
+                position,
+                length,
+                HISTORY_OUTPUT if is_output[position] else HISTORY_PROMPT,
+            )
+            for position, length in found.items()
+        ]
 
     def kind(self, position: int) -> int:
         """Whether a token was generated or belongs to a prompt, as a kind of `MatchOdds`."""

@@ -12,6 +12,7 @@ section 4, for hash chains that are abandoned after a number of links.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ SEPARATOR = -1
 BULK = 64
 """From so many tokens on, numpy indexes them faster than one by one."""
 INITIAL_CAPACITY = 1024
+NOTHING: Mapping[int, int] = {}
 BASE = 0x9E3779B1
 """Base of the polynomial hash: a prime close to the golden ratio of 2^32, so that close tokens get distant hashes."""
 POWERS = tuple(pow(BASE, exponent, 2**32) for exponent in range(ORDERS[-1]))
@@ -53,7 +55,7 @@ class NgramIndex:
         {6: 2, 3: 2}
     """
 
-    tokens: memoryview
+    tokens: array[int]
     _links: list[memoryview]
     _heads: list[memoryview]
 
@@ -64,11 +66,13 @@ class NgramIndex:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold the arrays behind the views."""
-        arrays = [np.asarray(view) for view in (self.tokens, *self._links, *self._heads)]
-        return {"arrays": arrays, "rest": (self._max_tokens, self.end, self._length, self._capacity)}
+        arrays = [np.asarray(view) for view in (*self._links, *self._heads)]
+        rest = (self._max_tokens, self.end, self._length, self._capacity)
+        return {"tokens": self.tokens[:], "arrays": arrays, "rest": rest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._max_tokens, self.end, self._length, self._capacity = state["rest"]
+        self.tokens = state["tokens"]
         self._set_views([array.copy().data for array in state["arrays"]])
 
     def __len__(self) -> int:
@@ -77,7 +81,7 @@ class NgramIndex:
     @property
     def nbytes(self) -> int:
         """Memory of the arrays."""
-        return sum(view.nbytes for view in (self.tokens, *self._links, *self._heads))
+        return memoryview(self.tokens).nbytes + sum(view.nbytes for view in (*self._links, *self._heads))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -94,7 +98,7 @@ class NgramIndex:
             first += len(part)
 
     def occurrences(
-        self, tail: Sequence[int], limit: int, known: Mapping[int, int] | None = None, grown: int = 0
+        self, tail: Sequence[int], limit: int, known: Mapping[int, int] = NOTHING, grown: int = 0
     ) -> dict[int, int]:
         """Where the end of a text occurs in this one: the longest indexed n-grams first, and then the most recent.
 
@@ -109,54 +113,49 @@ class NgramIndex:
             the position of the token that followed, and the length of the match, at most `MAX_MATCH_LENGTH`.
         """
         found: dict[int, int] = {}
-        for order, links, heads, value in zip(
-            reversed(ORDERS), reversed(self._links), reversed(self._heads), self._hashes(tail), strict=True
-        ):
-            if value is None:
-                continue
-            place, age = heads[value % self._capacity] - 1, -1
+        tokens, end, capacity, is_ring = self.tokens, self.end, self._capacity, self._max_tokens is not None
+        backwards = tail[: -MAX_MATCH_LENGTH - 1 : -1]
+        hashes = self._hashes(backwards)
+        for level in range(len(hashes) - 1, -1, -1):
+            order, links = ORDERS[level], self._links[level]
+            place, age = self._heads[level][hashes[level] % capacity] - 1, -1
             for _ in range(limit + 1):  # one of them may be the end of the text itself
-                # A link to a token that has been overwritten since leads forward in the text.
-                if place < 0 or (new_age := (self.end - 1 - place) % self._capacity) <= age:
+                if place < 0:
                     break
-                if place + 1 not in found and place + 1 != self.end and place + 1 < self._capacity:
-                    length = self._match_length(place, tail, order, known, grown)
-                    if length:
-                        found[place + 1] = length
+                if is_ring:  # a link to a token that has been overwritten since leads forward in the text
+                    if (end - 1 - place) % capacity <= age:
+                        break
+                    age = (end - 1 - place) % capacity
+                following = place + 1
+                if following not in found and following != end and following < capacity:
+                    # The place that is overwritten next, and the beginning of the array, end every match.
+                    longest = following if following <= end else following - end
+                    length = 0
+                    for token in backwards:
+                        if length == longest or tokens[place - length] != token:
+                            break
+                        length += 1
+                        if length == grown and (before := known.get(following - grown)) is not None:
+                            length = min(length + before, longest, len(backwards))
+                            break
+                    if length >= order:
+                        found[following] = length
                         if len(found) == limit:
                             return found
-                place, age = links[place] - 1, new_age
+                place = links[place] - 1
         return found
 
-    def _match_length(
-        self, place: int, tail: Sequence[int], least: int, known: Mapping[int, int] | None, grown: int
-    ) -> int:
-        """How many tokens up to `place` equal the end of `tail`; 0 if less than `least`."""
-        tokens = self.tokens
-        # The place that is overwritten next, and the beginning of the array, end every match.
-        longest = min(len(tail), MAX_MATCH_LENGTH, place + 1 if place < self.end else place + 1 - self.end)
-        length = 0
-        while length < longest and tokens[place - length] == tail[-1 - length]:
-            length += 1
-            if length == grown and known is not None:
-                before = known.get(place + 1 - grown)
-                if before is not None:
-                    length = min(length + before, longest)
-                    break
-        return length if length >= least else 0
-
-    def _hashes(self, tail: Sequence[int]) -> list[int | None]:
-        """The hashes of the last n-grams, for `ORDERS` in descending order; None where the text is too short."""
-        hashes: list[int | None] = []
+    def _hashes(self, backwards: Sequence[int]) -> list[int]:
+        """The hashes of the last n-grams, in the order of `ORDERS`; fewer of a short text, which is given backwards."""
+        hashes: list[int] = []
         value = 0
         for order, added in zip(ORDERS, RANGES, strict=True):
-            if order > len(tail):
-                hashes.append(None)
-                continue
+            if order > len(backwards):
+                break
             for back in added:
-                value += (tail[-1 - back] + 2) * POWERS[back]
+                value += (backwards[back] + 2) * POWERS[back]
             hashes.append(value)
-        return hashes[::-1]
+        return hashes
 
     def _append(self, tokens: Sequence[int]) -> None:
         """Append tokens one by one; there is room for them."""
@@ -206,10 +205,11 @@ class NgramIndex:
     def _allocate(self, capacity: int) -> None:
         """Positions are stored as one more than they are, so that zeros, which take no memory yet, stand for none."""
         self._capacity = capacity
-        self._set_views([np.zeros(capacity, dtype=np.int32).data for _ in range(1 + 2 * len(ORDERS))])
+        self.tokens = array("i", bytes(array("i").itemsize * capacity))
+        self._set_views([np.zeros(capacity, dtype=np.int32).data for _ in range(2 * len(ORDERS))])
 
     def _set_views(self, views: list[memoryview]) -> None:
-        self.tokens, self._links, self._heads = views[0], views[1 : 1 + len(ORDERS)], views[1 + len(ORDERS) :]
+        self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
 
 
 def _enter(hashes: NDArray[np.uint64], first: int, links: memoryview, heads: memoryview) -> None:

@@ -35,10 +35,21 @@ FREQUENT_SHARE = 0.25
 FREQUENT = 4 * BUCKETS
 """The class of tokens proposed for being frequent."""
 CLASSES = FREQUENT + 1
+LONGEST = len(BUCKET_OF_LENGTH) - 1
+"""Match lengths with a class of their own; longer matches count as that long."""
+CHAIN = 64
+"""Tokens that are added to a chain at once: the tables by match length continue so far beyond `LONGEST`."""
 LEARNING_RATE = 0.2
 """Step of the odds' logarithm; 0.1 to 0.2 fit best, and none at all costs 4% of the tokens per step."""
 MAX_FACTOR = 20.0
 """Odds stay within this factor of the prior ones."""
+
+
+CLASSES_BY_LENGTH = tuple(
+    tuple(kind * BUCKETS + bucket for bucket in (*BUCKET_OF_LENGTH, *BUCKET_OF_LENGTH[-1:] * CHAIN))
+    for kind in range(FREQUENT // BUCKETS)
+)
+"""By kind and match length."""
 
 
 class MatchOdds:
@@ -46,6 +57,8 @@ class MatchOdds:
 
     Attributes:
         values: `[CLASSES]` present odds.
+        by_length: `[kinds, LONGEST + 1 + CHAIN]` the same by kind and match length.
+        alone: `[kinds, LONGEST + 1 + CHAIN]` probability of a token that one occurrence proposes and no other differs.
 
     Example:
         >>> odds = MatchOdds()
@@ -61,6 +74,8 @@ class MatchOdds:
         self._factors = list(factors)
         self._prior = [value for kind in PRIOR_ODDS for value in kind] + [FREQUENT_SHARE]
         self.values = [prior * factor for prior, factor in zip(self._prior, self._factors, strict=True)]
+        self.by_length = [[self.values[place] for place in classes] for classes in CLASSES_BY_LENGTH]
+        self.alone = [[_alone(value) for value in values] for values in self.by_length]
 
     def observe(self, kind: int, expected: float, accepted: bool) -> None:
         """Learn from a verified token.
@@ -72,8 +87,26 @@ class MatchOdds:
         """
         factor = self._factors[kind] * exp(LEARNING_RATE * (accepted - expected))
         self._factors[kind] = factor = min(MAX_FACTOR, max(1 / MAX_FACTOR, factor))
-        self.values[kind] = self._prior[kind] * factor
+        self.values[kind] = value = self._prior[kind] * factor
+        if kind < FREQUENT:
+            first, last = _LENGTHS[kind % BUCKETS]
+            self.by_length[kind // BUCKETS][first:last] = [value] * (last - first)
+            self.alone[kind // BUCKETS][first:last] = [_alone(value)] * (last - first)
 
     def copy(self) -> MatchOdds:
         """Odds that learn on their own from here on."""
         return MatchOdds(self._factors)
+
+
+def _alone(odds: float) -> float:
+    return odds / (odds + NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN)
+
+
+def _lengths(bucket: int) -> tuple[int, int]:
+    """The first match length of a bucket, and the first one beyond it."""
+    first = BUCKET_OF_LENGTH.index(bucket)
+    last = LONGEST + 1 + CHAIN if bucket == BUCKETS - 1 else BUCKET_OF_LENGTH.index(bucket + 1)
+    return first, last
+
+
+_LENGTHS = [_lengths(bucket) for bucket in range(BUCKETS)]

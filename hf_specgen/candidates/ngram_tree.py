@@ -1,36 +1,41 @@
-"""The most probable continuations of a text, by what followed earlier occurrences of its end: a tree, best-first."""
+"""The most probable continuations of a text, by what followed earlier occurrences of its end: a tree, best-first.
+
+Most of a tree are chains that a single occurrence proposes. They are added as a whole, by slices of its text and of the
+tables in `MatchOdds`, up to the node where another continuation becomes more probable.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, islice
+from operator import mul
 from typing import NamedTuple
 
-from hf_specgen.candidates.ngram_index import NgramIndex
+from hf_specgen.candidates.ngram_index import SEPARATOR
 from hf_specgen.candidates.ngram_odds import (
-    BUCKET_OF_LENGTH,
-    BUCKETS,
+    CHAIN,
+    CLASSES_BY_LENGTH,
     FREQUENT,
+    LONGEST,
     NEW_TOKEN_ODDS,
     NEW_TOKEN_ODDS_PER_TOKEN,
+    MatchOdds,
 )
 from hf_specgen.tree import Parents
 
+MAX_VOTERS = 8
+"""Occurrences that go on voting after a token that they all proposed: with all of them instead, as many tokens are
+accepted per step."""
 
-class Occurrence(NamedTuple):
-    """A place in a text after tokens that equal the last ones of a row.
-
-    Args:
-        text: the text.
-        position: of the token that followed.
-        length: of the match.
-        kind: that of `MatchOdds`.
-    """
-
-    text: NgramIndex
-    position: int
-    length: int
-    kind: int
+Occurrence = tuple["array[int]", int, int, int, int]
+"""A place after tokens that equal the last ones of a row: the text, where it ends, the position of the token that
+followed, the length of the match, and its kind (see `MatchOdds`). A plain tuple, since every draft makes dozens."""
+Frequent = Sequence[tuple[int, float]]
+_Child = tuple[int, float, int, Sequence[Occurrence]]
+"""Token, probability, class of the strongest vote, and the occurrences that voted for it."""
 
 
 class Limits(NamedTuple):
@@ -55,7 +60,6 @@ class NgramTree:
     Attributes:
         tokens, parents: of each node.
         joint: probability that the node is accepted.
-        expected: the same, given that its parent is accepted.
         classes: the class of the occurrence with the strongest vote for it, see `MatchOdds`.
     """
 
@@ -63,23 +67,21 @@ class NgramTree:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.joint: list[float] = []
-        self.expected: list[float] = []
         self.classes: list[int] = []
+
+    def expected(self, node: int) -> float:
+        """Probability that the node is accepted, given that its parent is."""
+        parent = self.parents[node]
+        return self.joint[node] / self.joint[parent] if parent >= 0 else self.joint[node]
 
     def first(self, count: int) -> tuple[list[int], Parents]:
         """Tokens and parents of the first `count` nodes."""
         return self.tokens[:count], tuple(self.parents[:count])
 
 
-Voters = list[tuple[memoryview, int, int, tuple[int, ...], int]]
-"""Of each occurrence: text, place of its end, position at depth 0, classes by match length, match length at depth 0."""
-Frequent = Sequence[tuple[int, float]]
-_Child = tuple[int, float, int, Voters]
-
-
 def grow_tree(
     occurrences: Sequence[Occurrence],
-    odds: Sequence[float],
+    odds: MatchOdds,
     limits: Limits,
     frequent: Frequent = (),
     find: Callable[[int], Sequence[Occurrence]] = lambda token: (),
@@ -88,117 +90,155 @@ def grow_tree(
     known.
 
     Args:
-        occurrences: of the end of the text.
-        odds: `MatchOdds.values`.
+        occurrences: of the end of the text, those with the longest matches first.
+        odds: of the occurrences.
         limits: of the tree.
         frequent: the most frequent tokens and their shares of the text; proposed where occurrences leave doubt.
-        find: looks up the occurrences of one token, to continue after a frequent one.
+        find: looks up the occurrences of one frequent token, each with the position of the token itself, to continue.
 
     Example:
-        >>> from hf_specgen.candidates.ngram_odds import OWN, MatchOdds
-        >>> index = NgramIndex()
-        >>> index.extend([1, 2, 3, 1, 2, 4, 1, 2])
-        >>> found = [Occurrence(index, place, length, OWN) for place, length in index.occurrences([1, 2], 8).items()]
-        >>> grow_tree(found, MatchOdds().values, Limits(depth=2, nodes=4)).first(4)
+        >>> from hf_specgen.candidates.ngram_odds import OWN
+        >>> text = array("i", [1, 2, 3, 1, 2, 4, 1, 2])
+        >>> found = [(text, 8, 5, 2, OWN), (text, 8, 2, 2, OWN)]
+        >>> grow_tree(found, MatchOdds(), Limits(depth=2, nodes=4)).first(4)
         ([4, 3, 1, 1], (-1, -1, 0, 1))
     """
-    tree = NgramTree()
-    tokens, parents, joints = tree.tokens, tree.parents, tree.joint
-    max_depth, max_nodes, min_joint, max_leaves = limits
-    heap: list[tuple[float, int, int, int, int, float, int, Voters]] = []
-    is_leaf: list[bool] = []
-    node, joint, depth, known, leaves = -1, 1.0, 0, 0, 0
-    children = _vote(_voters(occurrences), 0, odds)
-    children += _frequent_children(children, odds[FREQUENT], frequent)
-    while True:
-        for token, probability, kind, voters in children if depth < max_depth else ():
+    children = _vote(occurrences, 0, odds)
+    proposed = {child[0] for child in children}
+    share = odds.values[FREQUENT] * (1.0 - sum(child[1] for child in children))
+    others = ((token, share * part, FREQUENT, ()) for token, part in frequent if token not in proposed)
+    growth = _Growth(odds, limits, find, others)
+    if limits.depth > 0:
+        growth.wait(-1, 1.0, 0, [*children, *islice(others, 1)])
+        growth.run()
+    return growth.tree
+
+
+class _Growth:
+    """A tree that grows, and the nodes that wait to be added.
+
+    Args:
+        odds, limits, find: see `grow_tree`.
+        others: frequent tokens, the most probable first; each waits when the one before has been added.
+    """
+
+    def __init__(
+        self,
+        odds: MatchOdds,
+        limits: Limits,
+        find: Callable[[int], Sequence[Occurrence]],
+        others: Iterator[_Child],
+    ):
+        self.tree = NgramTree()
+        self._odds, self._limits, self._find, self._others = odds, limits, find, others
+        # Joint probability (negative, so that the highest comes first), age, parent, depth, token, class, voters.
+        self._heap: list[tuple[float, int, int, int, int, int, Sequence[Occurrence]]] = []
+        self._age = 0
+
+    def wait(self, parent: int, joint: float, depth: int, children: list[_Child]) -> None:
+        """Add what is known about the children of a node."""
+        heap, (_, _, min_joint, leaves), age = self._heap, self._limits, self._age
+        if leaves == 1 and children:
+            children = [max(children, key=_probability)]  # a chain: its siblings will not be added
+        for token, probability, kind, voters in children:
             value = joint * probability
             if value > min_joint:
-                known += 1  # breaks ties by age
-                heapq.heappush(heap, (-value, known, node, depth + 1, token, probability, kind, voters))
-        while True:
-            if not heap or len(tokens) == max_nodes:
-                return tree
-            negative, _, parent, depth, token, probability, kind, voters = heapq.heappop(heap)
-            extends = parent >= 0 and is_leaf[parent]
-            if extends or leaves < max_leaves:
-                break
-        if extends:
-            is_leaf[parent] = False
-        else:
-            leaves += 1
-        node, joint = len(tokens), -negative
-        tokens.append(token)
-        parents.append(parent)
-        joints.append(joint)
-        tree.expected.append(probability)
-        tree.classes.append(kind)
-        is_leaf.append(True)
-        children = _vote(_voters(find(token)) if kind == FREQUENT else voters, depth if voters else 0, odds)
+                age += 1  # breaks ties
+                heapq.heappush(heap, (-value, age, parent, depth + 1, token, kind, voters))
+        self._age = age
+
+    def run(self) -> None:
+        """Add the most probable nodes, as many as the limits allow."""
+        tree, heap = self.tree, self._heap
+        max_depth, max_nodes, _, max_leaves = self._limits
+        tokens = tree.tokens
+        inner: set[int] = {-1}
+        leaves = 0
+        while heap and len(tokens) < max_nodes:
+            negative, _, parent, depth, token, kind, voters = heapq.heappop(heap)
+            if parent in inner:
+                if leaves == max_leaves:
+                    continue
+                leaves += 1
+            inner.add(parent)
+            node = len(tokens)
+            tokens.append(token)
+            tree.parents.append(parent)
+            tree.joint.append(-negative)
+            tree.classes.append(kind)
+            if kind == FREQUENT:
+                self.wait(-1, 1.0, 0, list(islice(self._others, 1)))
+                voters = self._find(token)
+            if depth == max_depth:
+                continue
+            if len(voters) == 1:
+                self._add_chain(voters[0], node, depth)
+                inner.update(range(node, len(tokens) - 1))
+            else:
+                self.wait(node, -negative, depth, _vote(voters, depth, self._odds))
+
+    def _add_chain(self, voter: Occurrence, node: int, depth: int) -> None:
+        """Add what a single occurrence proposes below the newest node, while that is the most probable."""
+        tree, heap, limits = self.tree, self._heap, self._limits
+        text, end, position, length, kind = voter
+        first, length = position + depth, min(length + depth, LONGEST)
+        count = min(end - first, limits.depth - depth, CHAIN)
+        if count <= 0:
+            return
+        alone, classes = self._odds.alone[kind], CLASSES_BY_LENGTH[kind]
+        bound = min(heap[0][0], -limits.min_joint) if heap else -limits.min_joint
+        added, following = 0, -tree.joint[node] * alone[length]
+        if following < bound:
+            joints = list(accumulate(alone[length : length + count], mul, initial=-tree.joint[node]))
+            added = min(bisect_left(joints, bound) - 1, limits.nodes - len(tree.tokens))
+            piece = text[first : first + added]
+            if SEPARATOR in piece:
+                count = added = piece.index(SEPARATOR)
+            tree.tokens.extend(piece[:added])
+            tree.parents.extend(range(node, node + added))
+            tree.joint.extend([-joint for joint in joints[1 : added + 1]])
+            tree.classes.extend(classes[length : length + added])
+            following = joints[added + 1] if added < count else 0.0
+        if added == CHAIN:
+            self._add_chain(voter, node + added, depth + added)
+        elif following < -limits.min_joint and (token := text[first + added]) != SEPARATOR:
+            self._age += 1
+            entry = (following, self._age, node + added, depth + added + 1, token, classes[length + added], (voter,))
+            heapq.heappush(heap, entry)
 
 
-def _voters(occurrences: Sequence[Occurrence]) -> Voters:
-    return [(text.tokens, text.end, position, _CLASSES[kind], length) for text, position, length, kind in occurrences]
-
-
-def _vote(voters: Voters, depth: int, odds: Sequence[float]) -> list[_Child]:
+def _vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[_Child]:
     """The tokens that occurrences propose at a depth: token, probability, class of the strongest vote, and its voters.
 
     An occurrence that followed the path so far has a match that is longer by the depth.
     """
-    if len(voters) == 1:
-        return _only_vote(voters, depth, odds)
-    votes: dict[int, _Vote] = {}
-    total = NEW_TOKEN_ODDS
+    votes: dict[int, list[Occurrence]] = {}
+    values: dict[int, float] = {}
+    by_length = odds.by_length
     for voter in voters:
-        text, end, position, classes, length = voter
+        text, end, position, length, kind = voter
         position += depth
-        if position == end or position >= len(text) or (token := text[position]) < 0:
-            continue
-        kind = classes[min(length + depth, LONGEST)]
-        value = odds[kind]
-        total += value
-        vote = votes.get(token)
-        if vote is None:
-            votes[token] = _Vote(value, kind, voter)
-            total += NEW_TOKEN_ODDS_PER_TOKEN
-        else:
-            vote.add(value, kind, voter)
-    return [(token, vote.odds / total, vote.kind, vote.voters) for token, vote in votes.items()]
+        if position < end:
+            token, length = text[position], length + depth
+            value = by_length[kind][length if length < LONGEST else LONGEST]
+            if token in votes:
+                values[token] += value
+                votes[token].append(voter)
+            else:
+                values[token], votes[token] = value, [voter]
+    values.pop(SEPARATOR, None)
+    total = sum(values.values()) + NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values)
+    return [
+        (token, value / total, _strongest(votes[token], depth, odds), votes[token][:MAX_VOTERS])
+        for token, value in values.items()
+    ]
 
 
-def _only_vote(voters: Voters, depth: int, odds: Sequence[float]) -> list[_Child]:
-    """The same for one occurrence: most nodes of a long chain have no other."""
-    text, end, position, classes, length = voters[0]
-    position += depth
-    if position == end or position >= len(text) or (token := text[position]) < 0:
-        return []
-    kind = classes[min(length + depth, LONGEST)]
-    value = odds[kind]
-    return [(token, value / (value + NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN), kind, voters)]
+def _strongest(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> int:
+    """The class of the occurrence with the largest odds."""
+    classes = [CLASSES_BY_LENGTH[kind][min(length + depth, LONGEST)] for _, _, _, length, kind in voters[:MAX_VOTERS]]
+    return classes[0] if len(classes) == 1 else max(classes, key=odds.values.__getitem__)
 
 
-class _Vote:
-    """The votes for one token."""
-
-    __slots__ = ("kind", "odds", "strongest", "voters")
-
-    def __init__(self, odds: float, kind: int, voter: tuple[memoryview, int, int, tuple[int, ...], int]):
-        self.odds = self.strongest = odds
-        self.kind, self.voters = kind, [voter]
-
-    def add(self, odds: float, kind: int, voter: tuple[memoryview, int, int, tuple[int, ...], int]) -> None:
-        self.odds += odds
-        self.voters.append(voter)
-        if odds > self.strongest:
-            self.strongest, self.kind = odds, kind
-
-
-def _frequent_children(children: Sequence[_Child], share: float, frequent: Frequent) -> list[_Child]:
-    rest = 1.0 - sum(child[1] for child in children)
-    proposed = {child[0] for child in children}
-    return [(token, rest * share * part, FREQUENT, []) for token, part in frequent if token not in proposed]
-
-
-LONGEST = len(BUCKET_OF_LENGTH) - 1
-_CLASSES = [tuple(kind * BUCKETS + bucket for bucket in BUCKET_OF_LENGTH) for kind in range(FREQUENT // BUCKETS)]
+def _probability(child: _Child) -> float:
+    return child[1]

@@ -55,11 +55,12 @@ class ParallelSession(MarginalSession):
         self.reader = reader
         self._unread = UnreadFeatures(call, target, attached)
         self.passes: list[int] = []
+        self._drafting: list[bool] = []
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         if self._unread.is_empty:
             self._unread.receive()
-        self.passes = []
+        self.passes, self._drafting = [], [depth > 0 for depth in budget]
         return super().draft(budget)
 
     def observe(self, result: VerificationResult) -> None:
@@ -68,8 +69,11 @@ class ParallelSession(MarginalSession):
         self._unread.receive()
 
     def depth_logits(self, depth: int) -> torch.Tensor:
-        """Read the text since the last draft with the target's features, and draft; ended rows are dropped."""
-        features, tokens = self._unread.take()
+        """Read the text since the last draft with the target's features, and draft; ended rows are dropped.
+
+        Only rows that draft read: one that waits for slower rows has no new token to draft behind.
+        """
+        features, tokens = self._unread.take(self._drafting)
         needed = unfinished_rows(self.call)
         self.passes = [sum(needed) * depth]
         return self.reader.draft(features, tokens, needed, depth).float()

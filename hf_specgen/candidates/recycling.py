@@ -131,9 +131,9 @@ class RecyclingSession(DraftSession):
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
         return self._draft(budget, 1)  # the prefill pass verifies chains
 
-    def successors(self, token: int) -> list[tuple[int, float]]:
+    def successors(self, token: int) -> tuple[list[int], list[float]]:
         tokens, bins = self._table.row(token)
-        return [(successor, CENTERS[place]) for successor, place in zip(tokens, bins, strict=True)]
+        return tokens, [CENTERS[place] for place in bins]
 
     def observe(self, result: VerificationResult) -> None:
         """Count which ranks and confidences were accepted, and learn the successors of every token that was read."""
@@ -158,14 +158,13 @@ class RecyclingSession(DraftSession):
         children = children if is_fastest or settings.tree is not None else 1
         min_joint = shape.min_joint if isinstance(shape, FastestSize) else 0.0
         acceptance = self._calibration.by_bin().tolist()
-        texts = zip(state.prompts, state.generated, strict=True)
-        last = [(generated or prompt)[-1] for prompt, generated in texts]
+        last = [state.last_token(row) for row in range(state.batch)]
         self._trees = [
             grow_tree(self._table, token, acceptance, depth, count, min_joint, children)
             for token, depth in zip(last, depths, strict=True)
         ]
         if isinstance(shape, FastestSize):
-            count = shape.nodes(TreeBuilder.from_nodes(depths, [tree.joint for tree in self._trees]))
+            count, _ = shape.of_grown([tree.joint for tree in self._trees])
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 

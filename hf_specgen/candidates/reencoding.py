@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import isfinite
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import compat
 from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.draft_prompt import draft_config
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
 from hf_specgen.target.compiled import CompiledPasses
@@ -207,13 +207,6 @@ class ReencodingSession(DraftSession):
         common = max(self._prompts[row], min(common, len(tokens) - 1))
         self._cached[row] = tokens[:common]
         return tokens[common:] or tokens[-1:]
-
-
-def draft_config(call: Call, prompt: int) -> GenerationConfig:
-    """The settings of a draft model's passes: as long as the target's text can become behind a prompt of its own."""
-    longest = prompt + call.max_new_tokens
-    chunk = call.config.prefill_chunk_size
-    return GenerationConfig(prefill_chunk_size=chunk, max_length=int(longest) if isfinite(longest) else None)
 
 
 def _reader(

@@ -108,20 +108,6 @@ class TreeBuilder:
                 builder.tokens[row, index] = tokens[row, depth - 1, rank]
         return builder
 
-    @classmethod
-    def from_nodes(cls, depths: Sequence[int], joint: Sequence[Sequence[float]]) -> TreeBuilder:
-        """Trees that are grown already; only how large a part of them is verified remains to be decided.
-
-        Args:
-            depths: `[rows]` maximum depths.
-            joint: of each row's nodes, in descending order.
-        """
-        builder = cls(depths)
-        builder.joint = np.zeros((len(depths), max(map(len, joint), default=0)))
-        for row, values in enumerate(joint):
-            builder.joint[row, : len(values)] = values
-        return builder
-
     def add_root(self, proposals: Proposals) -> None:
         """Add the children of each row's last token; `nodes` of the proposals is 1."""
         root = np.full((len(self.limits), 1), -1)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, zip_longest
 from math import isqrt
 from typing import Protocol
 
 import numpy as np
 
-from hf_specgen.candidates.tree_builder import TreeBuilder
-from hf_specgen.depth.latency import StepLatency
+from hf_specgen.candidates.tree_builder import Floats, TreeBuilder
+from hf_specgen.depth.cost import CostCurve
+from hf_specgen.depth.latency import DraftLatency, StepLatency
 from hf_specgen.state import Call
 
 MAX_NODES = 64
@@ -83,6 +86,9 @@ class FastestSize:
         rows: how many rows draft.
         max_nodes: nodes of a row at most.
         children: of a node; 1 for chains.
+
+    Attributes:
+        min_joint: a node that is less likely to be accepted than this cannot make a step faster, whatever the tree.
     """
 
     latency: StepLatency
@@ -91,11 +97,11 @@ class FastestSize:
     children: int = MAX_CHILDREN
 
     def __post_init__(self) -> None:
-        nodes = np.arange(self.max_nodes + 1)
-        self._target = self.latency.target.by_tokens(self.rows * (1.0 + nodes))
-        widths = self.rows * np.arange(1.0, MAX_BEAM + 1)
-        self._pass = np.maximum.accumulate(self.latency.drafter.by_tokens(widths[: None if self.children > 1 else 1]))
-        self._spent = self.latency.drafter.draft([self.rows])
+        self._target, self._target_list, self.min_joint = _target_seconds(
+            self.latency.target, self.rows, self.max_nodes
+        )
+        widths = MAX_BEAM if self.children > 1 else 1
+        self._pass, self._spent = _drafter_seconds(self.latency.drafter, self.rows, widths)
         self._seen = self._expanded = 0
         self._child = EXPECTED_CHILD
 
@@ -111,7 +117,7 @@ class FastestSize:
         # A first draft token may cost far more than each further one, so several levels are considered at once.
         levels = np.arange(1, max(2, int(builder.limits.max() - builder.depth.max()) + 1))[:, None]
         width = np.arange(1, len(frontier) + 1)
-        gain = np.cumsum(self._child ** levels, axis=0) * np.cumsum(frontier)
+        gain = np.cumsum(self._child**levels, axis=0) * np.cumsum(frontier)
         nodes = np.minimum(best + levels * width, self.max_nodes)
         seconds = self._target[nodes] + self._spent + levels * self._pass[: len(frontier)]
         promised = ((tokens + gain) / seconds).max(axis=0)
@@ -125,15 +131,18 @@ class FastestSize:
     def nodes(self, builder: TreeBuilder) -> int:
         return self._best(builder)[2]
 
-    @property
-    def min_joint(self) -> float:
-        """A node that is less likely to be accepted than this cannot make a step faster, whatever the tree."""
-        # Each node adds its probability to the tokens of a step, of which there is at least one for each row.
-        return max(MIN_GAIN, float((np.diff(self._target) / self._target[1:]).min()))
+    def of_grown(self, joint: Sequence[Sequence[float]], drafting: float = 0.0) -> tuple[int, float]:
+        """How many nodes of trees that are grown already are verified, and the expected tokens per second.
 
-    def rate(self, builder: TreeBuilder) -> float:
-        """Expected tokens per second of the fastest tree."""
-        return self._best(builder)[1]
+        Args:
+            joint: joint probabilities of each row's nodes, in descending order.
+            drafting: seconds that the passes of the drafter took.
+        """
+        gains = joint[0] if len(joint) == 1 else map(sum, zip_longest(*joint, fillvalue=0.0))
+        tokens = accumulate(gains, initial=float(self.rows))
+        rates = [count / (seconds + drafting) for count, seconds in zip(tokens, self._target_list, strict=False)]
+        best = max(rates)
+        return rates.index(best), best
 
     def rate_of(self, gain: float, nodes: float, drafting: float) -> float:
         """Expected tokens per second of a step.
@@ -165,6 +174,21 @@ class FastestSize:
             self._child = float(builder.joint[:, new].sum() / max(reached, 1e-9))
             self._child = min(self._child, 1.0)
         self._seen = builder.joint.shape[1]
+
+
+@lru_cache(maxsize=64)
+def _target_seconds(target: CostCurve, rows: int, max_nodes: int) -> tuple[Floats, list[float], float]:
+    """Seconds of the target's pass by the nodes of each row, from 0 on, as an array and as a list; and `min_joint`."""
+    seconds = target.by_tokens(rows * np.arange(1.0, max_nodes + 2))
+    # Each node adds its probability to the tokens of a step, of which there is at least one for each row.
+    return seconds, seconds.tolist(), max(MIN_GAIN, float((np.diff(seconds) / seconds[1:]).min()))
+
+
+@lru_cache(maxsize=64)
+def _drafter_seconds(drafter: DraftLatency, rows: int, widths: int) -> tuple[Floats, float]:
+    """Seconds of the drafter's pass by the nodes of each row, from 1 on; and of the pass over its last token."""
+    passes = np.maximum.accumulate(drafter.by_tokens(rows * np.arange(1.0, widths + 1)))
+    return passes, drafter.draft([rows])
 
 
 def tree_shape(size: str | int | None, call: Call, depths: Sequence[int], children: int = MAX_CHILDREN) -> TreeShape:

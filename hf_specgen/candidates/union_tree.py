@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
 from hf_specgen.candidates.tree_builder import MAX_JOINT
-from hf_specgen.depth.calibration import EDGES, RANKS
+from hf_specgen.depth.calibration import BIN_CENTERS, EDGES, RANKS
 from hf_specgen.tree import DraftTree, Parents
 
 UNKNOWN_ACCEPTANCE = 0.6
 """Assumed of a child, given its parent, where a strategy estimates nothing; calibration corrects it."""
+CENTERS: list[float] = BIN_CENTERS.tolist()
+BOUNDS: list[float] = EDGES.tolist()
 SEVERAL = RANKS - 1
 """The class of tokens that several strategies proposed; those of one strategy have its number, up to this one."""
 
-Successors = Callable[[int], Sequence[tuple[int, float]]]
+Row = tuple[Sequence[int], Sequence[float]]
+"""Likely successors of a token and their probabilities, most likely first."""
 _Edges = dict[int, list[tuple[int, int, float]]]
 """By parent: token, node and conditional probability of its children."""
+_Places = tuple[int | None, ...]
+"""The node of each strategy's draft that a node of the tree stands for."""
+_Siblings = tuple[Row, int, float, Collection[int]]
+"""Successors of a node: these, the rank of the next one, the node's joint probability, tokens that others proposed."""
 
 
 class UnionTree:
@@ -34,6 +41,7 @@ class UnionTree:
     Attributes:
         tokens, parents, joint: of each node.
         classes, bins: by which strategy each was proposed, and the confidence bin of its combined probability.
+        weights: the combined probability, relative to the centre of its bin.
     """
 
     def __init__(self) -> None:
@@ -42,6 +50,7 @@ class UnionTree:
         self.joint: list[float] = []
         self.classes: list[int] = []
         self.bins: list[int] = []
+        self.weights: list[float] = []
 
     def first(self, count: int) -> tuple[list[int], Parents]:
         """Tokens and parents of the first `count` nodes."""
@@ -57,7 +66,7 @@ def unite(
     depth: int,
     nodes: int,
     min_joint: float = 0.0,
-    successors: Sequence[tuple[int, Successors]] = (),
+    successors: tuple[int, Callable[[int], Row]] | None = None,
     only_chain: bool = False,
 ) -> UnionTree:
     """Grow the most probable tree of one row.
@@ -65,12 +74,13 @@ def unite(
     Args:
         drafts: of each strategy.
         row: of the batch.
-        acceptance: `[RANKS, bins]` as `Calibration.by_bin` returns it, by class and combined probability.
+        acceptance: `[RANKS, bins]` as `Calibration.by_bin` returns it, by class and combined probability: that at the
+            centres of the bins.
         last_token: of the row.
         depth: maximum depth.
         nodes: maximum number of nodes.
         min_joint: joint probability below which a node is left out.
-        successors: strategies by their number, with a function that gives likely successors of a token.
+        successors: the number of a strategy, and its function that gives likely successors of a token.
         only_chain: whether only the most likely child of a node is kept.
 
     Example:
@@ -81,67 +91,120 @@ def unite(
         >>> unite([a, b], 0, as_it_is, last_token=1, depth=9, nodes=9).first(9)
         ([5, 6, 7], (-1, 0, -1))
     """
-    sources = [_edges(draft, row) for draft in drafts]
-    estimates, edges = acceptance.tolist(), EDGES.tolist()
-    tree = UnionTree()
-    heap: list[tuple[float, int, int, int, int, int, int, tuple[int | None, ...]]] = []
-    pushed = 0
-    node, token, joint, level = -1, last_token, 1.0, 0
-    places: tuple[int | None, ...] = (-1,) * len(sources)
-    while True:
-        if level < depth:
-            votes = _votes(sources, places, token, successors, min_joint / joint)
-            children = []
-            for child, (missed, kind, below) in votes.items():
-                place = bisect_left(edges, 1 - missed)
-                children.append((min(MAX_JOINT, estimates[kind][place]), kind, place, child, below))
-            if only_chain:
-                children = [max(children, key=lambda one: one[0])] if children else []
-            total = max(1.0, sum(child[0] for child in children))
-            for probability, kind, place, child, below in children:
-                value = joint * probability / total
-                if value > min_joint:
-                    pushed += 1
-                    entry = (-value, pushed, node, level + 1, child, kind, place)
-                    heapq.heappush(heap, (*entry, tuple(below.get(source) for source in range(len(sources)))))
-        if not heap or len(tree.tokens) == nodes:
-            return tree
-        negative, _, parent, level, token, kind, place, places = heapq.heappop(heap)
-        node, joint = len(tree.tokens), -negative
-        tree.tokens.append(token)
-        tree.parents.append(parent)
-        tree.joint.append(joint)
-        tree.classes.append(kind)
-        tree.bins.append(place)
+    union = _Union([_edges(draft, row) for draft in drafts], acceptance.tolist(), min_joint, successors, only_chain)
+    union.run(last_token, depth, nodes)
+    return union.tree
 
 
-_Vote = tuple[float, int, dict[int, int]]
-"""Probability that no strategy is right, class, and the node of each strategy that drafted the token."""
+class _Union:
+    """A tree that grows, and the nodes that wait to be added: see `unite`.
+
+    Args:
+        sources: the edges of each strategy's draft.
+        acceptance, min_joint, successors, only_chain: see `unite`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[_Edges],
+        acceptance: list[list[float]],
+        min_joint: float,
+        successors: tuple[int, Callable[[int], Row]] | None,
+        only_chain: bool,
+    ):
+        self.tree = UnionTree()
+        self._sources, self._acceptance, self._min_joint = sources, acceptance, min_joint
+        source, self._find = (0, _no_successors) if successors is None else successors
+        self._kind = min(source, SEVERAL - 1)
+        self._estimates: dict[float, tuple[float, int, float]] = {}
+        self._only_chain = only_chain
+        # Joint probability (negative, so that the highest comes first), age, parent, depth, token, class, bin, weight.
+        self._heap: list[tuple[float, int, int, int, int, int, int, float, _Places, _Siblings | None]] = []
+        self._age = 0
+
+    def run(self, last_token: int, depth: int, nodes: int) -> None:
+        """Add the most probable nodes, as many as the limits allow."""
+        tree, heap = self.tree, self._heap
+        if depth > 0:
+            self._expand(-1, 0, last_token, 1.0, (-1,) * len(self._sources))
+        while heap and len(tree.tokens) < nodes:
+            negative, _, parent, level, token, kind, place, weight, places, siblings = heapq.heappop(heap)
+            node = len(tree.tokens)
+            tree.tokens.append(token)
+            tree.parents.append(parent)
+            tree.joint.append(-negative)
+            tree.classes.append(kind)
+            tree.bins.append(place)
+            tree.weights.append(weight)
+            if siblings is not None and not self._only_chain:
+                self._wait_for_successor(parent, level, siblings)
+            if level < depth:
+                self._expand(node, level, token, -negative, places)
+
+    def _expand(self, node: int, level: int, token: int, joint: float, places: _Places) -> None:
+        """The children of a node become known; of its successors the most likely one, others after it was added."""
+        row = self._find(token)
+        children = self._votes(places, row) if places else []
+        if len(children) > 1:
+            children.sort(reverse=True)
+        if self._only_chain and children:
+            children, row = children[:1], ((), ())
+        left = 1.0  # the estimates of siblings may add up to more
+        for probability, child, kind, place, weight, below in children:
+            value = joint * min(probability, left)
+            left = max(0.0, left - probability)
+            if value > self._min_joint:
+                self._age += 1  # breaks ties
+                entry = (-value, self._age, node, level + 1, child, kind, place, weight, below, None)
+                heapq.heappush(self._heap, entry)
+        self._wait_for_successor(node, level + 1, (row, 0, joint, [child[1] for child in children]))
+
+    def _votes(self, places: _Places, row: Row) -> list[tuple[float, int, int, int, float, _Places]]:
+        """What the drafts propose after a node: probability, token, class, bin, weight, places."""
+        votes: dict[int, tuple[float, int, dict[int, int]]] = {}
+        for source, (edges, above) in enumerate(zip(self._sources, places, strict=True)):
+            for child, node, probability in edges.get(above, ()) if above is not None else ():
+                if child in votes:
+                    missed, _, known = votes[child]
+                    votes[child] = missed * (1 - probability), SEVERAL, {**known, source: node}
+                else:
+                    votes[child] = 1 - probability, min(source, SEVERAL - 1), {source: node}
+        children: list[tuple[float, int, int, int, float, _Places]] = []
+        for child, (missed, kind, known) in votes.items():
+            if child in row[0]:
+                missed, kind = missed * (1 - row[1][row[0].index(child)]), SEVERAL
+            below = tuple([known.get(source) for source in range(len(self._sources))])
+            value, place, weight = self._calibrated(kind, 1 - missed)
+            children.append((value, child, kind, place, weight, below))
+        return children
+
+    def _wait_for_successor(self, parent: int, level: int, siblings: _Siblings) -> None:
+        """The most likely successor that no draft proposed waits to be added, with the others behind it."""
+        row, rank, joint, proposed = siblings
+        tokens, probabilities = row
+        while rank < len(tokens) and tokens[rank] in proposed:
+            rank += 1
+        if rank == len(tokens):
+            return
+        estimate = self._estimates.get(probabilities[rank])
+        if estimate is None:
+            estimate = self._estimates[probabilities[rank]] = self._calibrated(self._kind, probabilities[rank])
+        value = joint * estimate[0]
+        if value > self._min_joint:
+            self._age += 1
+            behind = row, rank + 1, joint, proposed
+            entry = (-value, self._age, parent, level, tokens[rank], self._kind, estimate[1], estimate[2], (), behind)
+            heapq.heappush(self._heap, entry)
+
+    def _calibrated(self, kind: int, probability: float) -> tuple[float, int, float]:
+        """The acceptance of a token of this class and combined probability, and the bin and weight of the latter."""
+        place = bisect_left(BOUNDS, probability)
+        weight = probability / CENTERS[place]
+        return min(MAX_JOINT, self._acceptance[kind][place] * weight), place, weight
 
 
-def _votes(
-    sources: Sequence[_Edges],
-    places: Sequence[int | None],
-    token: int,
-    successors: Sequence[tuple[int, Successors]],
-    least: float,
-) -> dict[int, _Vote]:
-    """What the strategies propose after a node, by token."""
-    votes: dict[int, _Vote] = {}
-    for source, (edges, place) in enumerate(zip(sources, places, strict=True)):
-        for child, node, probability in edges.get(place, ()) if place is not None else ():
-            votes[child] = _added(votes.get(child), source, probability, {source: node})
-    for source, find in successors:
-        for child, probability in find(token):
-            if child in votes or probability > least:
-                votes[child] = _added(votes.get(child), source, probability, {})
-    return votes
-
-
-def _added(vote: _Vote | None, source: int, probability: float, place: dict[int, int]) -> _Vote:
-    if vote is None:
-        return 1 - probability, min(source, SEVERAL - 1), place
-    return vote[0] * (1 - probability), SEVERAL, {**vote[2], **place}
+def _no_successors(token: int) -> Row:
+    return (), ()
 
 
 def _edges(draft: DraftTree, row: int) -> _Edges:

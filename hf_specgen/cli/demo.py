@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, zip_longest
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -20,7 +20,7 @@ from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.evaluation.measure import Sample, Total, Variant, interleave, measure_round
 from hf_specgen.evaluation.provenance import provenance
 from hf_specgen.evaluation.strategies import head_strategy, strategies
-from hf_specgen.evaluation.widen import widen
+from hf_specgen.evaluation.widen import widen_in_fast_dtype
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     EMBEDDED_ADAPTER,
@@ -37,11 +37,9 @@ from hf_specgen.evaluation.workloads import (
     encode,
     first_difference,
     load,
-    torch_dtype,
 )
 
 WARM_UP = "Write a function that adds two numbers."
-WIDE_DTYPE = "bfloat16"
 WIDE_SHARE = 2 / 3
 """Share of the time for the widened target, which takes longer for each prompt."""
 
@@ -105,13 +103,14 @@ def run_demo(
     size = sum(parameter.numel() for parameter in model.parameters())
     targets = [_empty(f"{_millions(size)} {settings.dtype}", settings.dtype, compared)]
     if settings.widened:
-        targets.append(_empty(f"{settings.wide}M {WIDE_DTYPE}", WIDE_DTYPE, compared))
+        targets.append(_empty(f"{settings.wide}M", "", compared))
     on_change(targets, "loading")
     seconds = settings.seconds * (1 - WIDE_SHARE if settings.widened else 1)
     for target in targets:
         if target is not targets[0]:
             on_change(targets, f"{target.title}: widening the layers")
-            model = cast(Any, widen(model, settings.wide * 10**6)).to(torch_dtype(WIDE_DTYPE))
+            model, target.dtype = widen_in_fast_dtype(model, settings.wide * 10**6)
+            target.title = f"{settings.wide}M {target.dtype}"
             seconds = settings.seconds * WIDE_SHARE
         on_change(targets, f"{target.title}: warming up")
         _measure(target, model, tokenizer, compared, prompts, settings, seconds, partial(on_change, targets))

@@ -66,6 +66,8 @@ def closing_lines(targets: Sequence[Measured], widened: bool) -> Iterator[str]:
             f"[dim]{targets[-1].title} computes the function of the small model with wider layers: a latency model of "
             "a larger target. Texts and acceptance are those of the small one, the cost of a step is not.[/]"
         )
+        if targets[-1].dtype == "float32":
+            yield "[dim]It runs in float32, since this processor has no fast kernels for several tokens in bfloat16.[/]"
 
 
 def one_answer(totals: dict[str, Total], tokenizer: PreTrainedTokenizerBase) -> RenderableType:

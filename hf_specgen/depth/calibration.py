@@ -80,13 +80,15 @@ class Calibration:
         np.add.at(self.seen, place, 1.0)
         np.add.at(self.accepted, place, accepted.astype(float))
 
-    def count(self, rank: int, place: int, accepted: bool) -> None:
+    def count(self, rank: int, place: int, accepted: bool, weight: float = 1.0) -> None:
         """Count one token whose parent was accepted, by its bin; half of what a bin has counted is forgotten at times.
+
+        With the confidence relative to the centre of its bin as the weight, `by_bin` is the acceptance at the centres.
 
         For strategies that draft from the text alone: what is accepted changes within a text, as between a heading and
         a copied paragraph.
         """
-        self.seen[rank, place] += 1.0
+        self.seen[rank, place] += weight
         self.accepted[rank, place] += accepted
         if self.seen[rank, place] > MAX_OBSERVATIONS:
             self.seen[rank, place] /= 2

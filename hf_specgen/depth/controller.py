@@ -33,6 +33,8 @@ EXPLORATION_SHARE = 0.015
 """Share of the time spent on trial drafts where plain decoding is faster: less than the margin."""
 MAX_EXPLORATION = 0.25
 """Maximum exploration budget, in plain steps, unless a trial costs more; it fills up within 17 steps."""
+MAX_EXPLORATION_DEBT = 0.5
+"""Budget in plain steps that a failed trial overdraws at most, so that the next one comes within about 50 steps."""
 ADVANCE_STEPS = 64
 """Steps whose budget may be spent on the first trial of a call, which includes the drafter's prefill."""
 MIN_TRIAL_COST = 0.05
@@ -125,8 +127,9 @@ class AdaptiveSession(PolicySession):
             self._make_plan(room, active)
         self._plan_age += 1
         depths, prefill = self._plan.depths, self._prefill_cost * self._unread
+        speedup = self._speed.speedup if self._candidates.adaptive_tree else self._plan.speedup
         # Expected time of the remaining tokens, relative to plain steps, with the drafter's prefill.
-        if 1 / self._plan.speedup + prefill / max(room) >= 1 / (1 + self._margin):
+        if 1 / speedup + prefill / max(room) >= 1 / (1 + self._margin):
             depths = [self._explore(prefill, max(room))] * len(room)
         return [min(depth, free) for depth, free in zip(depths, room, strict=True)]
 
@@ -152,13 +155,17 @@ class AdaptiveSession(PolicySession):
         if self._profile is not None and is_first_rank(self._group):
             self._profile.add(step, self._place, self._unread)
         if not any(step.requested):
+            self._speed.add_plain()
             self._unread += max((row.emitted for row in step.rows if row is not None), default=0)
             return
         drafted = [row for row in step.rows if row is not None and row.drafted]
         accepted = sum(row.accepted for row in drafted)
         if self._exploring:
             self._exploration += accepted / max(1, step.batch) - self._trial_cost(step, bool(drafted))
-        self._speed.add(sum(row.emitted for row in step.rows if row is not None) / max(1, step.batch), self._cost_of(step))
+            self._exploration = max(self._exploration, -MAX_EXPLORATION_DEBT)
+        self._speed.add(
+            sum(row.emitted for row in step.rows if row is not None) / max(1, step.batch), self._cost_of(step)
+        )
         if drafted:
             breadth = max(row.drafted for row in drafted) / step.depth
             self._nodes_per_level += SIZE_UPDATE * (breadth - self._nodes_per_level)
@@ -187,8 +194,7 @@ class AdaptiveSession(PolicySession):
         plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
         if self._candidates.adaptive_tree:  # it sizes its trees itself
             chosen = plan.depths if any(plan.depths) else active
-            depths = [self._candidates.k if drafts else 0 for drafts in chosen]
-            plan = plan._replace(depths=depths, speedup=self._speed.speedup(plan.speedup))
+            plan = plan._replace(depths=[self._candidates.k if drafts else 0 for drafts in chosen])
         self._plan, self._plan_age, self._active, self._renew = plan, 0, active, False
 
     def _remember(self) -> None:

@@ -114,6 +114,7 @@ class LatencyModel:
     slices: tuple[Slice, ...]
     drafter: str = ANY_KIND
     description: Mapping[str, Any] = field(default_factory=dict)
+    _nearest: dict[tuple[int, int], StepLatency] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 < len(self.slices) <= MAX_SLICES:
@@ -121,14 +122,18 @@ class LatencyModel:
 
     def at(self, rows: int, context: int) -> StepLatency:
         """Latencies for so many rows whose longest has `context` tokens."""
-        rows, context = slice_of(rows, context)
+        wanted = rows, context = slice_of(rows, context)
+        known = self._nearest.get(wanted)
+        if known is not None:
+            return known
 
         def distance(one: Slice) -> float:
             # Rows have twice the weight: they change the cost of every token, contexts only that of attention.
             return 2 * abs(log2(rows / one.target.batch)) + abs(log2(context / one.target.context))
 
         nearest = min(self.slices, key=distance)
-        return StepLatency(nearest.target, nearest.drafters.get(self.drafter) or nearest.drafters[ANY_KIND])
+        drafter = nearest.drafters.get(self.drafter) or nearest.drafters[ANY_KIND]
+        return self._nearest.setdefault(wanted, StepLatency(nearest.target, drafter))
 
     def select(self, drafter: str, negligible_draft_cost: bool = False) -> LatencyModel:
         """The same model with this kind of drafter.

@@ -54,7 +54,8 @@ class BlockReader:
 
         Args:
             features: for each row `[new, taps * target_hidden]`; rows may have different numbers of them.
-            next_tokens: for each row the token after each of these positions; the last one is the anchor.
+            next_tokens: for each row the token after each of these positions; the last one is the anchor. Without any,
+                the row's logits mean nothing.
             needed: the rows that have not ended; the others are dropped.
             depth: draft tokens; a head whose attention inside the block goes both ways drafts `self.depth` whatever is
                 asked for, since masks see each other.
@@ -69,7 +70,7 @@ class BlockReader:
         causal = all(kind.causal for kind in self._config.attention)
         size = min(first + depth, self._config.block_size) if causal else self._config.block_size
         blocks = torch.full((len(places), size), self._config.mask_token_id, device=device)
-        blocks[:, 0] = torch.tensor([tokens[-1] for tokens in self._active.select(next_tokens)])
+        blocks[:, 0] = torch.tensor([tokens[-1] if tokens else 0 for tokens in self._active.select(next_tokens)])
         positions = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(size, device=device)
         head: Any = self.attached.head
         output = head(self.attached.embed(blocks), positions, self.cache, self.lengths).output

@@ -58,7 +58,8 @@ class ParallelReader:
 
         Args:
             features: for each row `[new, taps * target_hidden]`; rows may have different numbers of them.
-            next_tokens: for each row the token after each of these positions.
+            next_tokens: for each row the token after each of these positions. Without any, the row's logits mean
+                nothing.
             needed: the rows that have not ended; the others are dropped.
             depth: draft tokens.
 
@@ -78,6 +79,7 @@ class ParallelReader:
         output = self._run([(states[end:], row[end:]) for states, row, end in late], masked=depth - 1)
         new = [len(row) - end for row, end in zip(tokens, early, strict=True)]
         columns = torch.tensor(new, device=output.device)[:, None] - 1 + torch.arange(depth, device=output.device)
+        columns = columns.clamp(min=0)
         return self._active.spread(
             self.attached.target_logits(output[torch.arange(len(new), device=output.device)[:, None], columns])
         )

@@ -12,6 +12,8 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.target.attention import grouped_attention
 from hf_specgen.target.compiled import CompiledPasses, padded_width
+from hf_specgen.target.encoder import EncoderStepInputs
+from hf_specgen.target.model_parts import mask_name, text_config
 from hf_specgen.target.own_cache import max_slots, own_cache
 from hf_specgen.target.prompt import Prompt
 from hf_specgen.target.state_layers import keeps_state
@@ -40,6 +42,8 @@ class Target:
     """Whether a step starts from hidden states that drafting has computed for its tokens."""
     compiled_taps: tuple[int, ...] = ()
     """Hidden states that compiled passes return, as indices into Transformers' `hidden_states`."""
+    max_lead: float = float("inf")
+    """How many tokens a row may be ahead of the slowest row."""
 
     def __init__(
         self,
@@ -50,13 +54,15 @@ class Target:
         compiled: CompiledPasses | None = None,
     ):
         self.model, self._compiled = model, compiled
-        self._config = model.config.get_text_config()
+        self._config = text_config(model)
         self.device = compat.input_device(model)
-        self._inputs = StepInputs(model, input_ids, model_kwargs)
-        given = model_kwargs.get("past_key_values")
+        make_inputs = EncoderStepInputs if "encoder_outputs" in model_kwargs else StepInputs
+        self._inputs = make_inputs(model, input_ids, model_kwargs)
+        given = self._inputs.text_cache(model_kwargs.get("past_key_values"))
         self._given_cache = given if compat.is_user_defined(given) else None
         slots = max_slots(generation_config)
         self.cache = own_cache(given, self._given_cache is not None, self._config, slots, compiled is not None)
+        self._past_key_values = self._inputs.past_key_values(self.cache)
         self._given_lengths = self.cache.lengths
         if self.cache is self._given_cache:
             self.cache.protect()
@@ -69,7 +75,7 @@ class Target:
         self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
-        self.prompt = Prompt(input_ids, generation_config, model_kwargs, self.last_position)
+        self.prompt = Prompt(input_ids, generation_config, model_kwargs, self.last_position, mask_name(model))
         self._masks = StepMasks(model, self.prompt.padding, required=compiled is not None)
         if compiled is not None and self._inputs.accompanies_text:
             raise ValueError("compile=True works with prompts of text alone; leave it out")
@@ -110,7 +116,7 @@ class Target:
             `[batch, 1 + nodes, vocab]` logits: after the last prompt token, then after each node.
         """
         before = self.cache.lengths or (0,) * self.batch
-        logits = self.prompt.read(self.model, self.cache, draft)[:, -1 - draft.nodes :]
+        logits = self.prompt.read(self.model, self._past_key_values, draft)[:, -1 - draft.nodes :]
         self._prompt_was_read(before[0], draft.nodes)
         return logits
 
@@ -239,16 +245,13 @@ class Target:
         if cached:  # padding nodes may exceed the position table; their results are ignored
             ends = [self.last_position if base <= self.last_position else 2**31 for base in bases]
             positions = positions.minimum(torch.tensor(ends, device=self.device)[:, None])
-        arguments = {
-            **inputs,
-            "attention_mask": self._masks.of_step(tree, depth, lengths, cached, self.cache.first_visible),
-            "position_ids": self._inputs.positions(positions),
-            **self._inputs.extra(self.cache, positions.shape[1]),
-        }
+        mask = self._masks.of_step(tree, depth, lengths, cached, self.cache.first_visible)
+        arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
         if self._compiled is not None:
+            del arguments["past_key_values"]
             return self._compiled.run(self.model, arguments, self.cache, new, self.compiled_taps)
         with grouped_attention():
-            return module(**arguments, past_key_values=self.cache, use_cache=True, return_dict=True)
+            return module(**{**arguments, "use_cache": True, "return_dict": True})
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
@@ -307,7 +310,7 @@ class Target:
         if isinstance(self._given_cache, DynamicCache):
             self.cache.to_dynamic(self._given_cache)
             return self._given_cache
-        return self.cache
+        return self._inputs.returned_cache(self.cache, self._past_key_values)
 
     def abandon(self) -> None:
         """After an exception: restore a cache that the user gave."""

@@ -219,10 +219,17 @@ class RaggedCache(Cache):
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         return layer.get_seq_length() if isinstance(layer, RaggedLayer) else max(self.lengths, default=0)
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None, as before the first pass: models then pass their columns to `update_conv_state`, which returns the
+        window before them, and leave out kernels that overwrite the window in place."""
+
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """A copy of the state, since kernels may overwrite it and a rollback needs it."""
-        state = super().get_recurrent_state(layer_idx, state_idx)
-        return None if state is None else state.clone()
+        """The state, for one pass, which may overwrite it; the layer keeps a copy for a rollback."""
+        if super().get_recurrent_state(layer_idx, state_idx) is None:
+            return None
+        layer: Any = self.layers[layer_idx]
+        state: torch.Tensor = layer.parts[-1].state_for_pass(state_idx)
+        return state
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -123,8 +123,16 @@ class HiddenStateTarget(Target):
         thread = threading.get_ident()
 
         def keep(place: int, value: Any) -> None:
-            if threading.get_ident() == thread:
-                captured[place].append((value if isinstance(value, torch.Tensor) else value[0]).to(self.device))
+            if threading.get_ident() != thread:
+                return
+            state = value if isinstance(value, torch.Tensor) else value[0]
+            if state.dim() != 3:
+                raise ValueError(
+                    f"hidden state {self._indices[place]} of {type(self.model).__name__} has the shape "
+                    f"{list(state.shape)}, not [batch, positions, hidden], so that a draft head cannot read it; use a "
+                    "strategy without a head"
+                )
+            captured[place].append(state.to(self.device))
 
         handles = []
         try:

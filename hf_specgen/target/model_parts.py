@@ -13,6 +13,18 @@ from transformers import PreTrainedModel
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "embedding_norm")
 
 
+def text_config(model: PreTrainedModel) -> Any:
+    """The config of the part that generates text; of an encoder-decoder model, of its decoder."""
+    if model.config.is_encoder_decoder:
+        return model.config.get_text_config(decoder=True)
+    return model.config.get_text_config()
+
+
+def mask_name(model: PreTrainedModel) -> str:
+    """The argument that tells which tokens of the generated text and its prompt are padding."""
+    return "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+
+
 def decoder(model: PreTrainedModel) -> nn.Module:
     """The model without its output matrix; its `last_hidden_state` is what the output matrix reads."""
     inner = cast(Any, model).get_decoder()

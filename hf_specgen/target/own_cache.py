@@ -43,6 +43,11 @@ def own_cache(given: Any, user_owned: bool, config: Any, slots: int | None, keep
         windows = [] if keeps_all else masks.layer_windows(config)
         slots = slots + PADDING_SLOTS if keeps_all and slots is not None else slots
         return RaggedCache(windows, slots, layers=make_layers(config, slots) if special else None)
+    if type(given) is DynamicCache and not given.offloading:
+        raise ValueError(
+            "a DynamicCache cannot roll back the convolutions, recurrent states or indexed attention of this model; "
+            "leave past_key_values out of the first call, and give later ones the cache that it returned"
+        )
     raise ValueError(
         f"candidate_generator= works with a DynamicCache or the cache of an earlier speculative call, "
         f"not with {type(given).__name__}; leave past_key_values and cache_implementation unset"

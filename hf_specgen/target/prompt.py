@@ -19,20 +19,29 @@ class Prompt:
         input_ids: `[batch, prompt]`, left-padded.
         config, kwargs: as prepared by `generate`.
         last_position: how far the model's positions go.
+        mask: the name of the argument that tells which of these tokens are padding.
     """
 
-    def __init__(self, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any], last_position: int):
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        config: GenerationConfig,
+        kwargs: dict[str, Any],
+        last_position: int,
+        mask: str = "attention_mask",
+    ):
         self.input_ids, self.config, self.kwargs, self.last_position = input_ids, config, kwargs, last_position
+        self._mask = mask
 
     @property
     def padding(self) -> torch.Tensor | None:
         """`[batch, slots]` bool, False for padding; None if there is none."""
-        mask = self.kwargs.get("attention_mask")
+        mask = self.kwargs.get(self._mask)
         return None if mask is None or bool((mask != 0).all()) else mask != 0
 
     def takes_drafts(self, cached: int) -> bool:
         """Whether a draft can be read with it: not in chunks, and if there is a token that is not cached."""
-        mask = self.kwargs.get("attention_mask")
+        mask = self.kwargs.get(self._mask)
         width = compat.mask_length(self.config) if mask is None else mask.shape[1]
         nothing_unread = width == self.input_ids.shape[1] <= cached
         return self.config.prefill_chunk_size is None and not nothing_unread

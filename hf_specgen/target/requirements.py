@@ -9,8 +9,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen.target.base import Target
+from hf_specgen.target.common_length import CommonLengthTarget
 from hf_specgen.target.compiled import compiled_passes
 from hf_specgen.target.early_exit import EarlyExitTarget
+from hf_specgen.target.encoder import takes_positions
 from hf_specgen.target.hidden_states import HiddenStateTarget
 
 OUTPUT_STATE = -1
@@ -50,6 +52,21 @@ class TargetRequirements:
         return TargetRequirements(taps, exits.pop() if exits else None)
 
 
+def check_decoder_only(model: PreTrainedModel, strategy: str) -> None:
+    """Raise if a strategy that reads hidden states or divides the layers is used with an encoder-decoder model.
+
+    Args:
+        model: the target.
+        strategy: its name.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{strategy} does not work with {type(model).__name__}: it needs hidden states or an early exit, which are "
+            "implemented for decoder-only models, whose layers read nothing beside the text; with an encoder-decoder "
+            "use NgramCandidates, RecyclingCandidates or DraftModelCandidates"
+        )
+
+
 def make_target(
     requirements: TargetRequirements,
     model: PreTrainedModel,
@@ -63,12 +80,17 @@ def make_target(
     Raises:
         ValueError: if the model cannot provide what is required, or cannot be compiled.
     """
-    if compile and requirements.exit_layer is not None:
-        raise ValueError(
-            "compile=True does not work with strategies that run a part of the target's layers (layer skip); "
-            "leave it out, or use another candidate generator"
-        )
+    if compile and (requirements.exit_layer is not None or "encoder_outputs" in model_kwargs):
+        what = "models that read an encoder"
+        if requirements.exit_layer is not None:
+            what = "strategies that run a part of the target's layers (layer skip)"
+        raise ValueError(f"compile=True does not work with {what}; leave it out")
     compiled = compiled_passes(model) if compile else None
+    if "encoder_outputs" in model_kwargs:
+        if requirements.taps or requirements.exit_layer is not None:
+            check_decoder_only(model, "this strategy")
+        kind = Target if takes_positions(model) else CommonLengthTarget
+        return kind(model, input_ids, config, model_kwargs)
     if requirements.exit_layer is not None:
         return EarlyExitTarget(model, input_ids, config, model_kwargs, requirements.exit_layer)
     if requirements.taps:

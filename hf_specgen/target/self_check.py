@@ -2,7 +2,7 @@
 
 No interface guarantees that a model places tokens by `position_ids`, respects a 4-D mask, keeps all its state in the
 cache, or can be divided at a layer. So a short text is decoded both ways (`hf_specgen.target.trial`); for a prompt with
-images or audio the prompt itself is.
+images or audio, and for an encoder-decoder, the prompt of the call is.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target import trial
+from hf_specgen.target.encoder import reads_encoder
+from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.requirements import TargetRequirements
 from hf_specgen.target.step_inputs import accompanying_inputs
 from hf_specgen.target.support import is_causal_kernel
+
+ENCODER_DECODER_MASKS = ("attention_mask", "decoder_attention_mask")
 
 _lock = threading.Lock()
 _checked: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
@@ -40,14 +44,21 @@ def check_computation(
 
     Args:
         model, requirements: what is run.
-        input_ids, config, model_kwargs: the prompt of the call, as prepared by `generate`; text only if left out.
+        input_ids, config, model_kwargs: the prompt of the call, as prepared by `generate`; text only if left out,
+            which an encoder-decoder does not allow.
 
     Raises:
         ValueError: if it computes something else, or fails.
     """
-    implementation = compat.attention_implementation(model.config.get_text_config())
+    implementation = compat.attention_implementation(text_config(model))
     key = (requirements.exit_layer, model.dtype, compat.input_device(model), implementation, model.training)
     requirements = TargetRequirements(exit_layer=requirements.exit_layer)
+    if reads_encoder(model):
+        assert input_ids is not None and config is not None and model_kwargs is not None
+        prompt = input_ids, config, model_kwargs
+        shape = (len(input_ids) > 1, *(name for name in ENCODER_DECODER_MASKS if name in model_kwargs))
+        _check(model, requirements, (*key, *shape), (), lambda: trial.compare(model, requirements, *prompt))
+        return
     if is_causal_kernel(implementation):  # rows of a batch accept different numbers of tokens, which needs a mask
         _check_one_row(model, requirements, key, None, input_ids, model_kwargs)
     else:

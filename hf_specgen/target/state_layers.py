@@ -91,11 +91,18 @@ class StateLayer(LinearAttentionLayer):
             self.lengths = tuple(length + conv_states.shape[-1] for length in self._start)
         return torch.cat([window, conv_states], dim=-1)
 
+    def state_for_pass(self, state_idx: int = 0) -> torch.Tensor:
+        """The state, and remember it as that before the pass: kernels for a single token overwrite it in place."""
+        state = self.recurrent_states[state_idx]
+        assert state is not None
+        self._before[state_idx] = state.clone()
+        return state
+
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: object
     ) -> torch.Tensor:
-        """Replace the state, and remember the one before."""
-        before = self._before[state_idx] = self.recurrent_states[state_idx]
+        """Replace the state."""
+        before = self.recurrent_states[state_idx]
         if before is None:
             self.lazy_initialization(recurrent_states=recurrent_states, state_idx=state_idx)
         self.recurrent_states[state_idx] = recurrent_states if before is None else recurrent_states.to(before.dtype)
@@ -111,7 +118,10 @@ class StateLayer(LinearAttentionLayer):
         if not any(removed):
             return
         if self._saved is not None and tuple(lengths) == self._saved["lengths"]:
-            self.__dict__.update(copy.deepcopy(self._saved))
+            saved = copy.deepcopy(self._saved)
+            for states in ("conv_states", "recurrent_states"):  # a `HybridLayer` has the same dictionaries
+                self.__dict__[states].update(saved.pop(states))
+            self.__dict__.update(saved)
             return
         rows = torch.tensor(removed, device=self.device)
         for index, columns in self._columns.items():

@@ -74,6 +74,37 @@ class StepInputs:
         """`[batch, tokens]` positions on the first axis to those on all axes."""
         return text if self._axes is None else text + self._axes[..., None].to(text.device)
 
+    def text_cache(self, given: Any) -> Any:
+        """Of the cache that `generate` passes on, the part for the text."""
+        return given
+
+    def past_key_values(self, cache: Any) -> Any:
+        """The cache as the model takes it; `cache` is the part for the text."""
+        return cache
+
+    def returned_cache(self, cache: Any, past_key_values: Any) -> Any:
+        """The cache that the caller gets: of `cache`, and what `past_key_values` returned for it."""
+        return cache
+
+    def arguments(
+        self, tokens: dict[str, torch.Tensor], mask: Any, positions: torch.Tensor, cache: Any
+    ) -> dict[str, Any]:
+        """The arguments of a pass.
+
+        Args:
+            tokens: the input of the pass, under the name that the model or the part to run has for it.
+            mask: as its attention takes it.
+            positions: `[batch, tokens]` on the first axis.
+            cache: as `past_key_values` returned it.
+        """
+        return {
+            **tokens,
+            "attention_mask": mask,
+            "position_ids": self.positions(positions),
+            "past_key_values": cache,
+            **self.extra(cache, positions.shape[1]),
+        }
+
     def extra(self, cache: Any, tokens: int) -> dict[str, Any]:
         """The other arguments of a pass over so many tokens per row, once the prompt is in the cache."""
         if self._extra is None:
@@ -89,7 +120,9 @@ class StepInputs:
         kwargs["position_ids"] = kwargs["position_ids"][..., -1:] + 1
         for name in TOKEN_TYPES.keys() & kwargs.keys():
             kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
-        prepared = cast(Any, self._model).prepare_inputs_for_generation(
-            self._input_ids[:, -1:], next_sequence_length=1, **{**kwargs, "past_key_values": cache}
-        )
+        prepared = self._prepared({**kwargs, "past_key_values": cache})
         return {name: value for name, value in prepared.items() if name not in OWN_ARGUMENTS and value is not None}
+
+    def _prepared(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        model = cast(Any, self._model)
+        return dict(model.prepare_inputs_for_generation(self._input_ids[:, -1:], next_sequence_length=1, **kwargs))

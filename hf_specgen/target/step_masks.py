@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.target import masks
 from hf_specgen.target.chain_masks import ChainMasks
+from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.support import is_causal_kernel
 from hf_specgen.tree import DraftTree, chain_parents
 
@@ -31,7 +32,7 @@ class StepMasks:
     """
 
     def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None, required: bool = False):
-        self._config: Any = model.config.get_text_config()
+        self._config: Any = text_config(model)
         self._dtype, self._visible, self._required = model.dtype, visible, required
         self._implementation = compat.attention_implementation(self._config)
         self._additive = self._implementation in ADDITIVE

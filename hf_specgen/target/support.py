@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.masks import layer_kinds
-from hf_specgen.target.model_parts import decoder
+from hf_specgen.target.model_parts import decoder, text_config
 from hf_specgen.target.state_layers import INDEXED_TYPES, STATE_TYPES, WITHOUT_CACHE
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
@@ -58,11 +59,7 @@ def check_architecture(model: PreTrainedModel) -> None:
         ValueError: as `check_model`.
     """
     name = type(model).__name__
-    config = model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{name} is an encoder-decoder model; candidate_generator= works with decoder-only models, so leave it out"
-        )
+    config = text_config(model)
     layer_types = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(layer_types.difference(LAYER_TYPES))
     outside = compat.is_stateful(model) and "past_key_values" not in inspect.signature(model.forward).parameters
@@ -83,7 +80,9 @@ def check_architecture(model: PreTrainedModel) -> None:
             f"{name} has layers of type {', '.join(sorted(masked))}, whose mask {implementation!r} does not take; "
             "load the model with attn_implementation='sdpa'"
         )
-    if reason := _position_problem(model):
+    if model.config.is_encoder_decoder:
+        _check_encoder_decoder(model)
+    elif not reads_encoder(model) and (reason := _position_problem(model)):
         raise ValueError(
             f"{name} {reason}, so draft tokens cannot be placed in a tree; call generate() without candidate_generator="
         )
@@ -98,6 +97,17 @@ def is_causal_kernel(implementation: str) -> bool:
     return "flash" in implementation and "paged" not in implementation
 
 
+def _check_encoder_decoder(model: PreTrainedModel) -> None:
+    """Raise unless an encoder-decoder takes what its decoder's passes are made of; positions it need not take."""
+    needed = ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "past_key_values")
+    missing = [argument for argument in needed if argument not in inspect.signature(model.forward).parameters]
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model whose forward pass takes no {', '.join(missing)}; "
+            "call generate() without candidate_generator="
+        )
+
+
 def _training_problem(model: PreTrainedModel) -> str | None:
     """Why a model in training mode cannot repeat the tokens of plain `generate`; None if it can."""
     if not model.training:
@@ -105,7 +115,7 @@ def _training_problem(model: PreTrainedModel) -> str | None:
     if compat.uses_activation_checkpointing(model):
         return "uses gradient checkpointing in training mode, which switches the key/value cache off"
     active = any(isinstance(module, nn.Dropout) and module.p > 0 and module.training for module in model.modules())
-    settings = model.config.get_text_config().to_dict().items()
+    settings = text_config(model).to_dict().items()
     functional = any(value for name, value in settings if name.endswith(("dropout", "_pdrop")) and _is_number(value))
     if active or functional:
         return "is in training mode with dropout, so that two forward passes give different scores"
@@ -127,7 +137,7 @@ def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tok
     Raises:
         ValueError: for a text that crosses such a position.
     """
-    for kind, edge in _frequency_changes(model.config.get_text_config()):
+    for kind, edge in _frequency_changes(text_config(model)):
         within = max(first_positions) + new_tokens <= edge
         if within or (kind == "longrope" and min(first_positions) > edge):
             continue
@@ -147,7 +157,13 @@ def last_position(config: Any, first_positions: Sequence[int]) -> int:
         first_positions: where the first generated token of each row stands.
     """
     edges = [edge for _, edge in _frequency_changes(config) if max(first_positions) <= edge]
-    return min(getattr(config, "max_position_embeddings", None) or 2**31, *edges, 2**31) - 1
+    return min([position_table(config), *edges]) - 1
+
+
+def position_table(config: Any) -> int:
+    """How many positions a model has; practically unlimited if its config names no number."""
+    sizes = [getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions")]
+    return int(next((size for size in sizes if size), 2**31))
 
 
 def _frequency_changes(config: Any) -> Iterator[tuple[str, int]]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target.agreement import difference, is_rounding
@@ -98,7 +98,7 @@ def compare(
         UndecidedError: if plain decoding gives nothing to compare with.
     """
     given = model_kwargs.get("past_key_values")
-    if given is not None and given.get_seq_length() == 0:
+    if given is not None and given.get_seq_length() == 0 and not isinstance(given, EncoderDecoderCache):
         given = None
     kwargs = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
 
@@ -107,7 +107,7 @@ def compare(
 
     if requirements.exit_layer is not None and not _division_agrees(target(TargetRequirements()), target(requirements)):
         raise DifferenceError("running its layers in two parts gives other scores than running them at once")
-    cache = copy.deepcopy(given) or DynamicCache(config=model.config.get_text_config())
+    cache = DynamicCache(config=model.config.get_text_config()) if given is None else copy.deepcopy(given)
     random_state = _random_state(input_ids.device)
     plain, tokens = _decode_plainly(model, input_ids, config, {**kwargs, "past_key_values": cache})
     if not torch.equal(_random_state(input_ids.device), random_state):

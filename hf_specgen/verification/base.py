@@ -10,52 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree, accepted_path
 from hf_specgen.verification.processors import LogitsPipeline
 from hf_specgen.verification.sampling import INVALID
-
-
-@dataclass(frozen=True)
-class TopTokens:
-    """What the target expected after each token that it read in a step: those of all nodes, rejected ones too.
-
-    Args:
-        tokens: `[n]` the tokens that were read, in the order of the rows.
-        successors: `[n, count]` the most likely tokens after each, most likely first.
-        probabilities: `[n, count]` of these, before processors.
-    """
-
-    tokens: NDArray[np.integer[Any]]
-    successors: NDArray[np.integer[Any]]
-    probabilities: NDArray[np.floating[Any]]
-
-    @classmethod
-    def of_step(
-        cls, logits: torch.Tensor, tree: DraftTree, pending: Sequence[int], active: Sequence[bool], count: int
-    ) -> TopTokens:
-        """From the logits of a step.
-
-        Args:
-            logits: `[batch, 1 + nodes, vocab]` of the target: after each row's last token, then after each node.
-            tree: the draft.
-            pending: the last token of each row before this step.
-            active: the rows that took part.
-            count: how many of the most likely tokens.
-        """
-        nodes = [1 + len(parents) if is_active else 0 for parents, is_active in zip(tree.parents, active, strict=True)]
-        read = torch.tensor([list(range(n)) + [-1] * (logits.shape[1] - n) for n in nodes]) >= 0
-        tokens = torch.cat([torch.tensor(pending)[:, None], tree.tokens.cpu()], dim=1)[read]
-        top = logits[read.to(logits.device)].float()
-        values, successors = top.topk(min(count, top.shape[-1]), dim=-1)
-        probabilities = (values - top.logsumexp(dim=-1, keepdim=True)).exp()
-        return cls(tokens.numpy(), successors.cpu().numpy(), probabilities.cpu().numpy())
+from hf_specgen.verification.top_tokens import TopTokens
 
 
 @dataclass

@@ -34,7 +34,7 @@ ROW_WISE = _classes(
     "EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor EncoderNoRepeatNGramLogitsProcessor "
     "SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor "
     "ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor ExponentialDecayLengthPenalty "
-    "SuppressTokensAtBeginLogitsProcessor WatermarkLogitsProcessor"
+    "SuppressTokensAtBeginLogitsProcessor WatermarkLogitsProcessor WhisperTimeStampLogitsProcessor"
 )
 
 

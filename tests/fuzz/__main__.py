@@ -4,6 +4,12 @@
     python -m tests.fuzz --cases 1000 --seed 2      # so many
     python -m tests.fuzz --case '{"seed": 3, …}'    # one again, as a failure is printed
 
+A long run is divided among processes by the number of the first case, and its counts are summed up:
+
+    python -m tests.fuzz --cases 5000 --seed 2 --record 1.json
+    python -m tests.fuzz --cases 5000 --seed 2 --start 5000 --record 2.json
+    python -m tests.fuzz --merge 1.json 2.json
+
 The exit code is 1 if any case differs from plain `generate()` (known defects aside, see `known_defects.py`).
 """
 
@@ -17,14 +23,18 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tests.fuzz.cases import NETWORKS, STRATEGIES, Case
+from tests.fuzz import record
+from tests.fuzz.cases import STRATEGIES, Case
 from tests.fuzz.checks import Difference
 from tests.fuzz.comparison import Outcome
 from tests.fuzz.draw import draw
@@ -43,9 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     os.environ.setdefault("HF_SPECGEN_CACHE", tempfile.mkdtemp())  # measured latencies are not those of the user
     console = Console()
     console = console if console.is_terminal else Console(width=WIDTH_OF_FILES)
+    if options.merge:
+        merged = record.merge(options.merge)
+        console.print(json.dumps(merged, indent=1), soft_wrap=True, markup=False, highlight=False)
+        console.print(record.markdown(merged), soft_wrap=True, markup=False, highlight=False)
+        return 0
     if options.case is not None:
         outcome = run_safely(Case.from_json(options.case))
         console.print(_summary(outcome), soft_wrap=True, markup=False)
@@ -53,8 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = _run_many(options, console)
     for table in report.tables():
         console.print(table)
-    if options.record is not None:
-        options.record.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
     console.print(f"{report.total.cases} cases, {len(report.failures)} failures, seed {options.seed}")
     return int(bool(report.failures))
 
@@ -68,15 +82,16 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--case", help="run one case, given as JSON, instead of random ones")
     parser.add_argument("--architectures", nargs="+", choices=ARCHITECTURES, metavar="NAME", help="draw only these")
     parser.add_argument("--tested", action="store_true", help="only the architectures that the package is tested with")
-    parser.add_argument("--strategies", nargs="+", choices=(*STRATEGIES, *NETWORKS), metavar="NAME", help="the same")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, metavar="NAME", help="the same")
     parser.add_argument("--threads", action="store_true", help="let some cases run in several threads")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they were drawn")
-    parser.add_argument("--record", type=Path, help="write the counts to this file, as JSON")
+    parser.add_argument("--record", type=Path, help="write the counts to this file, as JSON, again and again")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="sum up such files instead of a run")
     return parser.parse_args(argv)
 
 
 def _run_many(options: argparse.Namespace, console: Console) -> Report:
-    report = Report()
+    report, origin = Report(), record.provenance(options.seed, options.start)
     shrunk: set[tuple[str, str]] = set()
     limit = options.cases if options.cases is not None or options.minutes is not None else 200
     bar = Progress(
@@ -95,16 +110,39 @@ def _run_many(options: argparse.Namespace, console: Console) -> Report:
                 console.print(_summary(outcome), soft_wrap=True, markup=False)
             failures = len(report.failures)
             bar.update(task, advance=1, description=f"{failures or 'no'} failure{'s' if failures != 1 else ''}")
+            if options.record is not None and report.total.cases % record.CASES_BETWEEN_WRITES == 0:
+                record.write(options.record, report, origin)
+    if options.record is not None:
+        record.write(options.record, report, origin)
     return report
 
 
 def _cases(options: argparse.Namespace, limit: int | None) -> Iterator[Case]:
     architectures = options.architectures or (list(TESTED) if options.tested else None)
-    end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    number = options.start
-    while (limit is None or number < options.start + limit) and (end is None or time.monotonic() < end):
-        yield draw(f"{options.seed}:{number}", architectures, options.strategies, options.threads)
-        number += 1
+
+    def case(number: int) -> Case:
+        return draw(f"{options.seed}:{number}", architectures, options.strategies, options.threads)
+
+    if options.minutes is None and limit is not None:
+        yield from grouped(map(case, range(options.start, options.start + limit)))
+        return
+    end = time.monotonic() + 60 * options.minutes
+    for number in count(options.start):
+        if time.monotonic() > end or (limit is not None and number == options.start + limit):
+            return
+        yield case(number)
+
+
+def grouped(cases: Iterable[Case]) -> list[Case]:
+    """The same cases, those with the same model one after another, so that it is built and checked once.
+
+    Models follow in an arbitrary order, so that an interrupted run has tried architectures of all kinds.
+    """
+
+    def model(case: Case) -> tuple[Any, ...]:
+        return (case.architecture, case.layers, case.attention, case.window, case.tight_positions)
+
+    return sorted(cases, key=lambda case: (crc32(repr(model(case)).encode()), model(case)))
 
 
 def run_safely(case: Case) -> Outcome:

@@ -6,9 +6,31 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-STRATEGIES = ("oracle", "oracle_tree", "random", "random_tree", "ngram", "ngram_tree", "history", "native")
-NETWORKS = ("draft", "draft_other", "skip", "skip_adapter", "medusa", "medusa_auto")
-COMBINED = ("ngram", "ngram_tree", "history", "draft", "skip", "medusa", "oracle", "random_tree")
+SCRIPTED = ("oracle", "oracle_tree", "random", "random_tree")
+WITHOUT_TRAINING = ("ngram", "ngram_tree", "history", "recycling", "combined_default", "auto", "native")
+DRAFT_MODELS = ("draft", "draft_other", "draft_reencoded", "skip", "skip_adapter")
+MEDUSA = ("medusa", "medusa_auto")
+HEADS = ("eagle1", "eagle3", "dflash", "peagle")
+"""Heads that are built for any target."""
+OWN_TARGETS = {
+    "mtp": ("mtp_deepseek_v3", "mtp_glm4_moe", "mtp_qwen3_5", "mtp_qwen3_next"),
+    "assistant": ("assistant_gemma4",),
+}
+"""Strategies whose heads exist for these targets only; keys of `tests.fuzz.models.FIXTURES`."""
+GROUPS = {
+    "scripted": SCRIPTED,
+    "without_training": WITHOUT_TRAINING,
+    "draft_models": DRAFT_MODELS,
+    "heads": (*MEDUSA, *HEADS, *OWN_TARGETS),
+    "combined": ("combined",),
+}
+STRATEGIES = tuple(name for group in GROUPS.values() for name in group)
+COMBINED = (
+    *("ngram", "ngram_tree", "history", "recycling", "oracle", "random_tree"),
+    *("draft", "draft_reencoded", "skip", *MEDUSA, *HEADS),
+)
+"""What a combined strategy may have as members."""
+ENTRIES = ("keyword", "custom", "custom_streamer", "attach")
 PROCESSORS = ("prefix", "row_wise", "stateful")
 BROKEN_LOGITS = ("nan", "inf", "minus_inf")
 OPTIONS = (
@@ -58,7 +80,7 @@ class Case:
     strategy: str = "oracle"
     k: int = 3
     accuracy: float = 1.0
-    """Share of an oracle's tokens that are right; of a draft model's weights that are the target's."""
+    """Share of the tokens of an oracle or a head that are right; of a draft model's weights that are the target's."""
     branches: int = 2
     threshold: float = 0.0
     exit_layer: int = 1
@@ -70,7 +92,7 @@ class Case:
     """Size of the trees that networks draft; "auto", or None for chains."""
     verification: str = "exact"
     entry: str = "keyword"
-    """How speculation is asked for: "keyword", "custom" (`custom_generate=`) or "custom_streamer"."""
+    """How speculation is asked for: "keyword", "custom" (`custom_generate=`), "custom_streamer" or "attach"."""
 
     do_sample: bool = False
     temperature: float = 1.0

@@ -15,7 +15,6 @@ from transformers import DynamicCache
 
 import hf_specgen
 from tests.fuzz.cases import Case
-from tests.fuzz.models import VOCAB
 
 PACKAGE = str(Path(hf_specgen.__file__).parent)
 REFUSALS = (ValueError, TypeError, NotImplementedError)
@@ -70,7 +69,7 @@ def _last_frame(error: BaseException) -> str:
 # Two calls
 
 
-def compare(case: Case, plain: Run, ours: Run, inputs: dict[str, torch.Tensor]) -> Iterator[Difference]:
+def compare(case: Case, plain: Run, ours: Run, inputs: dict[str, torch.Tensor], vocab: int) -> Iterator[Difference]:
     """Everything that a caller can see; the errors of both are compared elsewhere."""
     assert plain.ids is not None and ours.ids is not None
     prompt = inputs["input_ids"]
@@ -80,7 +79,7 @@ def compare(case: Case, plain: Run, ours: Run, inputs: dict[str, torch.Tensor]) 
             yield from _same_outputs(plain, ours)
             yield from _same_caches(plain.cache, ours.cache, _visible(case, plain.ids, inputs))
     else:
-        yield from _possible_text(case, ours, prompt)
+        yield from _possible_text(case, ours, prompt, vocab)
     yield from _statistics(ours, prompt.shape[1])
 
 
@@ -162,7 +161,7 @@ def _same_caches(plain: Any, ours: Any, visible: torch.Tensor) -> Iterator[Diffe
                     return
 
 
-def _possible_text(case: Case, ours: Run, prompt: torch.Tensor) -> Iterator[Difference]:
+def _possible_text(case: Case, ours: Run, prompt: torch.Tensor, vocab: int) -> Iterator[Difference]:
     """What holds of any text: lossy modes, and those with other random numbers, have no text to compare with."""
     assert ours.ids is not None
     width = prompt.shape[1]
@@ -171,7 +170,7 @@ def _possible_text(case: Case, ours: Run, prompt: torch.Tensor) -> Iterator[Diff
         yield Difference("length", f"{text.shape[1]} new tokens, max_new_tokens={case.max_new_tokens}")
     if not torch.equal(ours.ids[:, :width], prompt.repeat_interleave(case.num_return_sequences, dim=0)):
         yield Difference("prompt", "the prompt is not the beginning of the output")
-    if not bool(((text >= 0) & (text < VOCAB)).all()):
+    if not bool(((text >= 0) & (text < vocab)).all()):
         yield Difference("tokens", f"outside of the vocabulary: {text.tolist()}")
     for row in text.tolist():
         ends = [column for column, token in enumerate(row) if token in case.eos_ids]
@@ -243,12 +242,12 @@ def other_random_states() -> tuple[Any, ...]:
     return random.getstate(), bytes(keys), position
 
 
-def states_between_columns(case: Case, rows: int) -> list[torch.Tensor]:
+def states_between_columns(case: Case, rows: int, vocab: int) -> list[torch.Tensor]:
     """The states that torch's generator passes in plain `generate`: one before each column, and that at the end."""
     with torch.random.fork_rng():
         torch.manual_seed(case.seed)
         states = [torch.get_rng_state()]
         for _ in range(case.max_new_tokens if case.do_sample else 0):
-            torch.empty(rows, VOCAB).exponential_()
+            torch.empty(rows, vocab).exponential_()
             states.append(torch.get_rng_state())
     return states

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from hf_specgen import speculate
+from hf_specgen import attached, speculate
 from tests.fuzz import checks, settings, strategies
 from tests.fuzz.callbacks import Fault, Interrupt
 from tests.fuzz.cases import Case
@@ -57,6 +57,7 @@ class Comparison:
         tight = case.tight_positions and case.turns == 1
         positions = max(case.lengths) + case.max_new_tokens if tight else POSITIONS
         self.model = tiny_model(case.architecture, case.layers, case.attention, case.window, positions, dtype)
+        self._vocab: int = self.model.config.get_text_config().vocab_size
         self.draft = strategies.draft_model(case, self.model)
         self.answers = strategies.Answers()
         self.candidates: Any = None
@@ -96,7 +97,7 @@ class Comparison:
         if ours is None:
             ours = self._speculate(inputs, ends, caches[1])
         if plain.error is None and ours.error is None:
-            self._differ(checks.compare(self.case, plain, ours, inputs))
+            self._differ(checks.compare(self.case, plain, ours, inputs, self._vocab))
         else:
             self._differ(checks.compare_errors(plain, ours))
             self.outcome.status = "refused" if ours.is_refusal else "raised"
@@ -153,7 +154,10 @@ class Comparison:
         case = self.case
         arguments = settings.arguments(case, ends, inputs["input_ids"].shape[1], fault)
         streamer = arguments.get("streamer")
-        if speculation:
+        entered: Any = contextlib.nullcontext()
+        if speculation and case.entry == "attach":
+            entered = _attached(case, self.model, self.candidates)
+        elif speculation:
             arguments |= _speculation(case, self.candidates, streamer)
             if case.entry == "custom_streamer":
                 arguments.pop("streamer", None)
@@ -164,7 +168,7 @@ class Comparison:
         error, output = None, None
         mode = torch.inference_mode() if case.inference_mode else contextlib.nullcontext()
         try:
-            with time_limit(SECONDS_PER_CALL), mode, broken_logits(self.model, case.broken_logits):
+            with time_limit(SECONDS_PER_CALL), mode, broken_logits(self.model, case.broken_logits), entered:
                 output = self.model.generate(**given, **arguments)
         except (Exception, Interrupt) as raised:
             error = raised
@@ -219,14 +223,15 @@ class Comparison:
             return None
         if plain.streamed[: len(ours.streamed)] != ours.streamed:
             self._differ([Difference("stream", f"{ours.streamed} before a fault, plain: {plain.streamed}")])
-        states = checks.states_between_columns(case, len(plain.ids))
+        states = checks.states_between_columns(case, len(plain.ids), self._vocab)
         if not any(torch.equal(ours.random_state, state) for state in states):
             self._differ([Difference("random state after a fault", "is none that plain generate passes")])
         return None
 
     def count(self, ours: Run) -> None:
         """Add the statistics of a call to those of the case."""
-        statistics = getattr(ours.output, "speculation", None) or getattr(self.candidates, "speculation", None)
+        holder = self.candidates if ours.output is None else ours.output
+        statistics = getattr(holder, "speculation", None)
         if ours.error is None and statistics is not None:
             self.outcome.drafted += statistics.drafted
             self.outcome.accepted += statistics.accepted
@@ -243,12 +248,29 @@ def equal(one: Run, other: Run) -> bool:
     return torch.equal(one.ids, other.ids)
 
 
-def _speculation(case: Case, candidates: Any, streamer: Any) -> dict[str, Any]:
-    """The arguments that ask for speculation."""
+def _call_settings(case: Case) -> dict[str, Any]:
+    """Verification and policy of a call, where they are not the defaults."""
     call: dict[str, Any] = {} if case.verification == "exact" else {"verification": case.verification}
     policy = strategies.call_policy(case)
     if policy is not None:
         call["policy"] = policy
+    return call
+
+
+@contextlib.contextmanager
+def _attached(case: Case, model: Any, candidates: Any) -> Iterator[None]:
+    """The strategy is attached to the model; in every second case calls that cannot speculate are plain.
+
+    Not where a fault is raised: plain `generate` does not put back the caller's cache.
+    """
+    strict = case.seed % 2 == 0 or case.fault != ""
+    with attached(model, candidates, strict=strict, **_call_settings(case)):
+        yield
+
+
+def _speculation(case: Case, candidates: Any, streamer: Any) -> dict[str, Any]:
+    """The arguments that ask for speculation."""
+    call = _call_settings(case)
     if case.entry == "keyword":
         return {"candidate_generator": candidates, **call}
     if case.entry == "custom_streamer":

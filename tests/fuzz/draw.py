@@ -12,13 +12,13 @@ from tests.fuzz.cases import (
     COMBINED,
     CRITERIA,
     FAULTS,
-    NETWORKS,
+    GROUPS,
     OPTIONS,
+    OWN_TARGETS,
     PROCESSORS,
-    STRATEGIES,
     Case,
 )
-from tests.fuzz.models import STATEFUL, TESTED, UNTESTED, VOCAB
+from tests.fuzz.models import REFUSED, STATEFUL, TESTED, UNTESTED, VOCAB
 
 T = TypeVar("T")
 
@@ -43,15 +43,17 @@ def draw(
     if architectures is not None:
         parts["architecture"] = random.choice(architectures)
     if strategies is not None:
-        parts["strategy"] = random.choice(strategies)
+        parts |= {"strategy": random.choice(strategies), "members": ()}
+    if parts["strategy"] == "combined":
+        parts["members"] = tuple(random.sample(COMBINED, random.randint(1, 3)))
     if threads and _often(random, 0.03):
         parts |= {"threads": 3, "num_return_sequences": 1, "criteria": (), "eos_columns": ()}
     return _consistent(Case(**parts))
 
 
 def _model(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
-    group = _weighted(random, {"tested": 60, "untested": 37, "stateful": 3})
-    names = {"tested": TESTED, "untested": UNTESTED, "stateful": STATEFUL}[group]
+    group = _weighted(random, {"tested": 60, "untested": 30, "stateful": 8, "refused": 2})
+    names = {"tested": TESTED, "untested": UNTESTED, "stateful": STATEFUL, "refused": REFUSED}[group]
     return {
         "architecture": random.choice(sorted(names)),
         "layers": _weighted(random, {2: 3, 3: 1}),
@@ -75,8 +77,8 @@ def _prompts(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _strategy(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
-    kind = _weighted(random, {"simple": 10, "network": 7, "combined": 3})
-    strategy = {"simple": random.choice(STRATEGIES), "network": random.choice(NETWORKS)}.get(kind, "combined")
+    weights = {"scripted": 5, "without_training": 7, "draft_models": 5, "heads": 7, "combined": 3}
+    strategy = random.choice(GROUPS[_weighted(random, weights)])
     return {
         "strategy": strategy,
         "k": random.choice((1, 2, 3, 4, 5, 9)),
@@ -84,11 +86,10 @@ def _strategy(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
         "branches": random.choice((2, 3, 4)),
         "threshold": _weighted(random, {0.0: 3, 0.1: 1, 0.5: 1}),
         "exit_layer": random.randint(1, parts["layers"] - 1),
-        "members": tuple(random.sample(COMBINED, random.randint(1, 3))) if strategy == "combined" else (),
         "policy": _weighted(random, {"fixed": 10, "random": 5, "window": 1, "schedule": 1, "adaptive": 4, "auto": 1}),
         "draft_tree": _weighted(random, {None: 3, 2: 1, 8: 2, "auto": 2}),
         "verification": _weighted(random, {"exact": 10, "rejection": 1, "typical": 1}),
-        "entry": _weighted(random, {"keyword": 8, "custom": 1, "custom_streamer": 1}),
+        "entry": _weighted(random, {"keyword": 8, "custom": 1, "custom_streamer": 1, "attach": 2}),
     }
 
 
@@ -177,6 +178,13 @@ def _consistent(case: Case) -> Case:
         changes["turns"] = 1
     if "native" in case.strategies():  # Transformers' own generators take one row
         changes |= {"lengths": case.lengths[:1], "num_return_sequences": 1}
+    if case.strategy in OWN_TARGETS and case.architecture not in OWN_TARGETS[case.strategy]:
+        targets = OWN_TARGETS[case.strategy]
+        changes["architecture"] = targets[case.seed % len(targets)]
+    if case.strategy == "auto" or case.entry == "attach":  # the statistics are in the output only
+        changes["return_dict"] = True
+    if case.strategy == "auto" and case.fault == "drafter":
+        changes["fault"] = "model"
     if case.fault in ("processor", "criterion", "streamer"):
         changes |= {"streamer": case.streamer or case.fault == "streamer"}
     return replace(case, **changes)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from tests.fuzz.internals import MedusaHeads, decoder_layers, output_matrix
+from hf_specgen import RecyclingTable
+from tests.fuzz.internals import MedusaHeads, TopTokens, decoder_layers, output_matrix
 
 
 def medusa_heads(model: Any, ids: torch.Tensor, mask: torch.Tensor, num_heads: int = 3) -> MedusaHeads:
@@ -31,6 +33,15 @@ def exit_adapter(model: Any, exit_layer: int, ids: torch.Tensor, mask: torch.Ten
     adapter = nn.Linear(*weight.T.shape, bias=False)
     adapter.weight.data = weight
     return adapter.eval()
+
+
+def recycling_table(model: Any, ids: torch.Tensor) -> RecyclingTable:
+    """A table in which the successors of a text's tokens are those of the text."""
+    table = RecyclingTable(output_matrix(model).weight.shape[0])
+    before, after = ids[:, :-1].flatten().numpy(), ids[:, 1:].flatten().numpy()
+    successors = np.stack([after, (after + 1) % table.vocab_size], axis=1)
+    table.update(TopTokens(before, successors, np.tile([0.6, 0.2], (len(after), 1))))
+    return table
 
 
 def _inputs_of(module: nn.Module, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

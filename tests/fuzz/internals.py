@@ -3,6 +3,7 @@
 - `raise_in_drafter`: how a drafter is reached from outside;
 - `given_latency`: a latency model, so that an adaptive depth does not depend on measured times;
 - `MedusaHeads`, `decoder_layers`, `output_matrix`: heads, and the model parts that they attach to;
+- `Eagle1Head`, `BlockHead` and so on: the classes of draft heads; `steer`: how their sessions get right tokens;
 - `MUTATIONS`: faults in the package itself that the random tester must find.
 """
 
@@ -18,6 +19,10 @@ import torch
 from hf_specgen import Call, Candidates, DraftSession, DraftTree
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.heads import MedusaHeads
+from hf_specgen.heads.base import DraftHead
+from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
+from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
+from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.state import GenerationState
 from hf_specgen.target.base import Target
 from hf_specgen.target.cache import RaggedCache, RaggedLayer
@@ -25,8 +30,29 @@ from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.model_parts import decoder_layers, output_matrix
 from hf_specgen.verification import base as verification
 from hf_specgen.verification.noise import NoiseBuffer
+from hf_specgen.verification.top_tokens import TopTokens
 
-__all__ = ["MUTATIONS", "MedusaHeads", "decoder_layers", "given_latency", "output_matrix", "raise_in_drafter"]
+__all__ = [
+    "MUTATIONS",
+    "BlockAttention",
+    "BlockConfig",
+    "BlockHead",
+    "DraftHead",
+    "Eagle1Head",
+    "Eagle3Head",
+    "EagleConfig",
+    "LayerConfig",
+    "MedusaHeads",
+    "TopTokens",
+    "decoder_layers",
+    "given_latency",
+    "output_matrix",
+    "raise_in_drafter",
+    "steer",
+]
+
+RAISED = 50.0
+"""Added to the score of a token that a head is to propose."""
 
 
 @contextmanager
@@ -55,6 +81,49 @@ def raise_in_drafter(candidates: Candidates, call: int, error: BaseException) ->
 
     with mock.patch.object(candidates, "start", start_and_count):
         yield
+
+
+def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
+    """Let the session of a head prefer certain tokens; everything that the head does is done.
+
+    Args:
+        session: drafts token by token or all depths at once.
+        texts: by row the tokens that will be generated; None where the head chooses.
+    """
+    state = session.call.state
+
+    def raise_score(scores: torch.Tensor, row: int, place: int) -> None:
+        token = texts[row][place] if place < len(texts[row]) else None
+        if token is not None:
+            scores[token] += RAISED
+
+    def first_scores() -> torch.Tensor:
+        scores: torch.Tensor = own_first()
+        for row, generated in enumerate(state.generated):
+            raise_score(scores[row], row, len(generated))
+        return scores
+
+    def next_scores(tree: DraftTree, new: int) -> torch.Tensor:
+        scores: torch.Tensor = own_next(tree, new)
+        for row, generated in enumerate(state.generated):
+            for node, depth in enumerate(tree.depths(row)[-new:]):
+                raise_score(scores[row, node], row, len(generated) + depth)
+        return scores
+
+    def depth_logits(depth: int) -> torch.Tensor:
+        scores: torch.Tensor = own_depths(depth)
+        for row, generated in enumerate(state.generated):
+            for place in range(scores.shape[1]):
+                raise_score(scores[row, place], row, len(generated) + place)
+        return scores
+
+    if hasattr(session, "depth_logits"):
+        own_depths = session.depth_logits
+        vars(session)["depth_logits"] = depth_logits
+    else:
+        own_first, own_next = session.first_scores, session.next_scores
+        vars(session).update(first_scores=first_scores, next_scores=next_scores)
+    return session
 
 
 def given_latency() -> LatencyModel:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import math
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-VOCAB = 99
+from tests.fuzz.tokenizers import VOCAB, tokenizer_folder
+from tests.helpers import stateful
+
 WIDTH = 64
 MAX_CACHED_MODELS = 48
 
@@ -98,14 +101,27 @@ UNTESTED = {
 }
 """Architectures that nobody chose for a test: each must end in identical tokens or in a refusal."""
 
-STATEFUL = {
-    **_architectures("bloom mpt mamba rwkv hy_v4 inkling_text"),
-    **_architectures("minimax olmo_hybrid qwen3_next qwen3_5_text", "lf"),
-    **_architectures("lfm2_moe lfm3", "vf"),
+REFUSED = {
+    **_architectures("bloom mpt mamba rwkv"),
+    **_architectures("minimax", "lf"),
 }
-"""Architectures with recurrent or convolutional state, or with positions that cannot be given: refused as yet."""
+"""Architectures whose state is kept outside of a cache, or whose positions cannot be given."""
 
-ARCHITECTURES = {**TESTED, **UNTESTED, **STATEFUL}
+STATEFUL = {name: Architecture() for name in stateful.CONFIGS if name not in TESTED}
+"""Architectures with convolutions, recurrent states or indexed attention, in the sizes of `tests.helpers.stateful`."""
+
+ARCHITECTURES = {**TESTED, **UNTESTED, **REFUSED, **STATEFUL}
+
+_FOLDER = Path(__file__).parents[1] / "assets" / "fixtures"
+FIXTURES = {
+    "mtp_deepseek_v3": _FOLDER / "mtp_transformers_deepseek_v3" / "target",
+    "mtp_glm4_moe": _FOLDER / "mtp_transformers_glm4_moe" / "target",
+    "mtp_qwen3_5": _FOLDER / "mtp_qwen3_5_native" / "target",
+    "mtp_qwen3_next": _FOLDER / "mtp_qwen3_next_native" / "target",
+    "assistant_gemma4": _FOLDER / "targets" / "gemma4_text",
+}
+"""Checkpoints of targets for which there are heads of the original implementations; with 128 tokens, not `VOCAB`."""
+ASSISTANT = _FOLDER / "gemma4_assistant" / "head"
 
 
 @lru_cache(maxsize=MAX_CACHED_MODELS)
@@ -120,14 +136,36 @@ def tiny_model(
     """A random model.
 
     Args:
-        architecture: a key of `ARCHITECTURES`.
+        architecture: a key of `ARCHITECTURES`, or of `FIXTURES`, whose sizes are given.
         layers: how many.
         attention: "sdpa" or "eager"; models without SDPA run eager.
         window: tokens in the window of sliding attention and in the chunks of chunked attention.
         positions: entries in the table of positions, or the length that rotary positions were made for.
         dtype: of the weights; the weights are those of float32.
     """
+    if architecture in FIXTURES:
+        model = AutoModelForCausalLM.from_pretrained(FIXTURES[architecture], attn_implementation=attention)
+    else:
+        config = _config(architecture, layers, window, positions)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            try:
+                model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+            except ValueError:
+                model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            _randomize(model)
+        model.name_or_path = str(tokenizer_folder())
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # grouped matrix products exist for shorter types only
+    return model.eval().to(dtype)
+
+
+def _config(architecture: str, layers: int, window: int, positions: int) -> Any:
     config_class = CONFIG_MAPPING[architecture]
+    if architecture in STATEFUL:
+        return config_class(**{**stateful.TEXT, **stateful.CONFIGS[architecture]})
     known = config_class()
     given = ARCHITECTURES[architecture]
     sizes = {**SIZES, **dict.fromkeys(DEPTHS, layers), **dict.fromkeys(POSITIONS, positions)}
@@ -138,19 +176,7 @@ def tiny_model(
     settings = dict(given.settings)
     if "attention_types" in settings:
         settings["attention_types"] = [[["global"], layers]]
-    config = config_class(**{**arguments, **settings})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        try:
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-        except ValueError:
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        _randomize(model)
-    model.generation_config.pad_token_id = 0
-    model.generation_config.eos_token_id = None
-    if dtype == torch.float64:
-        model.set_experts_implementation("eager")  # grouped matrix products exist for shorter types only
-    return model.eval().to(dtype)
+    return config_class(**{**arguments, **settings})
 
 
 def _takes(config: Any, name: str) -> bool:
@@ -193,4 +219,17 @@ def disturbed_copy(model: Any, noise: float) -> Any:
         for parameter in draft.parameters():
             disturbance = torch.randn(parameter.shape, generator=generator).to(parameter)
             parameter += noise * parameter.std() * disturbance if parameter.dim() > 1 else 0.0
+    return draft
+
+
+@lru_cache(maxsize=MAX_CACHED_MODELS)
+def with_reversed_vocabulary(model: Any) -> Any:
+    """The same model behind a tokenizer whose ids are in the opposite order."""
+    draft = copy.deepcopy(model)
+    order = torch.arange(VOCAB - 1, -1, -1)
+    tables = {id(part.weight): part.weight for part in (draft.get_input_embeddings(), draft.get_output_embeddings())}
+    with torch.no_grad():
+        for weight in tables.values():
+            weight[:VOCAB] = weight[order].clone()
+    draft.name_or_path = str(tokenizer_folder(reversed_ids=True))
     return draft

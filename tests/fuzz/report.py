@@ -31,6 +31,13 @@ class Row:
     def rejected(self) -> int:
         return self.drafted - self.accepted
 
+    def to_dict(self) -> dict[str, Any]:
+        """The counts as plain values."""
+        return {
+            **{name: getattr(self, name) for name in ("cases", "drafting", "drafted", "accepted", "rejected")},
+            "statuses": {status: self.statuses[status] for status in STATUSES},
+        }
+
 
 class Report:
     """Sums outcomes up: by strategy, by architecture, refusals and errors by reason, known defects by name."""
@@ -83,13 +90,14 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The counts as plain values."""
         return {
-            **{name: getattr(self.total, name) for name in ("cases", "drafting", "drafted", "accepted", "rejected")},
-            "statuses": {status: self.total.statuses[status] for status in STATUSES},
+            **self.total.to_dict(),
             "faults_raised": self.faults_raised,
             "refusals": dict(self.refusals.most_common()),
             "errors_of_both_sides": dict(self.errors.most_common()),
             "known_defects": dict(self.known.most_common()),
             "failures": [outcome.case.to_json() for outcome in self.failures],
+            "by_strategy": {name: row.to_dict() for name, row in sorted(self.by_strategy.items())},
+            "by_architecture": {name: row.to_dict() for name, row in sorted(self.by_architecture.items())},
         }
 
 

@@ -19,12 +19,14 @@ from hf_specgen import (
     NgramCandidates,
     NgramHistory,
     Policy,
+    RecyclingCandidates,
     Schedule,
 )
 from tests.fuzz.cases import Case
-from tests.fuzz.fitted import exit_adapter, medusa_heads
+from tests.fuzz.fitted import exit_adapter, medusa_heads, recycling_table
+from tests.fuzz.heads import CLASSES, head_candidates
 from tests.fuzz.internals import given_latency
-from tests.fuzz.models import VOCAB, disturbed_copy, tiny_model
+from tests.fuzz.models import VOCAB, disturbed_copy, tiny_model, with_reversed_vocabulary
 from tests.fuzz.scripted import Nodes, RandomDepths, Script, Scripted
 
 MEDUSA_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
@@ -77,6 +79,10 @@ def build(case: Case, model: Any, draft: Any, known: Known, answers: Answers) ->
     if case.strategy == "combined":
         members = [_simple(case, name, model, draft, known, answers) for name in case.members]
         return CombinedCandidates(members, policy=_policy(case))
+    if case.strategy == "combined_default":
+        return CombinedCandidates(policy=_policy(case))
+    if case.strategy == "auto":
+        return "auto"
     return _simple(case, case.strategy, model, draft, known, answers)
 
 
@@ -87,12 +93,14 @@ def draft_model(case: Case, model: Any) -> Any:
         return disturbed_copy(tiny_model(other, dtype=model.dtype), 0.0)
     if "draft" in case.strategies():
         return disturbed_copy(model, round((1 - case.accuracy) / 2, 2))
+    if "draft_reencoded" in case.strategies():
+        return with_reversed_vocabulary(model)
     return None
 
 
 def call_policy(case: Case) -> Policy | None:
     """The `policy=` of the call, where the strategy has none of its own."""
-    return _policy(case) if case.strategy == "native" and case.policy != "fixed" else None
+    return _policy(case) if case.strategy in ("native", "auto") and case.policy != "fixed" else None
 
 
 def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers: Answers) -> Any:
@@ -111,7 +119,13 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
         return NgramCandidates(**settings, history=history)
     if name == "native":
         return PromptLookupCandidateGenerator(num_output_tokens=case.k, max_matching_ngram_size=2, max_length=512)
-    if name in ("draft", "draft_other"):
+    if name == "recycling":
+        table = recycling_table(model, known.ids) if case.accuracy > 0 else None
+        return RecyclingCandidates(**settings, tree=tree, table=table)
+    if name in CLASSES:
+        heads_settings = {**settings, "tree": tree}
+        return head_candidates(name, case.architecture, model, answers.of, case.accuracy, case.seed, heads_settings)
+    if name in ("draft", "draft_other", "draft_reencoded"):
         return DraftModelCandidates(draft, **settings, tree=tree, confidence_threshold=case.threshold)
     if name in ("skip", "skip_adapter"):
         adapter = exit_adapter(model, case.exit_layer, known.ids, known.mask) if name == "skip_adapter" else None
@@ -124,7 +138,7 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
 def _policy(case: Case) -> Policy | None:
     """The policy of a strategy; None for the one that belongs to its k."""
     if case.policy == "fixed":
-        return FixedDepth() if case.strategy == "combined" else None
+        return FixedDepth() if case.strategy.startswith("combined") else None
     if case.policy == "random":
         return RandomDepths(case.seed)
     if case.policy == "window":

@@ -10,7 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.fuzz.models import ARCHITECTURES, tiny_model
+from tests.helpers import encoder_decoder
 from tests.helpers.comparison import assert_same_tokens
 from tests.helpers.models import prompts
 from tests.helpers.multimodal import MULTIMODAL, multimodal_model, multimodal_prompts
@@ -20,7 +23,11 @@ from tests.helpers.stateful import CONFIGS, stateful_model
 RESULTS = Path(__file__).parents[1] / "assets" / "architectures.json"
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 TREES, CHAINS, ONE_ROW = "trees", "chains", "one row"
-NAMES = sorted({*ARCHITECTURES, *CONFIGS} | {f"{kind} (with image or audio)" for kind in MULTIMODAL})
+NAMES = sorted(
+    {*ARCHITECTURES, *CONFIGS}
+    | {f"{kind} (with image or audio)" for kind in MULTIMODAL}
+    | {f"{kind} (encoder-decoder)" for kind in encoder_decoder.CONFIGS}
+)
 INTRODUCTION = """# Architectures
 
 This page is generated from test results: tiny random models of each architecture, three rows of different lengths,
@@ -31,6 +38,8 @@ Convolutions and recurrent states follow one path, so their models verify chains
 Chunked and recurrent kernels of such layers round differently: in float32, tokens can differ from plain decoding where
 two logits are within 1e-5 of each other. Models that select tokens by an index (DeepSeek-V3.2, GLM-5) may select
 others where two index scores are equal.
+
+Encoder-decoders whose decoder takes positions verify trees; the others chains. See [exactness](exactness.md).
 """
 
 
@@ -41,13 +50,13 @@ def outcome(name: str) -> str:
         AssertionError: if its tokens are not those of plain `generate`.
     """
     kind, _, with_features = name.partition(" (")
+    if with_features == "encoder-decoder)":
+        return _outcome_of_encoder_decoder(kind)
     model, inputs = _model(kind, bool(with_features))
     for batch in (3, 1):
         given = multimodal_prompts(kind, batch) if with_features else inputs(batch)
         try:
-            statistics = assert_same_tokens(
-                model, given, lambda answers: Oracle(answers, 0.7, k=3, branching=True), max_new_tokens=8
-            )
+            statistics = assert_same_tokens(model, given, _trees, max_new_tokens=8)
         except ValueError as refusal:
             sentence = str(refusal)
             continue
@@ -55,6 +64,20 @@ def outcome(name: str) -> str:
             return ONE_ROW
         return TREES if statistics.accepted else CHAINS  # the first path of the oracle's trees is always wrong
     return re.sub(r"^\w+ ", "", sentence)
+
+
+def _outcome_of_encoder_decoder(kind: str) -> str:
+    model, inputs = encoder_decoder.encoder_decoder(kind), encoder_decoder.encoder_inputs(kind, 3)
+    try:
+        plain, ours, statistics = encoder_decoder.run_both(model, inputs, _trees, max_new_tokens=8)
+    except ValueError as refusal:
+        return re.sub(r"^\w+ ", "", str(refusal))
+    assert plain.sequences.tolist() == ours.sequences.tolist()
+    return TREES if statistics.accepted else CHAINS
+
+
+def _trees(answers: torch.Tensor) -> Oracle:
+    return Oracle(answers, 0.7, k=3, branching=True)
 
 
 def _model(kind: str, with_features: bool) -> tuple[Any, Any]:

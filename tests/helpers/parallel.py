@@ -25,12 +25,17 @@ class Steered:
         reader: does all of the head's work.
         call: of the session.
         texts: by row the generated tokens of plain generate.
+
+    Attributes:
+        waiting: drafts in which an unfinished row had no new tokens.
     """
 
     def __init__(self, reader: Any, call: Call, texts: Sequence[Sequence[int]]):
         self._reader, self._state, self._texts = reader, call.state, texts
+        self.waiting = 0
 
     def draft(self, features: Any, next_tokens: Any, needed: Sequence[bool], depth: int) -> torch.Tensor:
+        self.waiting += any(needs and not new for needs, new in zip(needed, next_tokens, strict=True))
         logits = self._reader.draft(features, next_tokens, needed, depth)
         for row, text in enumerate(self._texts):
             known = len(self._state.generated[row])

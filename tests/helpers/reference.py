@@ -138,7 +138,12 @@ def ngram_occurrences(tokens: Sequence[int], tail: Sequence[int], end: int, is_f
 
 
 def ngram_nodes(
-    tokens: Sequence[int], occurrences: dict[int, int], odds: Sequence[float], depth: int, prefix: tuple[int, ...] = ()
+    tokens: Sequence[int],
+    occurrences: dict[int, int],
+    odds: Sequence[float],
+    depth: int,
+    max_voters: int,
+    prefix: tuple[int, ...] = (),
 ) -> dict[tuple[int, ...], float]:
     """The joint probability of every path that occurrences in the row's own text propose.
 
@@ -147,20 +152,24 @@ def ngram_nodes(
         occurrences: by position, the length of the match.
         odds: of each class; here of occurrences of kind 0.
         depth: maximum length of a path.
-        prefix: the path so far; what does not start with it is left out.
+        max_voters: occurrences that go on voting after a token that they all proposed.
+        prefix: the path so far.
     """
     done = len(prefix)
     votes: dict[int, float] = {}
+    voters: dict[int, dict[int, int]] = {}
     for position, length in occurrences.items():
-        if done < depth and tuple(tokens[position : position + done]) == prefix and position + done < len(tokens):
+        if done < depth and position + done < len(tokens):
             token = tokens[position + done]
             longer = min(length + done, tuning.MAX_MATCH_LENGTH)
             votes[token] = votes.get(token, 0.0) + odds[tuning.BUCKET_OF_LENGTH[longer]]
+            if len(voters.setdefault(token, {})) < max_voters:
+                voters[token][position] = length
     total = sum(votes.values()) + tuning.NEW_TOKEN_ODDS + tuning.NEW_TOKEN_ODDS_PER_TOKEN * len(votes)
     nodes = {}
     for token, vote in votes.items():
         nodes[(*prefix, token)] = vote / total
-        for path, joint in ngram_nodes(tokens, occurrences, odds, depth, (*prefix, token)).items():
+        for path, joint in ngram_nodes(tokens, voters[token], odds, depth, max_voters, (*prefix, token)).items():
             nodes[path] = vote / total * joint
     return nodes
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, StaticCache
 
 from hf_specgen import NgramCandidates, NgramHistory, speculate
 from hf_specgen.target.cache import RaggedCache
@@ -118,14 +118,6 @@ def test_generate_attention_without_tree_mask_raises() -> None:
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="load the model with attn_implementation='sdpa' or 'eager'"):
         model.generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates())
-
-
-def test_generate_encoder_decoder_raises() -> None:
-    config = T5Config(vocab_size=99, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        T5ForConditionalGeneration(config).generate(
-            torch.tensor([[1, 2]]), max_new_tokens=4, candidate_generator=NgramCandidates()
-        )
 
 
 # After an exception

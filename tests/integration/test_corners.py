@@ -8,13 +8,23 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from hf_specgen import NgramCandidates
+from hf_specgen import Candidates, CombinedCandidates, NgramCandidates, RecyclingCandidates
 from tests.helpers import Oracle, RecordingStreamer, assert_same_tokens, fresh_model, prompts, tiny_model
 
 
 @pytest.mark.parametrize("candidates", [partial(Oracle, accuracy=0.7), NgramCandidates(branches=3)])
 def test_generate_prompt_of_one_token_same_tokens(candidates: object) -> None:
     assert_same_tokens(tiny_model("llama"), {"input_ids": torch.tensor([[5]])}, candidates, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("candidates", [RecyclingCandidates(k=3), CombinedCandidates()], ids=repr)
+def test_generate_row_of_padding_only_same_tokens(candidates: Candidates) -> None:
+    """Would catch: the last token taken of a prompt that has none."""
+    model, ids = tiny_model("llama"), torch.tensor([[0, 0, 0], [5, 6, 5]])
+    arguments = {"attention_mask": (ids != 0).long(), "max_new_tokens": 8}
+    assert torch.equal(
+        model.generate(ids, **arguments, candidate_generator=candidates), model.generate(ids, **arguments)
+    )
 
 
 def test_generate_int32_prompt_keeps_its_dtype() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fuzz.__main__ import main, run_safely
-from tests.fuzz.cases import Case
+from tests.fuzz.cases import COMBINED, ENTRIES, STRATEGIES, Case
 from tests.fuzz.draw import draw
 from tests.fuzz.internals import MUTATIONS
 from tests.fuzz.known_defects import known_defect
@@ -54,6 +54,14 @@ def test_random_cases_with_a_mutation_fail(mutation: str) -> None:
     pytest.fail(f"{MAX_CASES_PER_MUTATION} cases do not show it: {mutation}")
 
 
+def test_draw_has_every_strategy_and_entry_point() -> None:
+    """Would catch: a strategy that is never drawn, so that nothing is known of it."""
+    cases = [draw(seed) for seed in range(600)]
+    assert {case.strategy for case in cases} == set(STRATEGIES)
+    assert {member for case in cases for member in case.members} == set(COMBINED)
+    assert {case.entry for case in cases} == set(ENTRIES)
+
+
 def test_draw_with_the_same_seed_gives_the_same_case() -> None:
     assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
     assert len({draw(seed) for seed in range(50)}) == 50
@@ -91,6 +99,8 @@ def test_main_counts_and_prints_failures(tmp_path: Any, capsys: pytest.CaptureFi
     arguments = ["--cases", "2", "--seed", "1", "--architectures", "llama", "--strategies", "oracle"]
     assert main([*arguments, "--record", str(record)]) == 0
     assert json.loads(record.read_text())["cases"] == 2
+    assert main(["--merge", str(record), str(record)]) == 0
+    assert "| oracle | 4 |" in capsys.readouterr().out
     with MUTATIONS["position off by one"]():
         assert main([*arguments, "--no-shrink"]) == 1
     printed = capsys.readouterr().out

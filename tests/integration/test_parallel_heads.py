@@ -13,9 +13,11 @@ from hf_specgen.heads.block_reader import BlockReader
 from hf_specgen.heads.loading import load_head
 from hf_specgen.heads.parallel_reader import ParallelReader
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
+from tests.helpers.comparison import SEED
 from tests.helpers.head_fixtures import Comparison, find_fixtures
 from tests.helpers.head_runs import Rounds
 from tests.helpers.parallel import recording, reread
+from tests.helpers.policies import AfterPlainSteps
 
 FIXTURES = find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
 HEADS = {fixture.folder.name: fixture for fixture in FIXTURES if fixture.family in ("block", "parallel")}
@@ -31,7 +33,7 @@ def strategy(name: str) -> Any:
 
 def generated(name: str, batch: int, new: int, **settings: Any) -> list[list[int]]:
     """What plain generate generates."""
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     inputs = prompts(batch)
     output = HEADS[name].target.generate(**inputs, max_new_tokens=new, **settings)
     return output[:, inputs["input_ids"].shape[1] :].tolist()
@@ -43,6 +45,33 @@ def test_parallel_random_head_same_tokens(name: str, shape: str) -> None:
     candidates = strategy(name)(HEADS[name].head_folder, **SHAPES[shape])
     statistics = assert_same_tokens(HEADS[name].target, prompts(3), candidates, max_new_tokens=8)
     assert statistics.drafted > 0
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_parallel_row_that_waits_for_slower_rows_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a draft behind a text that has not grown since the last one, whose features are read already."""
+    monkeypatch.setattr("hf_specgen.verification.noise.MAX_NOISE_BYTES", 0)
+    monkeypatch.setattr("hf_specgen.verification.noise.MIN_BUFFERED_STEPS", 2)
+    sampling = SAMPLING["sampled"]
+    texts = generated(name, 2, 24, **sampling)
+    candidates = recording(strategy(name), [texts[0], []])(HEADS[name].head_folder, k=4)
+    assert_same_tokens(HEADS[name].target, prompts(2), candidates, max_new_tokens=24, **sampling)
+    assert candidates.session.reader.waiting > 0
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_parallel_beside_other_strategies_reads_the_tokens_of_plain_steps(name: str) -> None:
+    """Would catch: hidden states of steps without a draft that the head never receives."""
+    policy = AfterPlainSteps(3)
+    alone = recording(strategy(name), generated(name, 3, 16))(HEADS[name].head_folder, k=3)
+    candidates = CombinedCandidates([alone], policy=policy)
+    statistics = assert_same_tokens(HEADS[name].target, prompts(3), candidates, max_new_tokens=16)
+    assert statistics.drafted > 0
+    session = alone.session
+    for place, (row, length) in enumerate(zip(session.reader.rows, session.reader.lengths, strict=True)):
+        cache = reread(session, row, length, parallel=HEADS[name].family == "parallel")
+        for ours, scratch in zip(session.reader.cache.layers, cache.layers, strict=True):
+            torch.testing.assert_close(ours.keys[place, :, :length], scratch.keys[0, :, :length], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

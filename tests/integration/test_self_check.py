@@ -10,6 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.target.requirements import TargetRequirements
+from tests.fuzz.models import tiny_model
 
 SMALL = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256}
@@ -167,3 +169,14 @@ def test_layer_skip_adapter_of_another_layer_is_refused(tmp_path: Any) -> None:
     (tmp_path / "exit_config.json").write_text('{"exit_layer": 3}')
     with pytest.raises(ValueError, match="trained for exit_layer=3, not 2"):
         identical(llama().eval(), LayerSkipCandidates(2, k=2, adapter=str(tmp_path)))
+
+
+def test_hidden_states_with_another_axis_are_refused() -> None:
+    """Would catch: a RuntimeError of `torch.cat`, where a model keeps several versions of each state (Gemma 3n)."""
+
+    class Reads(NgramCandidates):
+        def target_requirements(self, model: Any) -> TargetRequirements:
+            return TargetRequirements(taps=(0, 1, 2))
+
+    with pytest.raises(ValueError, match="not \\[batch, positions, hidden\\], so that a draft head cannot read it"):
+        tiny_model("gemma3n_text").generate(torch.tensor([[5, 6]]), max_new_tokens=2, candidate_generator=Reads(k=2))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_specgen import (
     CombinedCandidates,
@@ -21,6 +23,8 @@ from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import END, prompt_length
 from tests.helpers.medusa import random_heads
+from tests.helpers.oracle import Oracle
+from tests.helpers.policies import Irregular
 from tests.helpers.stateful import CONVOLUTIONAL, COUNTING_SLOTS, INDEXED_ATTENTION, RECURRENT, stateful_model
 
 
@@ -32,6 +36,15 @@ def test_state_after_partial_acceptance_same_tokens(kind: str, batch: int) -> No
     statistics = assert_same_tokens(
         stateful_model(kind), prompts(batch), ORACLES["sometimes"], max_new_tokens=14, **sampling
     )
+    assert 0 < statistics.accepted < statistics.drafted
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_plain_steps_between_drafts_same_tokens(kind: str, batch: int) -> None:
+    """Would catch: a state that kernels for a single token overwrite in a copy, or before it was remembered."""
+    oracle = partial(Oracle, accuracy=0.6, policy=Irregular())
+    statistics = assert_same_tokens(stateful_model(kind), prompts(batch), oracle, max_new_tokens=14)
     assert 0 < statistics.accepted < statistics.drafted
 
 
@@ -97,6 +110,14 @@ def test_returned_cache_continues_the_text(kind: str, batch: int) -> None:
 
     oracle = ORACLES["sometimes"](model.generate(**inputs, max_new_tokens=8)[:, prompt_length(inputs) :])
     assert torch.equal(two_turns(candidate_generator=oracle), two_turns())
+
+
+def test_given_dynamic_cache_of_a_stateful_target_is_refused_with_the_reason() -> None:
+    """Would catch: a message that asks for what was given."""
+    with pytest.raises(ValueError, match="cannot roll back the convolutions, recurrent states"):
+        stateful_model("lfm2").generate(
+            **prompts(1), max_new_tokens=4, past_key_values=DynamicCache(), candidate_generator=NgramCandidates(k=3)
+        )
 
 
 def test_second_turn_after_an_exception_same_tokens() -> None:

@@ -69,3 +69,13 @@ def test_memory_used_by_many_threads_loses_no_call() -> None:
     for thread in threads:
         thread.join()
     assert not errors
+
+
+def test_count_with_weights_is_the_acceptance_at_the_centre_of_the_bin() -> None:
+    """Would catch: a bin whose tokens are more confident than its centre taken for a better one."""
+    calibrations = Calibration(), Calibration()
+    for place in range(40):
+        calibrations[0].count(0, 7, place % 2 == 0)
+        calibrations[1].count(0, 7, place % 2 == 0, weight=1.1)
+    centre, above = (calibration.by_bin()[0, 7] for calibration in calibrations)
+    assert above == pytest.approx(centre / 1.1, rel=0.05) and above * 1.1 == pytest.approx(0.5, rel=0.05)

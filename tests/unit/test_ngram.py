@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from hf_specgen import NgramCandidates
 from hf_specgen.candidates.ngram_index import NgramIndex
 from hf_specgen.candidates.ngram_odds import FREQUENT, OWN, MatchOdds
 from hf_specgen.candidates.ngram_text import RowText
-from hf_specgen.candidates.ngram_tree import Limits, Occurrence, grow_tree
+from hf_specgen.candidates.ngram_tree import MAX_VOTERS, Limits, grow_tree
 from hf_specgen.state import GenerationState
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
@@ -30,10 +32,10 @@ def test_grow_tree_agrees_with_the_reference(text: list[int], depth: int, nodes:
     """Would catch: a wrong probability, a node that is not among the most probable, a child before its parent."""
     index = NgramIndex()
     index.extend(text)
-    found, odds = index.occurrences(text, 100), MatchOdds().values
-    occurrences = [Occurrence(index, position, length, OWN) for position, length in found.items()]
+    found, odds = index.occurrences(text, 100), MatchOdds()
+    occurrences = [(index.tokens, index.end, position, length, OWN) for position, length in found.items()]
     tree = grow_tree(occurrences, odds, Limits(depth, nodes))
-    expected = reference.ngram_nodes(text, found, odds, depth)
+    expected = reference.ngram_nodes(text, found, odds.values, depth, MAX_VOTERS)
     paths: list[tuple[int, ...]] = []
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         assert parent < node
@@ -41,6 +43,15 @@ def test_grow_tree_agrees_with_the_reference(text: list[int], depth: int, nodes:
         assert tree.joint[node] == pytest.approx(expected[paths[-1]])
     assert len(set(paths)) == len(paths) == min(nodes, len(expected))
     assert tree.joint == pytest.approx(sorted(expected.values(), reverse=True)[:nodes])
+
+
+def test_grow_tree_of_a_chain_longer_than_the_tables_agrees_with_the_reference() -> None:
+    """Would catch: a chain that ends where the tables by match length do, or probabilities of another length there."""
+    text, odds = [*range(300), *range(40)], MatchOdds()
+    tree = grow_tree([(array("i", text), len(text), 40, 40, OWN)], odds, Limits(200, 200))
+    assert tree.tokens == [*range(40, 240)] and tree.parents == [*range(-1, 199)]
+    expected = reference.ngram_nodes(text, {40: 40}, odds.values, 200, MAX_VOTERS)
+    assert tree.joint == pytest.approx(list(expected.values()))
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 3])
@@ -60,6 +71,17 @@ def test_grow_tree_frequent_tokens_follow_where_occurrences_leave_doubt() -> Non
     tree = RowText([5, 6, 5, 6, 5, 7, 9], MatchOdds()).propose(Limits(2, 20))
     assert tree.tokens[0] == 5 and tree.classes[0] == FREQUENT
     assert {tree.tokens[node] for node, parent in enumerate(tree.parents) if parent == 0} == {6, 7}
+
+
+def test_grow_tree_after_a_frequent_token_copies_without_a_gap() -> None:
+    """Would catch: a token left out, or written twice, below a frequent one; 8 does not occur before the end."""
+    text = RowText([5, 1, 2, 3, 4, 6, 7, 5, 5, 5, 8], MatchOdds())
+    tree = text.propose(Limits(4, 60))
+    paths = [
+        [tree.tokens[one] for one in reversed(reference.walk_up(tree.parents, node))]
+        for node in range(len(tree.tokens))
+    ]
+    assert [5, 1, 2, 3] in paths
 
 
 # What is learnt

@@ -18,7 +18,7 @@ from hf_specgen.candidates.recycling import grow_tree
 from hf_specgen.candidates.recycling_table import FORMAT, SUCCESSORS
 from hf_specgen.depth.calibration import EDGES, RANKS
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification.base import TopTokens
+from hf_specgen.verification.top_tokens import TopTokens, topk
 from tests.helpers import assert_same_tokens, prompts, tiny_model
 
 thorough = settings(max_examples=60, deadline=None, derandomize=True)
@@ -46,7 +46,7 @@ def random_table(seed: int, vocab_size: int = 12) -> RecyclingTable:
 
 
 def test_top_tokens_of_a_step_are_those_of_every_node_of_active_rows() -> None:
-    """Would catch: padding or inactive rows, the successors of another node, probabilities over a few tokens only."""
+    """Would catch: padding or inactive rows, the successors of another node, probabilities of other tokens."""
     torch.manual_seed(0)
     tree = DraftTree.from_nodes([([5, 6, 7], (-1, -1, 0)), ([8], (-1,)), ([9], (-1,))])
     logits = torch.randn(3, 4, 20, dtype=torch.bfloat16)
@@ -54,9 +54,17 @@ def test_top_tokens_of_a_step_are_those_of_every_node_of_active_rows() -> None:
     places = [(0, 0), (0, 1), (0, 2), (0, 3), (2, 0), (2, 1)]
     assert top.tokens.tolist() == [1, 5, 6, 7, 3, 9]
     for (row, node), successors, probabilities in zip(places, top.successors, top.probabilities, strict=True):
-        expected = logits[row, node].float().softmax(dim=-1)
-        assert np.allclose(probabilities, expected[successors].numpy(), atol=1e-6)
-        assert np.allclose(probabilities, expected.sort(descending=True).values[:4].numpy(), atol=1e-6)
+        expected = logits[row, node].float().sort(descending=True).values[:4]
+        assert torch.equal(logits[row, node].float()[successors], expected)
+        assert np.allclose(probabilities, expected.softmax(dim=-1).numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [9, 512, 576, 1000, 8192])
+def test_topk_by_groups_agrees_with_topk(vocab: int) -> None:
+    """Would catch: a column beyond the last whole group left out, or a group whose maximum is among the largest."""
+    values = torch.randn(50, vocab, generator=torch.Generator().manual_seed(vocab))
+    best, columns = topk(values, 8)
+    assert torch.equal(best, values.topk(8).values) and torch.equal(values.gather(1, columns), best)
 
 
 def test_generate_updates_the_table_with_what_plain_generate_expects() -> None:
@@ -82,7 +90,16 @@ def test_update_of_a_token_read_twice_keeps_the_last() -> None:
     table = RecyclingTable(20)
     table.update(top_tokens({3: [7, 8]}))
     table.update(TopTokens(np.array([3, 3]), np.array([[1, 2], [4, 5]]), np.full((2, 2), 0.3)))
-    assert table.row(3)[0][:2] == [4, 5]
+    assert table.row(3)[0] == [4, 5]
+
+
+def test_draft_from_few_successors_has_tokens_of_the_vocabulary(tmp_path: Path) -> None:
+    """Would catch: empty places of a token with fewer successors than others, drafted as token -1."""
+    table = random_table(1)
+    table.update(TopTokens(np.arange(12), np.array([[1, 2]] * 12), np.full((12, 2), 0.3)))
+    table.save(tmp_path / "table.safetensors")
+    for one in (table, RecyclingTable.load(tmp_path / "table.safetensors")):
+        assert set(grow_tree(one, 3, np.full((SUCCESSORS, BINS), 0.5), depth=3, nodes=40).tokens) == {1, 2}
 
 
 def test_nbytes_of_the_table_are_40_a_token() -> None:
@@ -107,7 +124,7 @@ def test_load_of_a_saved_table_is_equal(tmp_path: Path) -> None:
     [
         {"successors": np.zeros((4, 3), dtype=np.int32)},
         {"successors": np.full((4, SUCCESSORS), 4, dtype=np.int32)},
-        {"successors": np.array([[0, *[-1] * (SUCCESSORS - 1)]] * 4, dtype=np.int32)},
+        {"successors": np.array([[0, *[-1] * (SUCCESSORS - 2), 1]] * 4, dtype=np.int32)},
         {"bins": np.full((4, SUCCESSORS), BINS, dtype=np.uint8)},
         {"bins": np.zeros((4, SUCCESSORS), dtype=np.float32)},
     ],

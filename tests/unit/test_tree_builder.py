@@ -122,6 +122,21 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
     assert shape.nodes(builder) == int(np.argmax(rates))
 
 
+@pytest.mark.parametrize("joint", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
+@pytest.mark.parametrize("drafting", [0.0, 0.5])
+def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
+    joint: list[list[float]], drafting: float
+) -> None:
+    """Would catch: rows added up at the wrong nodes, the passes of the drafter forgotten or counted twice."""
+    latency = curve(0.05, 0.1).at(1, 100)
+    rates = []
+    for count in range(max(map(len, joint)) + 1):
+        tokens = len(joint) + sum(sum(row[:count]) for row in joint)
+        rates.append(tokens / (float(latency.target.by_tokens(len(joint) * (1.0 + count))) + drafting))
+    count, rate = FastestSize(latency, rows=len(joint)).of_grown(joint, drafting)
+    assert (count, rate) == (int(np.argmax(rates)), pytest.approx(max(rates)))
+
+
 def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     """Would catch: one shape for all texts. Long certain chains stay thin, uncertain text gets short and wide."""
     depths, widths = [], []

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.union_tree import SEVERAL, unite
-from hf_specgen.depth.calibration import EDGES, RANKS
+from hf_specgen.depth.calibration import BIN_CENTERS, EDGES, RANKS
 from hf_specgen.tree import DraftTree
 
 thorough = settings(max_examples=150, deadline=None, derandomize=True)
@@ -26,8 +26,9 @@ def trees(draw: st.DrawFn) -> tuple[list[int], tuple[int, ...], list[float]]:
     joint: list[float] = []
     for node in range(draw(st.integers(0, 6))):
         parent, token = draw(st.integers(-1, node - 1)), draw(st.integers(0, 3))
+        parent = parent if parent < len(tokens) else -1
         if (parent, token) not in zip(parents, tokens, strict=True):
-            parents.append(parent if parent < len(tokens) else -1)
+            parents.append(parent)
             tokens.append(token)
             joint.append((joint[parents[-1]] if parents[-1] >= 0 else 1.0) * draw(st.sampled_from([0.1, 0.4, 0.8])))
     return tokens, tuple(parents), joint
@@ -63,28 +64,36 @@ def enumerate_nodes(
         for other, value in known.items():
             if other[:-1] == path:
                 add(number, other[-1], value / known.get(path, 1.0))
+    drafted = set(missed)
     for token, probability in following.get(path[-1] if path else 9, []):
         add(len(drafts) - 1, token, probability)
-    values = {token: AS_IT_IS[kinds[token]][bisect_left(EDGES, 1 - miss)] for token, miss in missed.items()}
-    total = max(1.0, sum(values.values()))
-    nodes = {}
-    for token, value in values.items():
-        nodes[(*path, token)] = joint * value / total
-        nodes.update(enumerate_nodes(drafts, following, depth, (*path, token), joint * value / total))
+    values = {}
+    for token, miss in missed.items():
+        place = bisect_left(EDGES, 1 - miss)
+        values[token] = min(0.999, AS_IT_IS[kinds[token]][place] / BIN_CENTERS[place] * (1 - miss))
+    nodes: dict[tuple[int, ...], float] = {}
+    left = 1.0
+    for value, token in sorted(((value, token) for token, value in values.items()), reverse=True):
+        limited = joint * min(value, left if token in drafted else 1.0)
+        left = max(0.0, left - value) if token in drafted else left
+        if limited > 0:
+            nodes[(*path, token)] = limited
+            nodes.update(enumerate_nodes(drafts, following, depth, (*path, token), limited))
     return nodes
 
 
 @thorough
 @given(st.lists(trees(), min_size=2, max_size=2), st.integers(0, 4), st.integers(0, 12), st.booleans())
 def test_unite_agrees_with_the_reference(
-    rows: list[tuple[list[int], tuple[int, ...], list[float]]], depth: int, count: int, extended: bool
+    proposed: list[tuple[list[int], tuple[int, ...], list[float]]], depth: int, count: int, extended: bool
 ) -> None:
     """Would catch: evidence lost or counted twice, a node below the wrong parent, one that is not among the best."""
-    following = {9: [(1, 0.5)], 1: [(2, 0.3), (3, 0.2)], 2: [(0, 0.4)]} if extended else {}
-    drafts = [DraftTree.from_nodes([(tokens, parents)], (tuple(joint),)) for tokens, parents, joint in rows]
-    successors = [(1, lambda token: following.get(token, []))] if extended else []
+    following = {9: [(1, 0.5)], 1: [(2, 0.35), (3, 0.25)], 2: [(0, 0.4)]} if extended else {}
+    drafts = [DraftTree.from_nodes([(tokens, parents)], (tuple(joint),)) for tokens, parents, joint in proposed]
+    rows = {token: tuple(zip(*pairs, strict=True)) for token, pairs in following.items()}
+    successors = (1, lambda token: rows.get(token, ((), ()))) if extended else None
     tree = unite(drafts, 0, AS_IT_IS, last_token=9, depth=depth, nodes=count, successors=successors)
-    expected = enumerate_nodes(rows, following, depth)
+    expected = enumerate_nodes(proposed, following, depth)
     found = paths_of(tree.tokens, tuple(tree.parents))
     assert len(set(found)) == len(found)
     assert tree.joint == pytest.approx([expected[path] for path in found])

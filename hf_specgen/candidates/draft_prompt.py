@@ -1,0 +1,148 @@
+"""What a draft model reads before the first draft: the prompts, and for an encoder-decoder what its encoder returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from hf_specgen import compat
+from hf_specgen.state import Call
+from hf_specgen.target.encoder import EncoderInput, reads_encoder
+
+_same_encoders: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, bool]] = WeakKeyDictionary()
+
+
+def check_pair(draft: PreTrainedModel, call: Call) -> None:
+    """Raise unless the draft can read what the target reads: both read what an encoder returns, or none does.
+
+    Raises:
+        ValueError: what the draft lacks.
+    """
+    has_encoder = call.model is not None and bool(call.model.config.is_encoder_decoder)
+    if reads_encoder(draft) == has_encoder:
+        return
+    target = "the target" if call.model is None else type(call.model).__name__
+    kinds = ("an encoder-decoder", "a decoder-only model")
+    wanted, given = kinds if has_encoder else kinds[::-1]
+    raise ValueError(f"{target} is {wanted} and the draft {type(draft).__name__} {given}; use a draft of the same kind")
+
+
+def draft_prompt(
+    draft: PreTrainedModel, call: Call, prompts: list[list[int]], share_encoder: bool | None
+) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
+    """The prompts as `generate` of the draft would prepare them.
+
+    Args:
+        draft: the draft model.
+        call: the call of the target.
+        prompts: token ids of each row, which the draft knows.
+        share_encoder: whether the draft reads the target's encoder outputs; None if its encoder has the same weights.
+
+    Raises:
+        ValueError: if an encoder is to be shared whose outputs the draft cannot read, or there is nothing to read.
+    """
+    input_ids, mask = left_padded(prompts, compat.input_device(draft))
+    if not reads_encoder(draft):
+        if share_encoder is not None:
+            raise ValueError(f"share_encoder={share_encoder} is for encoder-decoder models; leave it out")
+        config = draft_config(call, input_ids.shape[1])
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+        if compat.supports_logits_to_keep(draft):
+            arguments["logits_to_keep"] = 1
+        return input_ids, config, arguments
+    read = call.encoder
+    if read is None:
+        raise ValueError(
+            "a draft that reads the encoder needs the input of the target's encoder; give it to generate() instead of "
+            "encoder_outputs"
+        )
+    if not draft.config.is_encoder_decoder:
+        _check_hidden_size(draft.config.hidden_size, read)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        config = GenerationConfig(pad_token_id=0)
+        shared = {"encoder_outputs": _moved(read.outputs, draft), "past_key_values": cache, "use_cache": True}
+        return input_ids, config, {"attention_mask": mask, **shared}
+    start = int(input_ids[0, 0])
+    config = GenerationConfig(max_new_tokens=1, num_beams=1, num_return_sequences=1, decoder_start_token_id=start)
+    given = _encoder_arguments(draft, call, read, share_encoder)
+    if not bool(mask.all()):
+        given["decoder_attention_mask"] = mask
+    moved = {name: _moved(value, draft) for name, value in given.items()}
+    return compat.prepared_call(draft, generation_config=config, decoder_input_ids=input_ids, **moved)
+
+
+def draft_config(call: Call, prompt: int) -> GenerationConfig:
+    """The settings of a draft model's passes: as long as the target's text can become behind a prompt of its own."""
+    longest = prompt + call.max_new_tokens
+    chunk = call.config.prefill_chunk_size
+    return GenerationConfig(prefill_chunk_size=chunk, max_length=int(longest) if isfinite(longest) else None)
+
+
+def _encoder_arguments(
+    draft: PreTrainedModel, call: Call, read: EncoderInput, share_encoder: bool | None
+) -> dict[str, Any]:
+    """What `generate` of the draft receives for its encoder: its input, or the outputs of the target's encoder."""
+    assert call.model is not None
+    if share_encoder is None:
+        share_encoder = have_same_encoder(draft, call.model)
+    if not share_encoder:
+        if draft.main_input_name == "input_ids" and read.values.is_floating_point():
+            raise ValueError("the draft's encoder reads token ids; give input_ids to generate(), not inputs_embeds")
+        return {**read.arguments, draft.main_input_name: read.values}
+    _check_hidden_size(cast(Any, draft).get_encoder().config.hidden_size, read)
+    return {**read.arguments, "encoder_outputs": read.outputs}
+
+
+def _moved(value: Any, draft: PreTrainedModel) -> Any:
+    """A tensor, or the tensors of a model's output, on the draft's device and in its dtype."""
+    if isinstance(value, torch.Tensor):
+        device = compat.input_device(draft)
+        return value.to(device, draft.dtype) if value.is_floating_point() else value.to(device)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _moved(part, draft) for name, part in value.items()})
+    return value
+
+
+def _check_hidden_size(size: int, read: EncoderInput) -> None:
+    given = read.outputs.last_hidden_state.shape[-1]
+    if size != given:
+        raise ValueError(
+            f"the draft's decoder reads encoder outputs of size {size}, those of the target have {given}; use a draft "
+            "with an encoder of its own, and leave share_encoder out"
+        )
+
+
+def have_same_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
+    """Whether both encoders have the same weights, as those of Whisper and Distil-Whisper. Compared once for a pair."""
+    known = _same_encoders.setdefault(draft, WeakKeyDictionary())
+    if target not in known:
+        ours, theirs = (cast(Any, model).get_encoder() for model in (draft, target))
+        known[target] = ours is theirs or (
+            type(ours) is type(theirs) and _have_equal_tensors(ours.state_dict(), theirs.state_dict())
+        )
+    return known[target]
+
+
+def _have_equal_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    if ours.keys() != theirs.keys() or any(ours[name].shape != theirs[name].shape for name in ours):
+        return False
+    return all(ours[name].dtype == theirs[name].dtype and _equal(ours[name], theirs[name]) for name in ours)
+
+
+def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return ours.device.type != "meta" and torch.equal(ours, theirs.to(ours.device))
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts as `[batch, tokens]` ids, padded on the left with 0, and their mask."""
+    width = max(map(len, prompts))
+    ids = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

@@ -1,0 +1,194 @@
+"""What an encoder-decoder model takes beside the text: the encoder's outputs, its mask, and a cache in two parts.
+
+`generate` runs the encoder once. Every pass of the decoder then receives the same encoder outputs; the keys and values
+that cross-attention computes from them in the first pass stay in a cache of their own, which no rollback touches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+from hf_specgen import compat
+from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.step_inputs import StepInputs
+
+
+@dataclass(frozen=True)
+class EncoderInput:
+    """What the encoder of a call's target reads, with one row for each row of the call.
+
+    Args:
+        values: the main input of the encoder: token ids `[batch, tokens]`, or features of audio or images.
+        arguments: the other arguments of the call that concern the encoder, such as its attention mask.
+        outputs: what the target's encoder returned.
+    """
+
+    values: torch.Tensor
+    arguments: dict[str, Any]
+    outputs: Any
+
+    @classmethod
+    def of_call(cls, values: torch.Tensor | None, batch: int, model_kwargs: dict[str, Any]) -> EncoderInput | None:
+        """The encoder's input in a call; None if there is no encoder, or `generate` does not tell what it read.
+
+        Args:
+            values: as given to `generate`, before rows are repeated for `num_return_sequences`.
+            batch: rows of the call.
+            model_kwargs: as prepared by `generate`.
+        """
+        outputs = model_kwargs.get("encoder_outputs")
+        # In place of ids that were not given, `generate` fills in -100.
+        if values is None or outputs is None or (not values.is_floating_point() and bool((values < 0).any())):
+            return None
+        others = ("encoder_outputs", "past_key_values", "use_cache", "logits_to_keep")
+        arguments = {
+            name: value
+            for name, value in model_kwargs.items()
+            if name not in others and not name.startswith("decoder_") and value is not None
+        }
+        return cls(values.repeat_interleave(batch // len(values), dim=0), arguments, outputs)
+
+    def texts(self, vocab_size: int) -> list[list[int]]:
+        """The token ids that the encoder read, by row and without padding, as far as the decoder has such tokens.
+
+        Args:
+            vocab_size: number of tokens of the decoder.
+
+        Returns:
+            One list for each row; empty lists if the encoder reads no tokens.
+
+        Example:
+            >>> read = EncoderInput(torch.tensor([[5, 6, 0]]), {"attention_mask": torch.tensor([[1, 1, 0]])}, None)
+            >>> read.texts(vocab_size=6)
+            [[5]]
+        """
+        if self.values.dim() != 2 or self.values.is_floating_point():
+            return [[] for _ in range(len(self.values))]
+        mask = self.arguments.get("attention_mask")
+        kept = torch.ones_like(self.values) if mask is None or mask.shape != self.values.shape else mask
+        kept = kept.bool() & (self.values >= 0) & (self.values < vocab_size)
+        return [ids[keep].tolist() for ids, keep in zip(self.values, kept, strict=True)]
+
+
+class EncoderStepInputs(StepInputs):
+    """Makes the arguments of the decoder's passes.
+
+    Args:
+        model: an encoder-decoder model, or a decoder alone that takes `encoder_outputs`.
+        input_ids: `[batch, prompt]` the decoder's prompt.
+        model_kwargs: as prepared by `generate`.
+
+    Raises:
+        ValueError: for a cache that the caller of `generate` gave or chose.
+    """
+
+    def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]):
+        given = model_kwargs.get("past_key_values")
+        check_cache(given, type(model).__name__)
+        self._given: Any = given
+        prefix = _prefix(model)
+        self._names = {name: prefix + name for name in ("input_ids", "attention_mask", "position_ids")}
+        self._takes_positions = takes_positions(model)
+        positions = _positions(input_ids, model_kwargs if self._takes_positions else {})
+        super().__init__(model, input_ids, {**model_kwargs, "position_ids": positions})
+
+    @property
+    def divisible(self) -> bool:
+        """Whether rows can be dropped: of further tensors it is not known where the rows are."""
+        known = ("encoder_outputs", "attention_mask")
+        tensors = {name for name, value in (self._extra or {}).items() if isinstance(value, torch.Tensor | dict)}
+        return tensors <= set(known)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only."""
+        index = list(rows)
+        self._given.cross_attention_cache.batch_select_indices(torch.tensor(index))
+        if self._extra is None:
+            return
+        if (mask := self._extra.get("attention_mask")) is not None:
+            self._extra["attention_mask"] = mask[index]
+        outputs = self._extra["encoder_outputs"]
+        parts = {name: part[index] if isinstance(part, torch.Tensor) else part for name, part in outputs.items()}
+        self._extra["encoder_outputs"] = type(outputs)(**parts)
+
+    def text_cache(self, given: Any) -> Any:
+        """Of the cache that `generate` passes on, the part for the text."""
+        return self._given.self_attention_cache
+
+    def past_key_values(self, cache: Any) -> Any:
+        """Both parts of the cache, as the model takes it."""
+        return EncoderDecoderCache(cache, self._given.cross_attention_cache)
+
+    def returned_cache(self, cache: Any, past_key_values: Any) -> Any:
+        """The cache that plain `generate` returns."""
+        assert isinstance(cache, RaggedCache)
+        cache.to_dynamic(self._given.self_attention_cache)
+        self._given.is_updated = past_key_values.is_updated
+        return self._given
+
+    def arguments(
+        self, tokens: dict[str, torch.Tensor], mask: Any, positions: torch.Tensor, cache: Any
+    ) -> dict[str, Any]:
+        values = {**tokens, "attention_mask": mask, **({"position_ids": positions} if self._takes_positions else {})}
+        named = {self._names[name]: value for name, value in values.items()}
+        return {**self.extra(cache, positions.shape[1]), **named, "past_key_values": cache}
+
+    def _behind_prompt(self, cache: Any) -> dict[str, Any]:
+        kwargs = {name: value for name, value in self._kwargs.items() if name not in ("logits_to_keep", "position_ids")}
+        mask_name = self._names["attention_mask"]
+        if (mask := kwargs.get(mask_name)) is not None:
+            kwargs[mask_name] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        prepared = self._prepared({**kwargs, "past_key_values": cache})
+        own = (*self._names.values(), "past_key_values")
+        return {name: value for name, value in prepared.items() if name not in own and value is not None}
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the decoder takes the position of each token, so that rows may differ in length and drafts may branch."""
+    return _prefix(model) + "position_ids" in inspect.signature(model.forward).parameters
+
+
+def reads_encoder(model: PreTrainedModel) -> bool:
+    """Whether a model's decoder reads encoder outputs: its own encoder's, or as a decoder alone those that it gets."""
+    return bool(model.config.is_encoder_decoder) or "encoder_outputs" in inspect.signature(model.forward).parameters
+
+
+def _prefix(model: PreTrainedModel) -> str:
+    """How the decoder's arguments begin, where the names without it are the encoder's."""
+    return "decoder_" if model.config.is_encoder_decoder else ""
+
+
+def _positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
+    """`[batch, prompt]` positions of the decoder's prompt: given, by its mask, or one for each column."""
+    given, mask = model_kwargs.get("decoder_position_ids"), model_kwargs.get("decoder_attention_mask")
+    if given is not None:
+        return given[..., -input_ids.shape[1] :].expand_as(input_ids)
+    counted = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1] :].long()
+    return (counted.cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def check_cache(given: Any, model: str) -> None:
+    """Raise unless `generate` has made a cache of the usual kind for an encoder-decoder.
+
+    Args:
+        given: the cache that `generate` passes on; None if it made none.
+        model: name of the model's class.
+
+    Raises:
+        ValueError: for any other cache.
+    """
+    if given is None:
+        raise ValueError(f"{model} uses no EncoderDecoderCache; call generate() without candidate_generator=")
+    parts = (getattr(given, "self_attention_cache", None), getattr(given, "cross_attention_cache", None))
+    is_plain = all(type(part) is DynamicCache and not part.offloading for part in parts)
+    if compat.is_user_defined(given) or not is_plain:
+        raise ValueError(
+            "candidate_generator= makes the cache of an encoder-decoder model itself; leave past_key_values and "
+            "cache_implementation unset"
+        )

@@ -1,0 +1,124 @@
+"""Random draft heads for any target, and sessions whose scores are raised for the tokens that will be generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+
+from hf_specgen import (
+    Call,
+    DFlashCandidates,
+    EagleCandidates,
+    GemmaAssistantCandidates,
+    MTPCandidates,
+    PEagleCandidates,
+)
+from tests.fuzz.internals import (
+    BlockAttention,
+    BlockConfig,
+    BlockHead,
+    DraftHead,
+    Eagle1Head,
+    Eagle3Head,
+    EagleConfig,
+    LayerConfig,
+    steer,
+)
+from tests.fuzz.models import ASSISTANT, FIXTURES
+
+CLASSES: dict[str, Any] = {
+    "eagle1": EagleCandidates,
+    "eagle3": EagleCandidates,
+    "dflash": DFlashCandidates,
+    "peagle": PEagleCandidates,
+    "mtp": MTPCandidates,
+    "assistant": GemmaAssistantCandidates,
+}
+BLOCK_SIZE = 5
+MASK_TOKEN = 3
+
+Answer = Callable[[int, list[int]], list[int]]
+"""From a row and its prompt to the tokens that plain `generate` wrote."""
+
+
+def head_candidates(
+    name: str, architecture: str, model: Any, answer: Answer, accuracy: float, seed: int, settings: dict[str, Any]
+) -> Any:
+    """A strategy with a head that proposes what `answer` says, in a share of the places.
+
+    Args:
+        name: a key of `CLASSES`.
+        architecture, model: the target.
+        answer: what will be generated.
+        accuracy: share of the tokens whose score is raised; the head's own choice stands elsewhere.
+        seed: of the head's weights and options, and of the places.
+        settings: k, tree and policy.
+    """
+
+    class Steered(CLASSES[name]):  # type: ignore[misc]
+        def begin(self, call: Call, *arguments: Any) -> Any:
+            session = super().begin(call, *arguments)
+            texts = [_places(answer(row, prompt), accuracy, seed) for row, prompt in enumerate(call.state.prompts)]
+            return steer(session, texts)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        source: Any = {"mtp": FIXTURES.get(architecture), "assistant": ASSISTANT}.get(name)
+        return Steered(source or _random_head(name, model, Random(seed)), **settings)
+
+
+def _places(text: list[int], accuracy: float, seed: int) -> list[int | None]:
+    random = Random(seed)
+    return [token if random.random() < accuracy else None for token in text]
+
+
+def _random_head(name: str, model: Any, random: Random) -> DraftHead:
+    """A head with random weights and options that fits the target."""
+    config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
+    width, layers = config.hidden_size, config.num_hidden_layers
+    layer = LayerConfig(
+        hidden_size=width,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=random.choice((1, 2, 4)),
+        head_dim=16,
+        qk_norm=random.random() < 0.5,
+    )
+    taps = {"eagle1": (layers,), "dflash": (1, layers)}.get(name, (0, 1, layers))
+    reduced = random.random() < 0.3  # not all of the target's tokens can be proposed
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "vocab_size": len(embedding),
+        "draft_vocab_size": len(embedding) - (20 if reduced else 0),
+        "target_hidden_size": width,
+        "num_taps": len(taps),
+        "taps": taps,
+        "own_embeddings": embedding.shape[1] != width or random.random() < 0.3,
+        "own_lm_head": True,
+    }
+    if name == "dflash":
+        attention = [
+            BlockAttention(),
+            BlockAttention(causal=True),
+            BlockAttention(window=4),
+            BlockAttention(causal=True, window=6, window_from_anchor=True),
+        ]
+        return BlockHead(
+            BlockConfig(
+                layer=layer,
+                attention=tuple(random.choices(attention, k=2)),
+                block_size=BLOCK_SIZE,
+                mask_token_id=MASK_TOKEN,
+                first_proposing_position=random.choice((0, 1)),
+                **sizes,
+            )
+        )
+    options = {"num_layers": random.choice((1, 2))}
+    if name == "eagle1":
+        return Eagle1Head(EagleConfig(layer=layer, **options, **sizes))
+    flags = {flag: random.random() < 0.5 for flag in ("norm_before_residual", "fc_norm", "norm_output")}
+    mask = MASK_TOKEN if name == "peagle" else None
+    return Eagle3Head(EagleConfig(layer=layer, mask_token_id=mask, **options, **flags, **sizes))

@@ -1,0 +1,450 @@
+"""Encoder-decoder targets give the tokens, scores and cache of plain `generate`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    WhisperForCausalLM,
+)
+
+from hf_specgen import (
+    Candidates,
+    CombinedCandidates,
+    DraftModelCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+    RecyclingCandidates,
+    Statistics,
+    attach,
+    detach,
+    statistics,
+)
+from hf_specgen.heads import MedusaConfig, MedusaHeads
+from hf_specgen.target import common_length
+from tests.helpers import SAMPLING, PrefixReader, RecordingStreamer, perturbed_copy, tiny_model
+from tests.helpers.cases import ORACLES
+from tests.helpers.comparison import SEED
+from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder, run_both
+
+ENDS: dict[str, Any] = {"eos_token_id": list(range(4, 24)), "pad_token_id": 0}
+
+
+def assert_same(kind: str, inputs: dict[str, Any], candidates: Any, model: Any = None, **arguments: Any) -> Statistics:
+    plain, ours, speculation = run_both(model or encoder_decoder(kind), inputs, candidates, **arguments)
+    assert plain.sequences.tolist() == ours.sequences.tolist()
+    return speculation
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["t5", "bart", "marian", "whisper"])
+def test_partly_accepted_drafts_give_the_tokens_of_plain_generate(kind: str, batch: int, sampling: str) -> None:
+    """Would catch: positions of rows that are ahead, a cross-attention cache that is rolled back or filled twice."""
+    inputs = encoder_inputs(kind, batch)
+    speculation = assert_same(kind, inputs, ORACLES["sometimes"], max_new_tokens=20, **SAMPLING[sampling])
+    assert 0 < speculation.accepted < speculation.drafted
+
+
+@pytest.mark.parametrize("kind", ["mbart", "pegasus", "m2m_100", "mt5", "t5gemma"])
+def test_other_kinds_give_the_tokens_of_plain_generate(kind: str) -> None:
+    speculation = assert_same(kind, encoder_inputs(kind, 3), ORACLES["sometimes"], max_new_tokens=16)
+    assert 0 < speculation.accepted < speculation.drafted
+
+
+@pytest.mark.parametrize("kind", ["t5", "whisper"])
+def test_eager_attention_gives_the_tokens_of_plain_generate(kind: str) -> None:
+    model = encoder_decoder(kind, "eager")
+    assert assert_same(kind, encoder_inputs(kind, 3), ORACLES["sometimes"], model, max_new_tokens=16).accepted > 0
+
+
+def test_whisper_verifies_trees() -> None:
+    """Would catch: siblings at positions of their own, accepted nodes that are not moved."""
+    speculation = assert_same("whisper", encoder_inputs("whisper", 3), ORACLES["tree"], max_new_tokens=20)
+    assert speculation.accepted > 10
+
+
+@pytest.mark.parametrize("strategy", ["ngrams", "recycling", "combined", "draft", "shared", "auto"])
+@pytest.mark.parametrize("kind", ["t5", "whisper"])
+def test_strategies_give_the_tokens_of_plain_generate(kind: str, strategy: str) -> None:
+    """Would catch: trees for a target that verifies chains, caches of drafts that lose track of accepted tokens."""
+    model = encoder_decoder(kind)
+    draft = DraftModelCandidates(perturbed_copy(model), k=4, tree=6, policy=FixedDepth())
+    candidates: Any = {
+        "ngrams": NgramCandidates(k=4, branches=2),
+        "recycling": RecyclingCandidates(k=4, tree=8),
+        "combined": CombinedCandidates([NgramCandidates(k=3), draft], policy=FixedDepth()),
+        "draft": draft,
+        "shared": DraftModelCandidates(perturbed_copy(model), k=4, share_encoder=True),
+        "auto": CombinedCandidates(),
+    }[strategy]
+    speculation = assert_same(kind, encoder_inputs(kind, 3), candidates, max_new_tokens=20, **ENDS)
+    if strategy in ("draft", "shared"):
+        assert speculation.accepted > 10
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "forced": {"forced_bos_token_id": 7, "forced_eos_token_id": 9},
+    "minimum": {"min_length": 9, **ENDS},
+    "repetition": {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
+    "encoder": {"encoder_no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.2},
+    "suppressed": {"suppress_tokens": [4, 5, 6], "begin_suppress_tokens": [7, 8], "do_sample": True},
+    "lockstep": {"make_processors": lambda: LogitsProcessorList([PrefixReader()]), **ENDS},
+}
+
+
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_processors_see_what_plain_generate_shows_them(kind: str, processors: str) -> None:
+    inputs = encoder_inputs(kind, 3)
+    assert assert_same(kind, inputs, ORACLES["sometimes"], max_new_tokens=14, **PROCESSORS[processors]).drafted > 0
+
+
+@pytest.mark.parametrize("make_processors", [None, lambda: LogitsProcessorList([PrefixReader()])])
+@pytest.mark.parametrize("kind", ["bart", "whisper"])
+def test_outputs_are_those_of_plain_generate(kind: str, make_processors: Any) -> None:
+    """Would catch: slots that were overwritten while a row had ended, padding that is not read, buffers with spare
+    slots in a cache that others take apart."""
+    arguments = {"max_new_tokens": 16, "output_scores": True, "output_logits": True, **ENDS}
+    model, inputs = encoder_decoder(kind), encoder_inputs(kind, 3)
+    plain, ours, _ = run_both(model, inputs, ORACLES["sometimes"], make_processors=make_processors, **arguments)
+    assert list(plain.keys()) == list(ours.keys())
+    assert plain.sequences.tolist() == ours.sequences.tolist()
+    for expected, got in zip(plain.scores + plain.logits, ours.scores + ours.logits, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        caches = [getattr(output.past_key_values, part).layers for output in (plain, ours)]
+        for expected, got in zip(*caches, strict=True):
+            torch.testing.assert_close(got.keys, expected.keys, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(got.values, expected.values, atol=1e-4, rtol=1e-4)
+
+
+class StopAfter(StoppingCriteria):
+    """Stops row b after `3 + 2 * b` columns."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] >= 3 + 2 * row for row in range(len(input_ids))])
+
+
+@pytest.mark.parametrize("kind", ["t5", "whisper"])
+@pytest.mark.parametrize("verification", ["rejection", "typical"])
+def test_other_verification_modes_sample(kind: str, verification: str) -> None:
+    """Would catch: probabilities of drafts that belong to other nodes of a chain or tree."""
+    model = encoder_decoder(kind)
+    draft = DraftModelCandidates(copy.deepcopy(model), k=4)
+    arguments = {"do_sample": True, "max_new_tokens": 16, "verification": verification, "candidate_generator": draft}
+    torch.manual_seed(SEED)
+    model.generate(**encoder_inputs(kind, 3), **arguments)
+    assert draft.speculation is not None and draft.speculation.drafted > 0
+    if verification == "rejection":  # p / q is 1 up to rounding
+        assert draft.speculation.accepted == draft.speculation.drafted
+
+
+def test_criteria_and_streamer_receive_the_columns_of_plain_generate() -> None:
+    streams = [RecordingStreamer(), RecordingStreamer()]
+    model, inputs = encoder_decoder("bart"), encoder_inputs("bart", 3)
+    arguments = {"max_new_tokens": 12, "stopping_criteria": [StopAfter()], "eos_token_id": 98, "pad_token_id": 0}
+    plain, ours, _ = run_both(model, inputs, ORACLES["always"], **arguments)
+    assert plain.sequences.tolist() == ours.sequences.tolist()
+    inputs = encoder_inputs("bart", 1)
+    plain_ids = model.generate(**inputs, max_new_tokens=12, streamer=streams[0])
+    oracle = ORACLES["always"](plain_ids[:, 1:])
+    model.generate(**inputs, max_new_tokens=12, streamer=streams[1], candidate_generator=oracle)
+    assert streams[0].chunks == streams[1].chunks and streams[1].ended == 1
+
+
+@pytest.mark.parametrize("kind", ["t5", "whisper"])
+def test_rows_that_end_are_dropped_with_their_encoder_outputs(kind: str) -> None:
+    """Would catch: cross-attention of a row that reads the encoder outputs of another."""
+    model, inputs = encoder_decoder(kind), encoder_inputs(kind, 6)
+    sampling = {"do_sample": True, "top_k": 30, "max_new_tokens": 24, **ENDS}
+    torch.manual_seed(SEED)
+    plain = model.generate(**inputs, **sampling)
+    oracle = ORACLES["sometimes"](plain if kind == "whisper" else plain[:, 1:])
+    sizes: list[int] = []
+    handle = model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(len(kwargs["encoder_hidden_states"])), with_kwargs=True
+    )
+    torch.manual_seed(SEED)
+    ours = model.generate(**inputs, **sampling, candidate_generator=oracle)
+    handle.remove()
+    assert plain.tolist() == ours.tolist()
+    assert min(sizes) < 4
+
+
+def test_several_sequences_of_one_input_are_those_of_plain_generate() -> None:
+    arguments = {"num_return_sequences": 2, "max_new_tokens": 14, **SAMPLING["sampled"]}
+    draft = DraftModelCandidates(perturbed_copy(encoder_decoder("t5")), k=3)
+    assert assert_same("t5", encoder_inputs("t5", 2), draft, **arguments).accepted > 0
+    assert assert_same("t5", encoder_inputs("t5", 2), NgramCandidates(k=3), **arguments).drafted > 0
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_prompt_of_the_decoder_may_be_padded(kind: str) -> None:
+    """Would catch: the encoder's mask taken for the decoder's, or the other way round."""
+    inputs = encoder_inputs(kind, 2)
+    inputs["decoder_input_ids"] = torch.tensor([[START, 0, 11, 12], [START, 21, 22, 23]])
+    inputs["decoder_attention_mask"] = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
+    assert assert_same(kind, inputs, ORACLES["sometimes"], max_new_tokens=12).accepted > 0
+    draft = DraftModelCandidates(perturbed_copy(encoder_decoder(kind)), k=3)
+    assert assert_same(kind, inputs, draft, max_new_tokens=12).drafted > 0
+
+
+def test_rows_far_ahead_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: passes that grow without end, tokens of a waiting row that are lost or read twice."""
+    monkeypatch.setattr(common_length.CommonLengthTarget, "max_lead", 2)
+    model, widths = encoder_decoder("bart"), []
+    handle = model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        speculation = assert_same("bart", encoder_inputs("bart", 3), ORACLES["sometimes"], max_new_tokens=20)
+    finally:
+        handle.remove()
+    assert speculation.accepted > 0
+    assert max(widths) <= 2 + 4 + 1 + 4  # the lead, what a step adds to it, the pending token, a draft
+
+
+@pytest.mark.parametrize("kind", ["bart", "whisper"])
+def test_drafts_stay_within_the_table_of_positions(kind: str) -> None:
+    size = "max_target_positions" if kind == "whisper" else "max_position_embeddings"
+    model = encoder_decoder(kind, **{size: 24})
+    assert assert_same(kind, encoder_inputs(kind, 2), ORACLES["sometimes"], model, max_length=24).accepted > 0
+
+
+# N-grams over the encoder's text
+
+
+class CopiesSource(LogitsProcessor):
+    """Makes each row repeat a text."""
+
+    row_wise = True
+
+    def __init__(self, texts: torch.Tensor):
+        self.texts = texts
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        wanted = self.texts[:, (input_ids.shape[1] - 1) % self.texts.shape[1]]
+        return scores.scatter_add(1, wanted[:, None], torch.full((len(scores), 1), 1000.0))
+
+
+@pytest.mark.parametrize("candidates", [NgramCandidates(k=6), CombinedCandidates(policy=FixedDepth())])
+def test_ngrams_copy_from_the_text_of_the_encoder(candidates: Candidates) -> None:
+    """Would catch: matches looked up in the decoder's text alone, which holds none of them."""
+    inputs = encoder_inputs("t5", 2, length=30)
+    inputs["attention_mask"][:] = 1
+    inputs["input_ids"] = torch.stack([torch.randperm(90)[:30] + 4 for _ in range(2)])
+    make = lambda: LogitsProcessorList([CopiesSource(inputs["input_ids"])])  # noqa: E731
+    speculation = assert_same("t5", inputs, candidates, make_processors=make, max_new_tokens=24)
+    assert speculation.accepted > 24
+
+
+# Draft models
+
+
+def test_draft_runs_its_own_encoder_once() -> None:
+    draft = perturbed_copy(encoder_decoder("bart"))
+    runs: list[int] = []
+    draft.get_encoder().register_forward_hook(lambda *_: runs.append(1))
+    assert assert_same("bart", encoder_inputs("bart", 3), DraftModelCandidates(draft, k=3), max_new_tokens=12).accepted
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("kind", ["whisper", "t5"])
+def test_draft_with_the_weights_of_the_targets_encoder_shares_it(kind: str) -> None:
+    model = encoder_decoder(kind)
+    draft = perturbed_copy(model)
+    draft.get_encoder().load_state_dict(model.get_encoder().state_dict())
+    draft.get_encoder().register_forward_hook(lambda *_: pytest.fail("the draft's encoder was run"))
+    assert assert_same(kind, encoder_inputs(kind, 2), DraftModelCandidates(draft, k=3), max_new_tokens=12).accepted > 5
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_draft_may_have_another_dtype(share: bool) -> None:
+    """Would catch: features or encoder outputs that reach the draft in the target's dtype."""
+    draft = copy.deepcopy(encoder_decoder("whisper")).to(torch.bfloat16)
+    candidates = DraftModelCandidates(draft, k=3, share_encoder=share)
+    assert assert_same("whisper", encoder_inputs("whisper", 1), candidates, max_new_tokens=10).accepted > 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decoder_alone_reads_the_targets_encoder_outputs(batch: int) -> None:
+    """Distil-Whisper's use: `AutoModelForCausalLM` loads its decoder alone."""
+    model = encoder_decoder("whisper")
+    draft = WhisperForCausalLM(copy.deepcopy(model.config)).eval()
+    draft.model.decoder.load_state_dict(perturbed_copy(model).model.decoder.state_dict())
+    draft.proj_out.load_state_dict(model.proj_out.state_dict())
+    candidates = DraftModelCandidates(draft, k=4)
+    assert assert_same("whisper", encoder_inputs("whisper", batch), candidates, max_new_tokens=16).accepted > 5
+
+
+def test_draft_of_another_hidden_size_cannot_share_the_encoder() -> None:
+    draft = encoder_decoder("bart", d_model=16)
+    with pytest.raises(ValueError, match="encoder outputs of size 16, those of the target have 32"):
+        assert_same("bart", encoder_inputs("bart", 1), DraftModelCandidates(draft, share_encoder=True))
+    assert assert_same("bart", encoder_inputs("bart", 1), DraftModelCandidates(draft, k=2), max_new_tokens=6).drafted
+
+
+def test_draft_of_the_other_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="is an encoder-decoder and the draft LlamaForCausalLM a decoder-only model"):
+        assert_same("t5", encoder_inputs("t5", 1), DraftModelCandidates(tiny_model("llama"), k=2), max_new_tokens=6)
+    draft = DraftModelCandidates(encoder_decoder("t5"), k=2)
+    with pytest.raises(ValueError, match="is a decoder-only model and the draft T5"):
+        tiny_model("llama").generate(torch.tensor([[5, 6]]), max_new_tokens=4, candidate_generator=draft)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("strategy", ["layers", "medusa"])
+def test_strategies_that_read_hidden_states_are_refused(strategy: str) -> None:
+    heads = MedusaHeads(MedusaConfig(hidden_size=32, vocab_size=99, num_heads=2))
+    candidates: Any = {"layers": LayerSkipCandidates(1, k=2), "medusa": MedusaCandidates(heads)}[strategy]
+    with pytest.raises(ValueError, match=r"does not work with BartFor.*implemented for decoder-only models"):
+        assert_same("bart", encoder_inputs("bart", 1), candidates, max_new_tokens=6)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "cache": ({"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "leave past_key_values"),
+    "static": ({"cache_implementation": "static"}, "cache_implementation unset"),
+    "beams": ({"num_beams": 2}, "set num_beams=1"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    "embeddings": ({"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "not as decoder_inputs_embeds"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_calls_are_refused(case: str) -> None:
+    arguments, message = REFUSED[case]
+    model = encoder_decoder("bart", "eager" if case == "attentions" else "sdpa")
+    with pytest.raises(ValueError, match=message):
+        model.generate(
+            **encoder_inputs("bart", 1), max_new_tokens=4, **arguments, candidate_generator=NgramCandidates()
+        )
+
+
+def test_model_with_a_state_of_its_own_is_refused() -> None:
+    """Would catch: an encoder-decoder that is not checked before its first token."""
+    model = fresh_encoder_decoder("bart")
+    calls: list[int] = []
+
+    def shift(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return output * (1 + 0.1 * (len(calls) % 7))
+
+    model.get_decoder().embed_positions.register_forward_hook(shift)
+    with pytest.raises(ValueError, match="cannot verify draft tokens: in a trial run its logits differed"):
+        model.generate(**encoder_inputs("bart", 1), max_new_tokens=4, candidate_generator=NgramCandidates())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("fsmt", "its logits differed"), ("prophetnet", "only supported for `decoder_input_ids` of length 1")],
+)
+def test_kinds_that_read_one_token_at_a_time_are_refused(kind: str, reason: str) -> None:
+    model = encoder_decoder(kind)
+    with pytest.raises(ValueError, match=f"cannot verify draft tokens: .*{reason}"):
+        model.generate(**encoder_inputs(kind, 1), max_new_tokens=4, candidate_generator=NgramCandidates())
+
+
+def test_model_that_ignores_positions_is_refused_in_batches() -> None:
+    model = fresh_encoder_decoder("whisper")
+    model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "position_ids": None}), with_kwargs=True
+    )
+    with pytest.raises(ValueError, match="cannot verify draft tokens"):
+        model.generate(**encoder_inputs("whisper", 2), max_new_tokens=4, candidate_generator=NgramCandidates())
+
+
+# Attached strategies and Whisper's own `generate`
+
+
+def test_attached_strategy_speculates_and_falls_back() -> None:
+    model, inputs = fresh_encoder_decoder("t5"), encoder_inputs("t5", 2)
+    plain = model.generate(**inputs, max_new_tokens=8)
+    beams = model.generate(**inputs, max_new_tokens=8, num_beams=2)
+    attach(model, NgramCandidates(k=3))
+    assert model.generate(**inputs, max_new_tokens=8).tolist() == plain.tolist()
+    with pytest.warns(UserWarning, match="runs without speculation"):
+        assert model.generate(**inputs, max_new_tokens=8, num_beams=2).tolist() == beams.tolist()
+    assert statistics(model).calls == 1
+    detach(model)
+
+
+def transcriber() -> Any:
+    """A random Whisper with the settings that its `generate` needs for timestamps and languages."""
+    model = copy.deepcopy(encoder_decoder("whisper"))
+    settings = {
+        "no_timestamps_token_id": 60,
+        "is_multilingual": False,
+        "return_timestamps": False,
+        "max_initial_timestamp_index": 5,
+        "begin_suppress_tokens": [5, 6],
+        "suppress_tokens": [7],
+        "eos_token_id": 2,
+        "max_length": 24,
+        "alignment_heads": [[0, 0]],
+        "prev_sot_token_id": 4,
+    }
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+WHISPER: dict[str, tuple[int, dict[str, Any]]] = {
+    "short": (40, {}),
+    "timestamps": (40, {"return_timestamps": True, "force_unique_generate_call": True}),
+    "long": (100, {"return_timestamps": True}),
+    "segments": (100, {"return_timestamps": True, "return_segments": True}),
+    "previous": (100, {"return_timestamps": True, "condition_on_prev_tokens": True}),
+    "fallback": (
+        40,
+        {"temperature": (0.0, 0.6), "logprob_threshold": -1.0, "compression_ratio_threshold": 1.35},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WHISPER)
+def test_transcriptions_are_those_of_whispers_generate(case: str) -> None:
+    """Would catch: processors of Whisper out of step, prompts of segments with padding, a cache of another form."""
+    frames, arguments = WHISPER[case]
+    model = transcriber()
+    features = torch.randn(2, 8, frames, generator=torch.Generator().manual_seed(3))
+    arguments = {"attention_mask": torch.ones(2, frames, dtype=torch.long), **arguments}
+
+    def run(**more: Any) -> Any:
+        torch.manual_seed(SEED)
+        return model.generate(features, **arguments, **more)
+
+    plain, candidates = run(), NgramCandidates(k=3)
+    ours = run(candidate_generator=candidates)
+    if case == "segments":
+        plain, ours = plain["sequences"], ours["sequences"]
+    assert plain.tolist() == ours.tolist()
+    assert candidates.speculation.drafted > 0
+
+
+def test_strategy_attached_to_whisper_speculates() -> None:
+    """Would catch: an attached strategy that Whisper's own `generate` does not reach."""
+    model, features = transcriber(), torch.randn(1, 8, 40, generator=torch.Generator().manual_seed(3))
+    plain = model.generate(features)
+    attach(model, NgramCandidates(k=3))
+    assert model.generate(features).tolist() == plain.tolist()
+    assert statistics(model).drafted > 0 and not statistics(model).plain_calls
+
+
+def test_token_timestamps_are_refused_for_their_attentions() -> None:
+    with pytest.raises(ValueError, match="output_attentions"):
+        transcriber().generate(
+            torch.randn(1, 8, 40), return_token_timestamps=True, candidate_generator=NgramCandidates()
+        )
