@@ -78,6 +78,13 @@ def draft_prompt(
     return compat.prepared_call(draft, generation_config=config, decoder_input_ids=input_ids, **moved)
 
 
+def draft_config(call: Call, prompt: int) -> GenerationConfig:
+    """The settings of a draft model's passes: as long as the target's text can become behind a prompt of its own."""
+    longest = prompt + call.max_new_tokens
+    chunk = call.config.prefill_chunk_size
+    return GenerationConfig(prefill_chunk_size=chunk, max_length=int(longest) if isfinite(longest) else None)
+
+
 def _encoder_arguments(
     draft: PreTrainedModel, call: Call, read: EncoderInput, share_encoder: bool | None
 ) -> dict[str, Any]:
