@@ -146,10 +146,3 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple
     ids = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def draft_config(call: Call, prompt: int) -> GenerationConfig:
-    """The settings of a draft model's passes: as long as the target's text can become behind a prompt of its own."""
-    longest = prompt + call.max_new_tokens
-    chunk = call.config.prefill_chunk_size
-    return GenerationConfig(prefill_chunk_size=chunk, max_length=int(longest) if isfinite(longest) else None)
