@@ -115,7 +115,7 @@ def test_generate_unsupported_architecture_raises(architecture: str, message: st
 
 def test_generate_attention_without_tree_mask_raises() -> None:
     model = fresh_model("llama")
-    model.config._attn_implementation = "flash_attention_2"
+    model.config._attn_implementation = "own_kernel"
     with pytest.raises(ValueError, match="load the model with attn_implementation='sdpa' or 'eager'"):
         model.generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates())
 

@@ -24,7 +24,7 @@ def test_inductor_draft_and_target_same_tokens(mode: dict[str, Any]) -> None:
     """Would catch: a function that the compiler gets wrong, and one that is compiled again in a later call."""
     model = fresh_model("llama", num_hidden_layers=1)
     candidates = DraftModelCandidates(perturbed_copy(model), k=3, compile=True)
-    for length in (12, 30):
+    for length in (12, 30, 30):
         torch.manual_seed(5)
         plain = model.generate(**prompts(1, length), max_new_tokens=16, **mode)
         torch.manual_seed(5)

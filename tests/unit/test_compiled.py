@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -101,4 +102,5 @@ def test_graph_buffers_released_cache_keeps_its_contents() -> None:
 
 
 def test_compile_seconds_without_compilation_is_zero() -> None:
-    assert compile_seconds() == 0.0
+    with ThreadPoolExecutor() as threads:  # seconds are counted by thread
+        assert threads.submit(compile_seconds).result() == 0.0
