@@ -228,7 +228,7 @@ class _CombinedSession(DraftSession):
             for row, depth in enumerate(budget)
         ]
         if isinstance(shape, FastestSize):
-            # More nodes pay where drafting has taken long.
+            # More nodes are optimal where drafting has taken long.
             spent = sum(member.spent for member in self._members)
             count, _ = shape.of_grown([tree.joint for tree in self._trees], spent)
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)

@@ -136,8 +136,8 @@ class AdaptiveSession(PolicySession):
     def _explore(self, prefill: float, room: int) -> int:
         """Depth of a step where plain decoding should be faster: 0 unless the budget covers a trial draft.
 
-        A trial is one level deep; a strategy that sizes its trees itself proposes nothing where that does not pay, so
-        its trial is an ordinary draft, which costs a pass of the drafter at least.
+        A trial is one level deep; a strategy that sizes its trees itself proposes nothing that is not expected to be
+        faster, so its trial is an ordinary draft, which costs a pass of the drafter at least.
         """
         adaptive = self._candidates.adaptive_tree
         cost = self._pass_cost if adaptive else float(self._cost[1]) - 1

@@ -47,7 +47,7 @@ def test_trained_head_same_tokens(
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
-def test_trained_head_beside_ngrams_same_tokens(folder: Path, reference_model: Any, tokenizer: Any) -> None:
+def test_trained_head_with_ngrams_same_tokens(folder: Path, reference_model: Any, tokenizer: Any) -> None:
     candidates = CombinedCandidates([NgramCandidates(), AutoCandidates.from_pretrained(folder)])
     assert_same_tokens(reference_model, inputs(tokenizer, 3), candidates, max_new_tokens=24)
 
