@@ -30,7 +30,7 @@ FORGETTING = 0.95
 SPEED_FORGETTING, SPEED_FORGETTING_PLAIN = 0.9, 0.98
 """Weight of the observed speed after one more step with a draft, and after a plain step."""
 SPEED_PRIOR, SPEED_PRIOR_WEIGHT = 1.2, 8.0
-"""Speedup before any observation, and its weight in plain steps. A strategy leaves out a tree that is not expected to be
+"""Speedup before any observation, and its weight in plain steps. A strategy leaves out a tree that should not be
 faster, at the cost of a pass of the drafter, so turning drafts off by mistake costs more than turning them off late."""
 SHRINKAGE = 4.0
 """Weight, in trials, of the estimate that a row or position is shrunk towards."""
