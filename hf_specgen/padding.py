@@ -35,10 +35,12 @@ class PaddingReader:
         """Whether steps must not draft, because the logits of a row's padding could not be computed in the same step.
 
         A custom stopping criterion may end a row inside its draft, and an early-exit target would start from hidden
-        states that the drafter has computed for other tokens.
+        states that the drafter has computed for other tokens. It may also cut off tokens that a recurrent state
+        contains, and the padding follows what is left.
         """
         if not self._call.processes_padding:
-            return False
+            has_scores = self._call.keeps_scores or self._call.keeps_logits
+            return has_scores and self._target.has_recurrent_state and self._outputs.has_custom_criteria
         ended = any(self._state.has_ended(row) for row in range(self._state.batch))
         return self._outputs.has_custom_criteria or (self._target.reuses_drafter_states and ended)
 

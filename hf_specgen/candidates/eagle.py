@@ -101,6 +101,8 @@ class EagleSession(AutoregressiveSession):
     def draft(self, budget: Sequence[int]) -> DraftTree:
         if self._unread.is_empty:
             self._unread.receive()
+        if not self._has_read_prompt and not self._unread.has_features:
+            return self.not_drafted(len(budget))
         return super().draft(budget)
 
     def observe(self, result: VerificationResult) -> None:

@@ -33,6 +33,11 @@ class UnreadFeatures:
         """Whether nothing was received since the call began."""
         return not self._unread
 
+    @property
+    def has_features(self) -> bool:
+        """Whether a row has unread features; none has after a prompt of padding only."""
+        return any(len(features) for row in self._unread for features in row)
+
     def receive(self) -> None:
         """Note what the target computed for the tokens that the last step kept."""
         states = self._target.committed_states(self._taps)

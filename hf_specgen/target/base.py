@@ -149,7 +149,7 @@ class Target:
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the pending token, then after each node.
         """
-        if self._tracks_unread and self._unread is not None:
+        if self.has_recurrent_state and self._unread is not None:
             if max(map(len, self._unread.tokens)) > MAX_UNREAD:
                 self._read_unread()
             tree, pending = self._unread.put_first(tree, torch.as_tensor(pending).tolist(), active)
@@ -163,7 +163,7 @@ class Target:
         return torch.cat([first, tree.tokens.to(self.device)], dim=1) if tree.nodes else first
 
     @property
-    def _tracks_unread(self) -> bool:
+    def has_recurrent_state(self) -> bool:
         """Whether the model has a recurrent state, which is known after the prefill."""
         return self._unread is not None and self.cache.has_recurrent_state
 
@@ -200,7 +200,7 @@ class Target:
     def _of_draft(self, values: torch.Tensor, batch: int) -> torch.Tensor:
         """Results of a pass, `[present, …]`, as `[batch, 1 + nodes, …]` of the pending token and the draft."""
         values = self._for_all_rows(values, batch)
-        return self._unread.align(values) if self._tracks_unread and self._unread is not None else values
+        return self._unread.align(values) if self.has_recurrent_state and self._unread is not None else values
 
     def _for_all_rows(self, values: torch.Tensor, batch: int) -> torch.Tensor:
         """`[present, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
@@ -265,7 +265,7 @@ class Target:
         """Cut the cache of each row to the prompt and the first `read` generated tokens."""
         kept = [read[row] for row in self._present]
         lengths = [first + n for first, n in zip(self._prompt_slots, kept, strict=True)]
-        self.cache.set_lengths(self._reachable(lengths) if self._tracks_unread else lengths)
+        self.cache.set_lengths(self._reachable(lengths) if self.has_recurrent_state else lengths)
 
     def _reachable(self, lengths: Sequence[int]) -> list[int]:
         """The largest lengths up to these that a recurrent state can return to; the tokens between become unread."""
@@ -303,7 +303,7 @@ class Target:
         None where a recurrent state contains tokens beyond the output, because a stopping criterion cut off tokens
         that were accepted in an earlier step.
         """
-        if self._tracks_unread:
+        if self.has_recurrent_state:
             self._read_unread()
         if not self._is_exact:
             return None

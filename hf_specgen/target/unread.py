@@ -81,6 +81,7 @@ class UnreadTokens:
         kept: list[list[int] | None] = []
         for row, path in enumerate(paths):
             if path is None:
+                self._read_last[row] = []  # the state is known only at the start of this pass
                 kept.append(None)
                 continue
             accepted = self._pass[row][: self._skipped[row] + 1 + len(path)]
