@@ -8,6 +8,8 @@ column, if their scores are returned. Then an ended row takes part in every step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hf_specgen.outputs import OutputCollector
@@ -53,9 +55,15 @@ class PaddingReader:
                     pending[row] = state.pad_id
         return pending
 
+    def processed_rows(self, active: Sequence[bool]) -> Sequence[bool]:
+        """The rows that the target processes in a step: the active ones; all rows where padding takes part."""
+        return [True] * len(active) if self._call.processes_padding else active
+
     def add_to(self, tree: DraftTree) -> DraftTree:
-        """The draft, with a chain of padding as deep as the deepest draft in each row that has ended."""
+        """The draft; where padding takes part, ended rows get a chain of padding as deep as the deepest draft."""
         state = self._state
+        if not self._call.processes_padding:
+            return tree
         assert state.pad_id is not None
         depth = max(max(tree.depths(row)) for row in range(tree.batch))
         chains = [[state.pad_id] * depth if state.has_ended(row) else [] for row in range(tree.batch)]
