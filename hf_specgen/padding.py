@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_specgen.candidates.merged_tree import merge_trees
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
-from hf_specgen.tree import DraftTree, merge_trees
+from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
 
