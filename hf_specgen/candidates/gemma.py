@@ -78,7 +78,7 @@ class _AssistantSession(AutoregressiveSession):
     def first_scores(self) -> torch.Tensor:
         """One pass over the last token of each row."""
         self.passes.append(len(self._target.rows))
-        return self._reader.start(self._target.last_states(self._taps), self.call.state.pending())
+        return self._reader.start(self._target.states_of(self._taps), self.call.state.pending())
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
         return self._reader.expand(tree, new)

@@ -30,10 +30,12 @@ class UnreadTokens:
 
     Attributes:
         tokens: by row.
+        is_exact: False once a row had to return to a state that lies further back than the start of its last pass.
     """
 
     def __init__(self, batch: int):
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
+        self.is_exact = True
         self._pass: list[list[int]] = []
         self._width, self._nodes = 0, 0
         self._skipped: list[int] = []
@@ -105,6 +107,20 @@ class UnreadTokens:
             return None
         self.tokens[row], self._read_last[row] = read[: len(read) - count], []
         return len(read)
+
+    def reachable(self, rows: Sequence[int], lengths: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        """The largest lengths up to the wanted ones that the states can return to; the tokens between become unread.
+
+        Args:
+            rows: the rows that are in the cache.
+            lengths, wanted: of each of them, the tokens that its state has read, and how many it shall have.
+        """
+        reachable = []
+        for row, length, less in zip(rows, lengths, wanted, strict=True):
+            removed = self.remove(row, length + len(self.tokens[row]) - less)
+            self.is_exact = self.is_exact and removed is not None
+            reachable.append(length - (removed or 0))
+        return reachable
 
     def to_read(self) -> list[list[int] | None]:
         """For each row what a pass without a draft can read now: equally many unread tokens, or nothing (None)."""
