@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_specgen.counters import RowStep, StepPasses
 from hf_specgen.depth import PolicySession, StepRecord
 from hf_specgen.depth.schedules import context_length
 from hf_specgen.monitoring.monitor import MonitorSession
 from hf_specgen.state import Call
+from hf_specgen.steps import RowStep, StepPasses
 from hf_specgen.target.base import Target
 from hf_specgen.target.cache_layer import MAX_PREFILL_DRAFT
 from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
