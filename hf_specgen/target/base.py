@@ -118,15 +118,10 @@ class Target:
 
     def _prompt_was_read(self, before: int, columns: int) -> None:
         """Record the prompt's slots in the cache, which held `before` slots; its last token counts as pending."""
-        read = self.cache.lengths[0] - columns - before if self.cache.lengths else 0
-        tokens = self.prompt.input_ids.shape[1]
-        if not 0 < read <= tokens:
-            raise ValueError(
-                f"the model cached {read} positions for a prompt of {tokens} tokens; models that add "
-                "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
-            )
-        self._layout.place_prompt([length - columns for length in self.cache.lengths], self.first_positions)
-        self._starts = tuple(length - 1 for length in self._layout.prompt_slots)
+        slots = [length - columns for length in self.cache.lengths]
+        self.prompt.check_read(slots[0] - before if slots else 0)
+        self._layout.place_prompt(slots, self.first_positions)
+        self._starts = tuple(slot - 1 for slot in slots)
 
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
