@@ -35,8 +35,9 @@ class UnreadFeatures:
 
     @property
     def has_features(self) -> bool:
-        """Whether a row has unread features; none has after a prompt of padding only."""
-        return any(len(features) for row in self._unread for features in row)
+        """Whether a row that has not ended has unread features; none has after a prompt of padding only."""
+        unread = enumerate(self._unread)
+        return any(len(new) for row, features in unread if not self._state.has_ended(row) for new in features)
 
     def receive(self) -> None:
         """Note what the target computed for the tokens that the last step kept."""

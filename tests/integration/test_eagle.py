@@ -93,6 +93,17 @@ def test_eagle_prompts_of_padding_only_same_tokens(pair: Any, batch: int) -> Non
     assert candidates.speculation is not None and candidates.speculation.drafted > 0
 
 
+def test_eagle_prompt_of_padding_beside_a_row_that_ends_at_once_same_tokens(pair: Any) -> None:
+    """Would catch: hidden states of an ended row taken for something to read."""
+    (target, head), ids = pair, torch.tensor([[0, 0], [5, 6]])
+    mask = (ids != 0).long()
+    first = int(target.generate(ids, attention_mask=mask, max_new_tokens=1)[1, -1])
+    arguments = {"attention_mask": mask, "max_new_tokens": 8, "eos_token_id": first, "pad_token_id": 0}
+    plain = target.generate(ids, **arguments)
+    assert plain.shape[1] > 3
+    assert torch.equal(target.generate(ids, **arguments, candidate_generator=EagleCandidates(head, k=3)), plain)
+
+
 def test_eagle_beside_ngrams_same_tokens(pair: Any) -> None:
     """Would catch: hidden states taken from the nodes of the member's own draft instead of the merged tree."""
     target, head = pair

@@ -165,6 +165,7 @@ def test_criterion_that_cuts_a_row_that_is_ahead_same_output(column: int, scores
 
     plain, ours = generate(), generate(candidate_generator=Oracle(answers, 1.0, policy=_OneRowAhead()))
     assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
     if scores:
         for mine, expected in zip(ours.scores, plain.scores, strict=True):
             torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
@@ -232,4 +233,5 @@ def test_unread_row_that_takes_no_part_in_a_pass_cannot_return_behind_it() -> No
     assert tokens.keep([[0]]) == [[0]]
     tokens.put_first(DraftTree.empty(1), [3], [False])
     assert tokens.keep([None]) == [None]
-    assert tokens.remove(0, 1) is None
+    with pytest.raises(RuntimeError, match="cannot return by 1 tokens"):
+        tokens.remove(0, 1)
