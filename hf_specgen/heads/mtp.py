@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP) layers, which some targets bring along in their own checkpoint.
+"""Multi-token prediction (MTP) layers, which are part of the checkpoint of some targets.
 
 An MTP layer is one more decoder layer of the target's own kind. It reads the target's last hidden state together with
 the embedding of the next token, like an EAGLE-1 head, and its output goes through the target's output matrix. Layer k
