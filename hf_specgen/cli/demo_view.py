@@ -29,6 +29,8 @@ class Measured(Protocol):
     title: str
     dtype: str
     totals: dict[str, Total]
+    prompts: int
+    length: int
     answers: int
     differences: list[tuple[str, Difference]]
 
@@ -57,7 +59,8 @@ def closing_lines(targets: Sequence[Measured], widened: bool) -> Iterator[str]:
         if best not in (PLAIN, PEER) and totals[best].tokens:
             yield (
                 f"[bold]{target.title}[/]: {best} is [bold green]{_speedup(totals, best):.2f}x[/] as fast as plain "
-                f"generate, with {totals[best].tokens_per_step:.1f} tokens per step."
+                f"generate, with {totals[best].tokens_per_step:.1f} tokens per step, on {target.prompts} "
+                f"{'prompt' if target.prompts == 1 else 'prompts'} and up to {target.length} new tokens for each."
             )
     for target in targets:
         yield _same_tokens(target)
