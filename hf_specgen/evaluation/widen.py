@@ -17,8 +17,8 @@ from hf_specgen.evaluation.cost import measure_cost_curve
 
 SLOW_STEP = 4.0
 """T(8) / T(1) above which bfloat16 is not used: 5.6 on a processor without matrix instructions for it, else below 2."""
-PROBE_PARAMETERS = 64 * 10**6
-"""Size of the model that bfloat16 is tried with: larger than the caches of a few cores, and widened in a moment."""
+PROBE_PARAMETERS, PROBES = 64 * 10**6, 4
+"""Size of the model that bfloat16 is tried with, larger than the caches of a few cores; and how often it is."""
 
 
 def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -99,6 +99,7 @@ def widen_in_fast_dtype(model: PreTrainedModel, parameters: int) -> tuple[PreTra
     """
     own = sum(p.numel() for p in model.parameters())
     probe = widen(model, max(own, min(parameters, PROBE_PARAMETERS)), torch.bfloat16)
-    curve = measure_cost_curve(probe, (1, 8), context=32, repeats=3)
-    name = "bfloat16" if curve.relative(8) <= SLOW_STEP else "float32"
+    curves = [measure_cost_curve(probe, (1, 8), context=8, repeats=1) for _ in range(PROBES)]
+    one, eight = (min(curve(size) for curve in curves) for size in (1, 8))  # other load on the machine only adds time
+    name = "bfloat16" if eight <= SLOW_STEP * one else "float32"
     return widen(model, parameters, getattr(torch, name)), name
