@@ -52,7 +52,9 @@ def make_parser() -> ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     suite = commands.add_parser("suite", help="acceptance and speed by task domain, with a report")
     suite.set_defaults(run=run_suite)
-    suite.add_argument("name", nargs="?", default="full", help="full, domains, batches, drafting, heads or memory")
+    suite.add_argument(
+        "name", nargs="?", default="full", help="full, domains, batches, drafting, heads, memory or projected"
+    )
     for field in fields(Plan):
         default = getattr(Plan(), field.name)
         flag = f"--{field.name.replace('_', '-')}"
@@ -107,7 +109,8 @@ def run_suite(options: Namespace) -> int:
     written = page.write(found, options.out)
     if (view := overview(found)) is not None:
         console.print(view)
-        console.print(f"\n{sentence(found)}", markup=False, highlight=False)
+        if (advice := sentence(found)) is not None:
+            console.print(f"\n{advice}", markup=False, highlight=False)
     elif suite.table in found["tables"]:
         show(console, suite.table, found["tables"][suite.table])
     for note in outcome.notes:

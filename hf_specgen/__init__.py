@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         RecyclingTable,
     )
     from hf_specgen.counters import Statistics
-    from hf_specgen.decoding import SpeculativeOutput
     from hf_specgen.depth import (
         AdaptiveDepth,
         Controller,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     )
     from hf_specgen.generate import speculate
     from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
+    from hf_specgen.speculative_output import SpeculativeOutput
     from hf_specgen.state import Call
     from hf_specgen.totals import CallTotals
     from hf_specgen.tree import DraftTree
@@ -106,10 +106,10 @@ _MODULES = {
     "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
     "EagleCandidates GemmaAssistantCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates "
     "NgramHistory PEagleCandidates RecyclingCandidates RecyclingTable",
-    "decoding": "SpeculativeOutput",
     "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
     "generate": "speculate",
     "monitoring.monitor": "Monitor MonitorSession SpeculationMonitor",
+    "speculative_output": "SpeculativeOutput",
     "state": "Call",
     "counters": "Statistics",
     "totals": "CallTotals",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_specgen.steps import RowStep, StepPasses
 from hf_specgen.tree import DraftTree, depths
 from hf_specgen.verification import VerificationResult
 
@@ -24,35 +25,6 @@ REPORTED = (
     "accepted_per_position",
     "acceptance_rate_per_position",
 )
-
-
-@dataclass
-class RowStep:
-    """One row in one verification step: draft nodes, the depth they reached, tokens accepted and emitted."""
-
-    drafted: int
-    depth: int
-    accepted: int
-    emitted: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepPasses:
-    """The forward passes of one decoding step, for all rows together: what its latency depends on.
-
-    Args:
-        rows: rows that took part.
-        context: tokens in the longest row, prompt included.
-        target: tokens in the target's pass without the prompt: per row the pending token and as many nodes as the
-            largest draft has.
-        drafter: tokens in each forward pass of the drafter, without its prefill. Empty if drafting needed no forward
-            pass; None if no draft was requested.
-    """
-
-    rows: int
-    context: int
-    target: int
-    drafter: tuple[int, ...] | None
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The speculative decoding loop: draft, run the target, verify, roll back. A step emits 1 to `1 + draft depth` tokens.
+"""The speculative decoding loop: propose, score, verify, commit. A step emits 1 to `1 + draft depth` tokens per row.
 
 The prefill is a step like the others: tokens drafted from the prompt alone are verified in the same forward pass.
 
@@ -8,48 +8,36 @@ Source: Leviathan et al., "Fast Inference from Transformers via Speculative Deco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from time import perf_counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.chains import ChainSession
-from hf_specgen.counters import RowStep, Statistics, StepPasses
-from hf_specgen.depth import Policy, PolicySession, StepRecord
-from hf_specgen.depth.schedules import context_length
-from hf_specgen.monitoring.monitor import Monitor, MonitorSession
+from hf_specgen.counters import Statistics
+from hf_specgen.depth import Policy
+from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.padding import PaddingReader
+from hf_specgen.policy_runner import PolicyRunner
+from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, SpeculativeOutput, call_output
 from hf_specgen.state import Call, GenerationState
-from hf_specgen.target.cache import MAX_PREFILL_DRAFT
-from hf_specgen.target.compiled import compile_seconds
 from hf_specgen.target.encoder import EncoderInput
 from hf_specgen.target.model_parts import mask_name
-from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
+from hf_specgen.timer import StepTimer
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
 from hf_specgen.verification.processors import LogitsPipeline
 from hf_specgen.verification.top_tokens import TopTokens
-
-MEASURED_PARTS = ("prefill", "draft", "forward", "verify", "policy")
-
-
-@dataclass
-class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """The output of plain `generate`, with the statistics of the call in `speculation`."""
-
-    speculation: Statistics | None = None
 
 
 def speculative_decode(
@@ -116,27 +104,7 @@ def speculative_decode(
     if streamer is not None:
         streamer.end()
     candidates.speculation = call.statistics
-    if not returns_dict:
-        return outputs.output_ids()
-    fields: dict[str, Any] = {
-        "sequences": outputs.output_ids(),
-        "scores": tuple(outputs.scores) if call.keeps_scores else None,
-        "logits": tuple(outputs.logits) if call.keeps_logits else None,
-        "past_key_values": past_key_values,
-    }
-    if not model.config.is_encoder_decoder:
-        return SpeculativeOutput(**fields, speculation=call.statistics)
-    output = EncoderDecoderSpeculativeOutput(**fields)
-    # An attribute, and no item: `generate` of Whisper takes items apart by rows.
-    object.__setattr__(output, "speculation", call.statistics)
-    return output
-
-
-@dataclass
-class EncoderDecoderSpeculativeOutput(GenerateEncoderDecoderOutput):
-    """The same for an encoder-decoder target."""
-
-    speculation: Statistics | None = None
+    return call_output(call, outputs, past_key_values)
 
 
 class _Loop:
@@ -161,7 +129,7 @@ class _Loop:
         stack: ExitStack,
     ):
         assert call.model is not None
-        self._started = perf_counter()
+        self.timer = StepTimer()
         self.call, self.state, self.outputs = call, call.state, outputs
         requirements = call.candidates.target_requirements(call.model)
         check_computation(call.model, requirements, input_ids, call.config, model_kwargs)
@@ -174,86 +142,77 @@ class _Loop:
         monitoring = None if monitor is None else monitor.start(call)
         if monitoring is not None:
             stack.callback(monitoring.end)
-        self.policy = PolicyRunner(depth, call.candidates.k, monitoring)
+        self.policy = PolicyRunner(call, self.target, depth, monitoring, self.timer)
         self.drafter = call.candidates.start(
             replace(call, target=self.target, verification=self.verification, depth=depth)
         )
         if self.target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
-        self._seconds = dict.fromkeys(MEASURED_PARTS, 0.0)
-        self._tokens_from_prefill = [1] * self.state.batch
         self.padding = PaddingReader(call, self.target, outputs)
+        self._tokens_from_prefill = [1] * self.state.batch
 
     def prefill(self) -> None:
         """The first step: process the prompt, and verify chains drafted from it where the strategy supplies them."""
-        rows = [True] * self.state.batch
+        active = [True] * self.state.batch
         tree = DraftTree.empty(self.state.batch)
         # What models compute for a row that is nothing but padding depends on the number of columns.
         if self.target.supports_prefill_drafts and all(self.state.prompts):
-            tree = self._draft(self.drafter.draft_at_prefill, rows).leftmost_chain()
-        with self._timed("prefill"):
+            tree = self._propose(self.drafter.draft_at_prefill, active).leftmost_chain()
+        with self.timer.part("prefill"):
             logits = self.target.prefill(tree)
-        result = self._verify(tree, logits, rows)
+        with self.timer.part("verify"):
+            result = self._verify(tree, logits, active)
+            self._commit(result)
         self._tokens_from_prefill = [int(not parents) for parents in tree.parents]
         if tree.nodes or self.drafter.top_tokens:
             self.drafter.observe(result)
         if tree.nodes:
-            self._report(tree, self.call.statistics.record_prefill_draft(tree, result))
+            steps = self.call.statistics.record_prefill_draft(tree, result)
+            self.policy.observe(tree, steps, self.drafter.passes)
 
     def decode(self) -> None:
         """Run steps until every row has stopped, then complete the statistics."""
         state, statistics = self.state, self.call.statistics
         while not state.all_stopped:
             active = self._active_rows()
-            tree = self._draft(self.drafter.draft, active)
-            result = self._score_and_verify(tree, active)
+            tree = self.padding.add_to(self._propose(self.drafter.draft, active))
+            with self.timer.part("forward"):
+                logits = self.target.forward(tree, self.padding.pending(), self.padding.processed_rows(active))
+            with self.timer.part("verify"):
+                result = self._verify(tree, logits, active)
+                self._commit(result)
             self.drafter.observe(result)
             steps = statistics.record(tree, result)
-            with self._timed("policy"):
-                self._report(tree, steps)
+            with self.timer.part("policy"):
+                self.policy.observe(tree, steps, self.drafter.passes)
             if not self.padding.is_visible:
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
         statistics.finish([len(tokens) for tokens in state.generated], self._tokens_from_prefill)
-        self._seconds["total"] = perf_counter() - self._started
-        statistics.seconds = self._seconds
+        statistics.seconds = self.timer.stop()
 
-    def _draft(self, draft: Callable[[Sequence[int]], DraftTree], active: Sequence[bool]) -> DraftTree:
-        drafts = not self.padding.needs_plain_steps
-        room = [self._room(row) if is_active and drafts else 0 for row, is_active in enumerate(active)]
-        with self._timed("policy"):
-            budget = self.policy.budget(room)
-        with self._timed("draft"):
+    def _propose(self, draft: Callable[[Sequence[int]], DraftTree], active: Sequence[bool]) -> DraftTree:
+        """Draft tokens for the active rows, as deep as the policy chooses."""
+        with self.timer.part("policy"):
+            budget = self.policy.budget([False] * len(active) if self.padding.needs_plain_steps else active)
+        with self.timer.part("draft"):
             return draft(budget)
 
-    def _score_and_verify(self, tree: DraftTree, active: Sequence[bool]) -> VerificationResult:
-        processed = active
-        if self.call.processes_padding:
-            tree, processed = self.padding.add_to(tree), [True] * tree.batch
-        with self._timed("forward"):
-            logits = self.target.forward(tree, self.padding.pending(), processed)
-        return self._verify(tree, logits, active)
-
     def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
-        """Accept draft tokens, append them to the rows, roll the cache back to them, and confirm columns."""
-        with self._timed("verify"):
-            result = self.verification.verify(tree, logits, active)
-            if self.drafter.top_tokens:
-                pending = [self.state.last_token(row) for row in range(self.state.batch)]
-                result.top_tokens = TopTokens.of_step(logits, tree, pending, active, self.drafter.top_tokens)
-            for row, tokens in enumerate(result.tokens):
-                self.state.append(row, tokens)
-            self.target.commit(self.padding.paths(result))
-            self.outputs.add(result)
-            self.verification.confirm(self.outputs.columns)
+        """Which draft tokens are accepted, and which token follows them."""
+        result = self.verification.verify(tree, logits, active)
+        if self.drafter.top_tokens:
+            pending = [self.state.last_token(row) for row in range(self.state.batch)]
+            result.top_tokens = TopTokens.of_step(logits, tree, pending, active, self.drafter.top_tokens)
         return result
 
-    def _report(self, tree: DraftTree, rows: list[RowStep | None]) -> None:
-        """Report a step to the policy and the monitor, and count its forward passes."""
-        step = self.policy.observe(tree, rows, self._seconds, self.drafter.passes)
-        drafter = tuple(step.passes) if any(step.requested) else None
-        passes = StepPasses(step.batch, context_length(self.call), step.batch * step.tokens_per_row, drafter)
-        self.call.statistics.passes.append(passes)
+    def _commit(self, result: VerificationResult) -> None:
+        """Append the tokens to the rows, roll the cache back to the accepted ones, and confirm columns."""
+        for row, tokens in enumerate(result.tokens):
+            self.state.append(row, tokens)
+        self.target.commit(self.padding.paths(result))
+        self.outputs.add(result)
+        self.verification.confirm(self.outputs.columns)
 
     def _active_rows(self) -> list[bool]:
         """Rows that take part in the next step: not ended, and less than `max_lead` ahead of the confirmed columns."""
@@ -261,83 +220,3 @@ class _Loop:
         return [
             not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in enumerate(self.state.generated)
         ]
-
-    def _room(self, row: int) -> int:
-        """How many draft tokens the row can use: one less than it has tokens left, since the bonus token follows them.
-
-        Draft tokens also stay within `target.last_position`, unless the row itself has passed it, and within the slots
-        that the target can attend to.
-        """
-        target = self.target
-        columns = self.state.prompt_length + max(map(len, self.state.generated))
-        if columns + MAX_DRAFT_SLOTS > target.slot_limit:
-            return 0
-        pending = target.first_positions[row] + len(self.state.generated[row]) - 1
-        positions = target.last_position - pending if pending <= target.last_position else 2**31
-        room = min(self.state.remaining(row) - 1, positions)
-        if not self.state.generated[row]:
-            room = min(room, MAX_PREFILL_DRAFT)
-        return int(max(0, room))
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        begin, compiling = perf_counter(), compile_seconds()
-        try:
-            yield
-        finally:
-            compiling = compile_seconds() - compiling
-            self._seconds[part] += perf_counter() - begin - compiling
-            if compiling:
-                self._seconds["compile"] = self._seconds.get("compile", 0.0) + compiling
-
-
-class PolicyRunner:
-    """Runs the policy of a call: limits its depths to k and to the room of each row, and reports every step to it.
-
-    Args:
-        session: the policy's session.
-        k: maximum draft depth of the strategy.
-        monitor: receives every step too.
-    """
-
-    def __init__(self, session: PolicySession, k: int, monitor: MonitorSession | None = None):
-        self._session, self._k, self._monitor = session, k, monitor
-        self._requested: list[int] = []
-        self._reported = dict.fromkeys(("draft", "forward", "verify"), 0.0)
-
-    def budget(self, room: Sequence[int]) -> list[int]:
-        """The maximum draft depth of each row in this step.
-
-        Raises:
-            ValueError: if the policy returns another number of rows.
-        """
-        depths = self._session.depths(room)
-        if len(depths) != len(room):
-            raise ValueError(
-                f"{self._session!r} returned {len(depths)} depths for {len(room)} rows; return one per row"
-            )
-        self._requested = [max(0, min(depth, free, self._k)) for depth, free in zip(depths, room, strict=True)]
-        return self._requested
-
-    def observe(
-        self,
-        tree: DraftTree,
-        rows: list[RowStep | None],
-        seconds: dict[str, float],
-        drafter_passes: Sequence[int] | None,
-    ) -> StepRecord:
-        """Report a step, and return its record.
-
-        Args:
-            tree: the draft.
-            rows: the outcome for each row.
-            seconds: wall time of the call so far, by part.
-            drafter_passes: tokens in each forward pass of the drafter; None if unknown.
-        """
-        spent = {part: seconds[part] - before for part, before in self._reported.items() if seconds[part] > before}
-        self._reported = {part: seconds[part] for part in self._reported}
-        step = StepRecord(self._requested, rows, 1 + tree.nodes, spent, drafter_passes)
-        self._session.observe(step)
-        if self._monitor is not None:
-            self._monitor.observe(step)
-        return step

@@ -17,9 +17,10 @@ from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.default import default_candidates
 from hf_specgen.candidates.native import NativeCandidates
-from hf_specgen.decoding import EncoderDecoderSpeculativeOutput, SpeculativeOutput, speculative_decode
+from hf_specgen.decoding import speculative_decode
 from hf_specgen.depth import Policy
 from hf_specgen.monitoring.monitor import Monitor
+from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.state import Call
 from hf_specgen.target.encoder import check_cache
 from hf_specgen.target.support import check_model

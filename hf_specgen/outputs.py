@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.state import Call
-from hf_specgen.verification.base import VerificationResult
+from hf_specgen.verification.result import VerificationResult
 
 BUILT_IN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
 """Criteria that `GenerationState` applies itself."""

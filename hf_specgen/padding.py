@@ -8,12 +8,15 @@ column, if their scores are returned. Then an ended row takes part in every step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from hf_specgen.candidates.merged_tree import merge_trees
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
-from hf_specgen.tree import DraftTree, merge_trees
+from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
 
@@ -32,15 +35,17 @@ class PaddingReader:
 
     @property
     def needs_plain_steps(self) -> bool:
-        """Whether steps must not draft, because the logits of a row's padding could not be computed in the same step.
+        """Whether steps must not draft, because what the user sees besides the tokens could not be computed.
 
-        A custom stopping criterion may end a row inside its draft, and an early-exit target would start from hidden
-        states that the drafter has computed for other tokens.
+        Where padding takes part in the steps, a custom stopping criterion may end a row inside its draft, and an
+        early-exit target would start from hidden states that the drafter has computed for other tokens. In a batch such
+        a criterion may also cut off tokens of an earlier step, which a recurrent state cannot forget.
         """
-        if not self._call.processes_padding:
-            return False
-        ended = any(self._state.has_ended(row) for row in range(self._state.batch))
-        return self._outputs.has_custom_criteria or (self._target.reuses_drafter_states and ended)
+        state, target, criteria = self._state, self._target, self._outputs.has_custom_criteria
+        if self._call.processes_padding:
+            ended = any(state.has_ended(row) for row in range(state.batch))
+            return criteria or (target.reuses_drafter_states and ended)
+        return criteria and self.is_visible and state.batch > 1 and target.has_recurrent_state
 
     def pending(self) -> list[int]:
         """The next input token of each row: its last token, or padding if it has ended."""
@@ -53,9 +58,15 @@ class PaddingReader:
                     pending[row] = state.pad_id
         return pending
 
+    def processed_rows(self, active: Sequence[bool]) -> Sequence[bool]:
+        """The rows that the target processes in a step: the active ones; all rows where padding takes part."""
+        return [True] * len(active) if self._call.processes_padding else active
+
     def add_to(self, tree: DraftTree) -> DraftTree:
-        """The draft, with a chain of padding as deep as the deepest draft in each row that has ended."""
+        """The draft; where padding takes part, ended rows get a chain of padding as deep as the deepest draft."""
         state = self._state
+        if not self._call.processes_padding:
+            return tree
         assert state.pad_id is not None
         depth = max(max(tree.depths(row)) for row in range(tree.batch))
         chains = [[state.pad_id] * depth if state.has_ended(row) else [] for row in range(tree.batch)]
@@ -72,11 +83,13 @@ class PaddingReader:
         ]
 
     def read_all(self) -> None:
-        """At the end of the call: cut the cache to the output, process all padding if visible, fill in its scores."""
+        """At the end of the call, if the cache is visible: cut it to the output, process all padding, add its scores."""
+        if not self.is_visible:
+            return
         state, columns = self._state, self._outputs.columns
         self._target.rewind([len(text) - 1 for text in state.generated])
         missing = [columns - len(text) for text in state.generated]
-        if not any(missing) or not self.is_visible:
+        if not any(missing):
             return
         assert state.pad_id is not None
         tree = DraftTree.chains([[state.pad_id] * max(0, count - 1) for count in missing])

@@ -167,55 +167,6 @@ def merge_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], Parents]:
     return tokens, tuple(parents)
 
 
-def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
-    """Merge drafts for the same rows into one tree per row; equal paths share their nodes.
-
-    Nodes of deterministic drafts (without `q`) come first among siblings, as `verification="rejection"` assumes: a
-    sampled node then counts as drawn without replacement of the tokens before it.
-
-    Example:
-        >>> merged = merge_trees([DraftTree.chains([[5, 6]]), DraftTree.chains([[5, 7, 8]])])
-        >>> merged.tokens.tolist(), merged.parents
-        ([[5, 6, 7, 8]], ((-1, 0, 0, 2),))
-    """
-    drafts = sorted((tree for tree in trees if tree.nodes), key=lambda tree: tree.q is not None)
-    if len(drafts) < 2:
-        return drafts[0] if drafts else trees[0]
-    rows = [_merge_row(drafts, [tree.tokens[row].tolist() for tree in drafts], row) for row in range(drafts[0].batch)]
-    merged = DraftTree.from_nodes([(tokens, parents) for tokens, parents, _ in rows])
-    sampled = [tree.q for tree in drafts if tree.q is not None]
-    if not sampled:
-        return merged
-    q = sampled[0].new_zeros(merged.batch, merged.nodes, max(part.shape[-1] for part in sampled))
-    for row, (_, _, sources) in enumerate(rows):
-        for node, (draft, source) in enumerate(sources):
-            part = drafts[draft].q
-            if part is not None:
-                q[row, node, : part.shape[-1]] = part[row, source]
-    return DraftTree(merged.tokens, merged.parents, q)
-
-
-def _merge_row(
-    drafts: Sequence[DraftTree], tokens: Sequence[list[int]], row: int
-) -> tuple[list[int], Parents, list[tuple[int, int]]]:
-    """Tokens and parents of the merged row, and the (draft, node) that each of its nodes comes from."""
-    merged: list[int] = []
-    parents: list[int] = []
-    sources: list[tuple[int, int]] = []
-    node_of: dict[tuple[int, int], int] = {}
-    for draft, tree in enumerate(drafts):
-        place = {-1: -1}
-        for node, parent in enumerate(tree.parents[row]):
-            key = place[parent], tokens[draft][node]
-            if key not in node_of:
-                node_of[key] = len(merged)
-                merged.append(key[1])
-                parents.append(key[0])
-                sources.append((draft, node))
-            place[node] = node_of[key]
-    return merged, tuple(parents), sources
-
-
 @lru_cache(maxsize=4096)
 def children(parents: Parents) -> tuple[tuple[int, ...], ...]:
     """The children of the row's last token (index 0), then of each node (index ``i + 1``), in their order.
@@ -257,53 +208,3 @@ def ancestor_matrix(parents: Parents) -> torch.Tensor:
         row[node] = True
         rows.append(row)
     return torch.tensor(rows, dtype=torch.bool)
-
-
-def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Follow the target's choices down the tree for as long as they are draft tokens.
-
-    Args:
-        tokens: the token of each node.
-        parents: the parent of each node.
-        chosen: `1 + nodes` tokens: what the target picks after the row's last token, then after each node.
-
-    Returns:
-        The accepted nodes from the root down, and the tokens to emit: theirs, then the bonus token.
-
-    Example:
-        >>> accepted_path([5, 6, 7], (-1, -1, 1), [6, 0, 7, 9])
-        ([1, 2], [6, 7, 9])
-    """
-    node = -1
-    path: list[int] = []
-    emitted = [chosen[0]]
-    for child, parent in enumerate(parents):
-        if parent == node and tokens[child] == emitted[-1]:
-            node = child
-            path.append(child)
-            emitted.append(chosen[child + 1])
-    return path, emitted
-
-
-def judged_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
-    """The nodes that the emitted tokens judge, and whether each was accepted: the children of what the text reached.
-
-    Args:
-        tokens: the token of each node.
-        parents: the parent of each node, -1 for those that continue the row.
-        emitted: the tokens of the row in this step.
-
-    Example:
-        >>> judged_nodes([5, 6, 7, 8], [-1, -1, 1, 0], emitted=[6, 9])  # 8 follows 5, which was rejected
-        [(0, False), (1, True), (2, False)]
-    """
-    following = {-1: 0}  # by each node that the text has reached: the place of the emitted token after it
-    judged: list[tuple[int, bool]] = []
-    for node, parent in enumerate(parents):
-        place = following.get(parent)
-        if place is not None and place < len(emitted):
-            accepted = tokens[node] == emitted[place]
-            judged.append((node, accepted))
-            if accepted:
-                following[node] = place + 1
-    return judged

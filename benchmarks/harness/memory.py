@@ -21,8 +21,9 @@ from typing import Any, TypeVar, cast
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.harness.loading import SHIPPED, build
 from benchmarks.harness.plan import Plan
-from benchmarks.harness.variants import PLAIN, SHIPPED, build
+from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.prompts import of_length
 from hf_specgen.evaluation.measure import Variant, wait
 from hf_specgen.evaluation.memory import peak_memory, reset_peak_memory

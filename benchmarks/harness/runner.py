@@ -17,10 +17,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.harness.journal import Journal, Record, read
+from benchmarks.harness.loading import build
 from benchmarks.harness.memory import measure_memory
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.units import Unit, load_domains, measured_units, mixed_prompts, tuning_units
-from benchmarks.harness.variants import PLAIN, Family, build
+from benchmarks.harness.variants import PLAIN, Family
 from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.micro.trace_replay import trace_replay
 from benchmarks.workloads.domains import Domain
@@ -168,6 +169,8 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     domains = load_domains(plan, model, tokenizer, outcome.notes) if plan.domains else []
     outcome.about = {domain.name: domain.about for domain in domains}
     families = build(plan.strategies, plan.peers, model, profile)
+    if plan.default_settings:
+        families = [family.with_defaults() for family in families]
     journal = Journal(folder, plan, state.process_index, resume=resume)
     bench = Bench(model, tokenizer, journal, state, plan.seed, profile)
     begin = perf_counter()
@@ -199,7 +202,8 @@ def _measure(
     _warm_up(plan, domains, families, bench)
     if bench.state.is_main_process:
         outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
-    tuning = list(tuning_units(plan, domains, bench.tokenizer, families))
+    tuned = [family for family in families if len(family.settings) > 1]
+    tuning = list(tuning_units(plan, domains, bench.tokenizer, tuned)) if tuned else []
     any_setting = [PLAIN, *(family.variant(next(iter(family.settings))) for family in families)]
     later = sum(unit.weight for unit in measured_units(plan, domains, bench.tokenizer, any_setting))
     task = bar.add_task("tuning", total=sum(unit.weight for unit in tuning) + later) if bar else None
@@ -231,7 +235,7 @@ def choose(families: Sequence[Family], records: Sequence[Record]) -> dict[str, s
 
     def rate(family: Family, setting: str) -> float:
         name = family.variant(setting).name
-        return tokens[name] / seconds[name] if seconds[name] else 0.0
+        return tokens[name] / seconds[name] if seconds.get(name) else 0.0
 
     return {family.name: max(family.settings, key=lambda setting: rate(family, setting)) for family in families}
 

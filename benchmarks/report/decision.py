@@ -17,6 +17,8 @@ CLASSES = {
     "layer skip": ("layerskip", "LayerSkipCandidates"),
     "layer skip without adapter": ("layerskip", "LayerSkipCandidates"),
     "Medusa": ("medusa", "MedusaCandidates"),
+    "EAGLE": ("eagle", "EagleCandidates"),
+    "n-grams + recycling": ("auto", "CombinedCandidates"),
 }
 """By the name of a strategy in tables: its name on the command line, and its class."""
 WIDTH = 80
@@ -61,17 +63,16 @@ def code_of(variant: str, result: dict[str, Any]) -> str:
         >>> code_of("draft model k=4", {"plan": {"strategies": ["ngram", "draft=org/small"]}})
         "DraftModelCandidates('org/small', k=4)"
     """
-    if " + " in variant:
-        *firsts, last = variant.split(" + ")
-        name, setting = _divided(last)
-        return f"CombinedCandidates([{', '.join(code_of(f'{part} k=auto', result) for part in [*firsts, name])}])"
     name, setting = _divided(variant)
+    if " + " in name and name not in CLASSES:
+        members = [code_of(f"{part} k=auto", result) for part in name.split(" + ")]
+        return f"CombinedCandidates([{', '.join(members)}])"
     if name not in CLASSES:
         return variant
     command, made = CLASSES[name]
     texts = [text for part in result["plan"]["strategies"] for text in part.split("+")]
     source = next((text.partition("=")[2] for text in texts if text.partition("=")[0] == command), "")
-    arguments = [] if command == "ngram" else [source if source.isdigit() else repr(source or "…")]
+    arguments = [] if command in ("ngram", "auto") else [source if source.isdigit() else repr(source or "…")]
     if command == "layerskip" and not source.isdigit():
         arguments = ["…", f"adapter={source or '…'!r}"]
     arguments += [part for part in setting.split() if not part.endswith("=auto")]
@@ -79,16 +80,22 @@ def code_of(variant: str, result: dict[str, Any]) -> str:
 
 
 def overview(result: dict[str, Any]) -> Table | None:
-    """Speedups by variant and domain in 80 columns; domains that do not fit are in the report."""
-    rows = tables_of(result).get("by domain", [])
+    """Speedups by variant and domain in 80 columns, projected ones if a latency profile was given.
+
+    Domains that do not fit are in the report.
+    """
+    tables, title = tables_of(result), "Speedup over plain generate"
+    rows = tables.get("projected by domain") or tables.get("by domain", [])
     if not rows:
         return None
     verdicts = {(row["variant"], row["domain"]): row.get("verdict") for row in result["tables"]["speed"]}
+    if "projected by domain" in tables:
+        title, verdicts = "Projected speedup over plain generate", {}
     domains = [name for name in dict.fromkeys(key for row in rows for key in row) if name != "variant"]
     shown = domains[: (WIDTH - NAME_WIDTH) // CELL_WIDTH]
     left_out = len(domains) - len(shown)
     view = Table(box=None, pad_edge=False, padding=(0, 0), title_justify="left", title_style="bold")
-    view.title = "Speedup over plain generate" + (f"; {left_out} more domains in the report" if left_out else "")
+    view.title = title + (f"; {left_out} more domains in the report" if left_out else "")
     view.add_column("", width=NAME_WIDTH, no_wrap=True)
     for domain in shown:
         view.add_column(domain[: CELL_WIDTH - 1], width=CELL_WIDTH, justify="right", no_wrap=True)
@@ -100,7 +107,9 @@ def overview(result: dict[str, Any]) -> Table | None:
 
 
 def sentence(result: dict[str, Any]) -> str | None:
-    """What to use, in one line or two."""
+    """What to use, in one line or two; None for projected speedups, which hold for another machine."""
+    if "projected by domain" in tables_of(result):
+        return None
     best = next(iter(choices(result)), None)
     if best is None:
         return None

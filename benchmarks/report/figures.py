@@ -15,11 +15,11 @@ from matplotlib.ticker import MaxNLocator
 
 from benchmarks.report.tables import Rows
 
-KINDS = {"n-grams": 0, "prompt lookup": 0, "draft model": 1, "assistant_model": 1}
-KINDS |= {"layer skip": 2, "assistant_early_exit": 2, "Medusa": 3}
-"""A strategy and its peer in Transformers have one hue; the peer's is paler."""
+KINDS = {"n-grams + draft": 5, "n-grams + EAGLE": 7, "n-grams + recycling": 6, "n-grams": 0, "prompt lookup": 0}
+KINDS |= {"draft model": 1, "assistant_model": 1, "layer skip": 2, "assistant_early_exit": 2, "Medusa": 3, "EAGLE": 4}
+"""A strategy and its peer in Transformers have one hue; the peer's is paler. The first name that fits counts."""
 PEERS = ("prompt lookup", "assistant_model", "assistant_early_exit")
-COLORS = ["#0b7a75", "#c8553d", "#6a4c93", "#3a6ea5"]
+COLORS = ["#0b7a75", "#c8553d", "#6a4c93", "#3a6ea5", "#b8860b", "#8c2f1b", "#4fa39e", "#7a5a07"]
 PALE = ["#93c9c6", "#ebb5a8", "#c0b1d4", "#a9c4de"]
 DEPTH = re.compile(r"(?P<kind>.+?) (k|tree)=(?P<depth>\d+)( n=2)?")
 INK, GRID = "#202428", "#d5d9dd"
@@ -41,6 +41,7 @@ def figures(tables: dict[str, Rows]) -> dict[str, Figure]:
     """A figure for each table that can be drawn, by the name of the table."""
     drawers: dict[str, Callable[[Rows], Figure]] = {
         "speed": _speedups,
+        "projected by domain": _projected,
         "acceptance": _positions,
         "cost": _cost,
         "tuning": _depths,
@@ -58,7 +59,7 @@ def save(drawn: dict[str, Figure], folder: Path) -> None:
     with rc_context(STYLE):
         for name, figure in drawn.items():
             for kind in ("png", "svg"):
-                figure.savefig(folder / f"{name}.{kind}", dpi=160, facecolor="white")
+                figure.savefig(folder / f"{name.replace(' ', '_')}.{kind}", dpi=160, facecolor="white")
 
 
 def inline(figure: Figure) -> str:
@@ -98,6 +99,24 @@ def _speedups(rows: Rows) -> Figure:
     axes.set_ylim(len(domains) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.set_xlabel("speedup over plain generate, with 95% interval")
+    return _with_legend(figure, axes)
+
+
+def _projected(rows: Rows) -> Figure:
+    """Bars by domain, one for each variant, with the value at the end of the bars of all domains together."""
+    domains = [name for name in rows[0] if name != "variant"]
+    figure, axes = _axes(1.1 + 0.16 * len(rows) * len(domains))
+    height = 0.84 / len(rows)
+    for place, row in enumerate(rows):
+        at = [number + (place - (len(rows) - 1) / 2) * height for number in range(len(domains))]
+        values = [row.get(domain, 0.0) for domain in domains]
+        label = row["variant"].removesuffix(" k=auto").removesuffix(" tree=auto")
+        axes.barh(at, values, height, color=color_of(row["variant"]), label=label)
+        axes.text(values[0] + 0.08, at[0], f"{values[0]:.1f}x", va="center", fontsize=7)
+    axes.axvline(1, color=INK, linewidth=1)
+    axes.set_yticks(range(len(domains)), domains)
+    axes.set_ylim(len(domains) - 0.5, -0.5)
+    axes.set_xlabel("projected speedup over plain generate")
     return _with_legend(figure, axes)
 
 

@@ -1,7 +1,7 @@
 """Suites: a plan and the tables that it is made for. `python -m benchmarks suite NAME`."""
 
 from benchmarks.harness.plan import Suite
-from benchmarks.suites import batches, domains, drafting, full, heads, memory
+from benchmarks.suites import batches, domains, drafting, full, heads, memory, projected
 
 SUITES: dict[str, Suite] = {
     "full": full.SUITE,
@@ -10,4 +10,5 @@ SUITES: dict[str, Suite] = {
     "drafting": drafting.SUITE,
     "heads": heads.SUITE,
     "memory": memory.SUITE,
+    "projected": projected.SUITE,
 }

@@ -22,10 +22,11 @@ from accelerate import PartialState
 from rich.progress import track
 
 from benchmarks.harness.journal import Journal, Record
+from benchmarks.harness.loading import load_strategy
 from benchmarks.harness.plan import WIDE
 from benchmarks.harness.runner import Bench
 from benchmarks.harness.units import Unit
-from benchmarks.harness.variants import AUTO, PLAIN, PLAIN_AGAIN, load_strategy, ours
+from benchmarks.harness.variants import AUTO, PLAIN, PLAIN_AGAIN, ours
 from benchmarks.report.adaptive import tables
 from benchmarks.report.tables import Rows
 from hf_specgen.candidates.base import Depth

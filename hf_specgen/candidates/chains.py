@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_specgen.candidates.base import DraftSession
-from hf_specgen.candidates.combined import result_for
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import VerificationResult
+from hf_specgen.verification.result import VerificationResult, result_for
 
 
 class ChainSession(DraftSession):

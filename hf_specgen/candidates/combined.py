@@ -7,11 +7,11 @@ Token Recycling or EAGLE; there one of them drafts a step, here both do.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING
 
 from hf_specgen.candidates.base import Candidates, DraftSession, Tree, check_tree
+from hf_specgen.candidates.merged_tree import merge_trees
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates
 from hf_specgen.candidates.tree_shape import FastestSize, FixedSize, TreeShape, tree_shape
@@ -21,12 +21,11 @@ from hf_specgen.depth.calibration import calibration_memory
 from hf_specgen.state import Call
 from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.requirements import TargetRequirements
-from hf_specgen.tree import DraftTree, depths, judged_nodes, merge_trees
+from hf_specgen.tree import DraftTree, depths
+from hf_specgen.verification.result import VerificationResult, judged_nodes, result_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from hf_specgen.verification import VerificationResult
 
 RATE_UPDATE = 0.1
 """Weight of the newest step in the mean of what steps with a network's draft yield and take."""
@@ -250,23 +249,3 @@ def _passes(session: DraftSession, tree: DraftTree) -> Sequence[int]:
         return session.passes
     rows = sum(len(parents) > 0 for parents in tree.parents)
     return [rows] * max((max(depths(parents), default=0) for parents in tree.parents), default=0)
-
-
-def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResult:
-    """The outcome as the session that proposed `tree` sees it: the nodes of its own tree along the emitted tokens."""
-    tokens = tree.tokens.tolist()
-    paths: list[list[int] | None] = []
-    for row, path in enumerate(result.paths):
-        if path is None:
-            paths.append(None)
-            continue
-        node, emitted = -1, iter(result.tokens[row])
-        nodes: list[int] = []
-        wanted = next(emitted)
-        for child, parent in enumerate(tree.parents[row]):
-            if parent == node and tokens[row][child] == wanted and len(nodes) < len(path):
-                node = child
-                nodes.append(child)
-                wanted = next(emitted)
-        paths.append(nodes)
-    return replace(result, paths=paths, accepted=[len(path or ()) for path in paths])

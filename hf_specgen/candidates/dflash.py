@@ -9,21 +9,14 @@ Sources: DFlash (2026), https://arxiv.org/abs/2602.06036; JetSpec (2026), https:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
-from hf_specgen.candidates.base import Depth, DraftSession, Tree
+from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.candidates.parallel import ParallelSession
-from hf_specgen.depth import Policy
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.block_reader import BlockReader
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
-
-MAX_DEPTH = 16
-"""Maximum depth of k="auto": published heads have blocks of 8 to 16 tokens."""
 
 
 class DFlashCandidates(HeadCandidates):
@@ -43,16 +36,8 @@ class DFlashCandidates(HeadCandidates):
         DFlashCandidates('org/dflash-head', k=7, tree=32)
     """
 
-    def __init__(
-        self,
-        head_or_path: DraftHead | str | Path,
-        k: Depth = "auto",
-        *,
-        tree: Tree = None,
-        taps: Sequence[int] | None = None,
-        policy: Policy | None = None,
-    ):
-        super().__init__(head_or_path, k, tree=tree, taps=taps, policy=policy, max_k=MAX_DEPTH)
+    max_depth = 16
+    """Maximum depth of k="auto": published heads have blocks of 8 to 16 tokens."""
 
     def check(self, head: DraftHead) -> None:
         if not isinstance(head, BlockHead):

@@ -40,7 +40,7 @@ from hf_specgen.target.support import check_model, is_causal_kernel, position_ta
 from hf_specgen.tree import DraftTree
 
 MAX_DEPTH = 16
-"""Maximum depth of k="auto": text that is copied is accepted that far, and a pass that does not pay is not made."""
+"""Maximum depth of k="auto": text that is copied is accepted that far, and passes that cost too much are not made."""
 
 
 class DraftModelCandidates(Candidates):

@@ -141,8 +141,8 @@ def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as `[batch, tokens]` ids, padded on the left with 0, and their mask."""
-    width = max(map(len, prompts))
+    """Prompts as `[batch, tokens]` ids, padded on the left with 0 to at least one token, and their mask."""
+    width = max(1, *map(len, prompts))
     ids = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

@@ -11,15 +11,13 @@ for the fused hidden states.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import Depth, DraftSession, Tree
+from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.features import UnreadFeatures, unfinished_rows
 from hf_specgen.candidates.head_candidates import HeadCandidates
-from hf_specgen.depth import Policy
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.reader import HeadReader
@@ -27,9 +25,6 @@ from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
-
-MAX_DEPTH = 8
-"""Maximum depth of k="auto", as in the trees of EAGLE-3: heads learn to continue from their own output that far."""
 
 
 class EagleCandidates(HeadCandidates):
@@ -49,16 +44,8 @@ class EagleCandidates(HeadCandidates):
         EagleCandidates('org/eagle3-head', k=4)
     """
 
-    def __init__(
-        self,
-        head_or_path: DraftHead | str | Path,
-        k: Depth = "auto",
-        *,
-        tree: Tree = None,
-        taps: Sequence[int] | None = None,
-        policy: Policy | None = None,
-    ):
-        super().__init__(head_or_path, k, tree=tree, taps=taps, policy=policy, max_k=MAX_DEPTH)
+    max_depth = 8
+    """Maximum depth of k="auto", as in the trees of EAGLE-3: heads learn to continue from their own output that far."""
 
     def check(self, head: DraftHead) -> None:
         if not isinstance(head, Eagle1Head | Eagle3Head):
@@ -101,6 +88,8 @@ class EagleSession(AutoregressiveSession):
     def draft(self, budget: Sequence[int]) -> DraftTree:
         if self._unread.is_empty:
             self._unread.receive()
+        if not self._has_read_prompt and not self._unread.has_features:
+            return self.not_drafted(len(budget))
         return super().draft(budget)
 
     def observe(self, result: VerificationResult) -> None:

@@ -33,6 +33,12 @@ class UnreadFeatures:
         """Whether nothing was received since the call began."""
         return not self._unread
 
+    @property
+    def has_features(self) -> bool:
+        """Whether a row that has not ended has unread features; none has after a prompt of padding only."""
+        unread = enumerate(self._unread)
+        return any(len(new) for row, features in unread if not self._state.has_ended(row) for new in features)
+
     def receive(self) -> None:
         """Note what the target computed for the tokens that the last step kept."""
         states = self._target.committed_states(self._taps)

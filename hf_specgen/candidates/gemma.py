@@ -6,23 +6,18 @@ Source: Google, "Gemma 4" (2026), as implemented by `transformers.models.gemma4_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import Depth, DraftSession, Tree
+from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.head_candidates import HeadCandidates
-from hf_specgen.depth import Policy
 from hf_specgen.heads.assistant_reader import AssistantReader
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.gemma_assistant import AssistantHead
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
-
-MAX_DEPTH = 8
-"""Maximum depth of k="auto": beyond, little is left of what the passed-on state knows of the drafted tokens."""
 
 
 class GemmaAssistantCandidates(HeadCandidates):
@@ -41,16 +36,8 @@ class GemmaAssistantCandidates(HeadCandidates):
         GemmaAssistantCandidates('google/gemma-4-E2B-it-assistant', k=4)
     """
 
-    def __init__(
-        self,
-        head_or_path: DraftHead | str | Path,
-        k: Depth = "auto",
-        *,
-        tree: Tree = None,
-        taps: Sequence[int] | None = None,
-        policy: Policy | None = None,
-    ):
-        super().__init__(head_or_path, k, tree=tree, taps=taps, policy=policy, max_k=MAX_DEPTH)
+    max_depth = 8
+    """Maximum depth of k="auto": beyond, little is left of what the passed-on state knows of the drafted tokens."""
 
     def check(self, head: DraftHead) -> None:
         if not isinstance(head, AssistantHead):
@@ -78,7 +65,7 @@ class _AssistantSession(AutoregressiveSession):
     def first_scores(self) -> torch.Tensor:
         """One pass over the last token of each row."""
         self.passes.append(len(self._target.rows))
-        return self._reader.start(self._target.last_states(self._taps), self.call.state.pending())
+        return self._reader.start(self._target.states_of(self._taps), self.call.state.pending())
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
         return self._reader.expand(tree, new)

@@ -31,7 +31,7 @@ def _number_of(head: DraftHead) -> int:
 
 
 class HeadCandidates(Candidates):
-    """Base class of strategies with a draft head; a subclass writes `check` and `begin`.
+    """Base class of strategies with a draft head; a subclass sets `max_depth`, and writes `check` and `begin`.
 
     Args:
         head_or_path: a loaded head, or a folder or Hub id of one.
@@ -42,12 +42,14 @@ class HeadCandidates(Candidates):
         taps: which hidden states of the target the head reads, as indices into Transformers' `hidden_states`, instead
             of those that the checkpoint names.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
-        max_k: maximum depth of k="auto".
 
     Raises:
         TypeError: if the head is neither a `DraftHead` nor a path.
         ValueError: if a number is out of range; at the first call, if the head does not fit the target.
     """
+
+    max_depth: int
+    """Maximum depth of k="auto"."""
 
     def __init__(
         self,
@@ -57,9 +59,8 @@ class HeadCandidates(Candidates):
         tree: Tree = None,
         taps: Sequence[int] | None = None,
         policy: Policy | None = None,
-        max_k: int,
     ):
-        super().__init__(k, policy, max_k=max_k)
+        super().__init__(k, policy, max_k=self.max_depth)
         self.tree = check_tree(tree, k)
         self.adaptive_tree = self.tree == "auto"
         self.taps = None if taps is None else tuple(taps)
@@ -82,10 +83,10 @@ class HeadCandidates(Candidates):
         """The head, on the CPU; a copy of one that was given loaded."""
         return load_head(self._name) if self._head is None else copy.deepcopy(self._head)
 
-    def with_taps(self, taps: Sequence[int], k: Depth) -> HeadCandidates:
+    def with_taps(self, taps: Sequence[int], k: int) -> HeadCandidates:
         """The same head with other taps, drafting chains of k tokens."""
         other = copy.copy(self)
-        HeadCandidates.__init__(other, self._head or self._name, k, taps=taps, policy=self.policy, max_k=self.k)
+        HeadCandidates.__init__(other, self._head or self._name, k, taps=taps, policy=self.policy)
         return other
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:

@@ -23,8 +23,6 @@ from hf_specgen.heads.mtp_format import load_mtp
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 
-MAX_DEPTH = 4
-"""Maximum depth of k="auto": the layer was trained to predict one token, and loses accuracy with each further one."""
 OWN_CHECKPOINT = ""
 
 
@@ -43,6 +41,9 @@ class MTPCandidates(HeadCandidates):
         MTPCandidates(k=2)
     """
 
+    max_depth = 4
+    """Maximum depth of k="auto": the layer was trained to predict one token; further ones are less accurate."""
+
     def __init__(
         self,
         checkpoint: str | Path | None = None,
@@ -53,7 +54,7 @@ class MTPCandidates(HeadCandidates):
         policy: Policy | None = None,
     ):
         given = OWN_CHECKPOINT if checkpoint is None else str(checkpoint)
-        super().__init__(given, k, tree=tree, taps=taps, policy=policy, max_k=MAX_DEPTH)
+        super().__init__(given, k, tree=tree, taps=taps, policy=policy)
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The layer, from the checkpoint."""

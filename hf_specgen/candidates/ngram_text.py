@@ -10,7 +10,7 @@ from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
 from hf_specgen.candidates.ngram_odds import NEAR, OWN, MatchOdds
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree, Occurrence, grow_tree
-from hf_specgen.tree import judged_nodes
+from hf_specgen.verification.result import judged_nodes
 
 MAX_OCCURRENCES = 24
 """Occurrences that vote at most, in the row's text and in the history each: with 16, edits take 10% more steps."""

@@ -8,21 +8,14 @@ Source: P-EAGLE (2026), https://arxiv.org/abs/2602.01469.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
-from hf_specgen.candidates.base import Depth, DraftSession, Tree
+from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.candidates.parallel import ParallelSession
-from hf_specgen.depth import Policy
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.eagle import Eagle3Head
 from hf_specgen.heads.parallel_reader import ParallelReader
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
-
-MAX_DEPTH = 8
-"""Maximum depth of k="auto": published heads were trained to draft 5 to 8 tokens."""
 
 
 class PEagleCandidates(HeadCandidates):
@@ -42,16 +35,8 @@ class PEagleCandidates(HeadCandidates):
         PEagleCandidates('org/peagle-head', k=5)
     """
 
-    def __init__(
-        self,
-        head_or_path: DraftHead | str | Path,
-        k: Depth = "auto",
-        *,
-        tree: Tree = None,
-        taps: Sequence[int] | None = None,
-        policy: Policy | None = None,
-    ):
-        super().__init__(head_or_path, k, tree=tree, taps=taps, policy=policy, max_k=MAX_DEPTH)
+    max_depth = 8
+    """Maximum depth of k="auto": published heads were trained to draft 5 to 8 tokens."""
 
     def check(self, head: DraftHead) -> None:
         if not isinstance(head, Eagle3Head) or head.config.mask_token_id is None:

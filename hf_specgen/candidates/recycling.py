@@ -25,8 +25,8 @@ from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
 from hf_specgen.depth import Policy
 from hf_specgen.depth.calibration import BIN_CENTERS, RANKS, calibration_memory
 from hf_specgen.state import Call
-from hf_specgen.tree import DraftTree, Parents, judged_nodes
-from hf_specgen.verification import VerificationResult
+from hf_specgen.tree import DraftTree, Parents
+from hf_specgen.verification.result import VerificationResult, judged_nodes
 
 CENTERS: list[float] = BIN_CENTERS.tolist()
 MAX_DEPTH = 8

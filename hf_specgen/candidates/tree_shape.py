@@ -17,7 +17,7 @@ from hf_specgen.depth.latency import DraftLatency, StepLatency
 from hf_specgen.state import Call
 
 MAX_NODES = 64
-"""Nodes of a row at most: beyond, even a memory-bound target pays for each of them."""
+"""Nodes of a row at most: beyond, each of them adds to the latency even of a memory-bound target."""
 MAX_BEAM = 8
 """Nodes of a row that are expanded in one pass of the drafter at most."""
 MAX_CHILDREN = 8
@@ -79,7 +79,7 @@ class FixedSize:
 
 @dataclass
 class FastestSize:
-    """The tree with the highest expected tokens per second: a pass or a node that does not pay is left out.
+    """The tree with the highest expected tokens per second: without passes and nodes that cost more than they save.
 
     Args:
         latency: of the next steps.

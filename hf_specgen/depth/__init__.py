@@ -9,9 +9,9 @@ is low, or verification is expensive, it is 0. `AdaptiveDepth`, the policy behin
    outcomes decay exponentially; few outcomes are shrunk towards the previous position and the mean over rows. Earlier
    calls with the same target, strategy and temperature count as a few trials.
 2. **Latency** (`latency`): seconds of a target step by tokens per row, rows and context, and of a drafter's pass.
-   They are learnt from the steps of the first calls on a machine (`learning`): medians by size, without the first
-   measurement of each. After enough steps they are fixed and written to a profile file (`profiles`), whose key covers
-   all that they depend on.
+   They are estimated from the steps of the first calls on a machine (`recorder`): medians by size, without the first
+   measurement of each. After enough steps they are fixed (`learning`) and written to a profile file (`profiles`),
+   whose key covers all that they depend on.
 3. **Plan** (`planner`): the depths with the most expected tokens per second,
 
        tokens(d) / time(d),  tokens(d) = 1 + sum over i <= d of P(positions 1 to i are accepted),

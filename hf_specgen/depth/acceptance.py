@@ -22,8 +22,8 @@ import numpy as np
 from hf_specgen.depth.cost import Array
 
 if TYPE_CHECKING:
-    from hf_specgen.counters import RowStep
     from hf_specgen.depth.policy import StepRecord
+    from hf_specgen.steps import RowStep
 
 FORGETTING = 0.95
 """Weight of a trial one draft later: a half-life of 14 drafts. Simulated speeds differ by 0.3% between 0.9 and 0.97."""
@@ -110,7 +110,7 @@ class AcceptanceEstimator:
 
     Example:
         >>> from hf_specgen.depth.policy import StepRecord
-        >>> from hf_specgen.counters import RowStep
+        >>> from hf_specgen.steps import RowStep
         >>> estimator = AcceptanceEstimator(rows=1, k=3)
         >>> estimator.accepted().round(2).tolist()
         [[0.7, 0.49, 0.34]]

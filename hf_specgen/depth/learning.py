@@ -1,145 +1,25 @@
-"""Learns the latencies of a target and a strategy from the step times of the first calls, then fixes them."""
+"""The latency profile of a target and a strategy: learnt from the first calls on a machine, then fixed and kept."""
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import log2
-from statistics import median, median_low
+from statistics import median
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from hf_specgen.depth import profiles
-from hf_specgen.depth.cost import CostCurve
-from hf_specgen.depth.latency import MAX_SLICES, DraftLatency, LatencyModel, Slice, StepLatency
+from hf_specgen.depth.latency import MAX_SLICES, LatencyModel, Slice, StepLatency
+from hf_specgen.depth.recorder import CATCHING_UP, LatencyRecorder
 
 if TYPE_CHECKING:
     from hf_specgen.depth.policy import StepRecord
     from hf_specgen.state import Call
 
-GRID = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
-"""Sizes (tokens per row) that times are binned by. Small ones are told apart, since kernels differ: on a processor with
-AVX2, a step of 3 or 7 tokens in float32 takes 1.4 times as long as one of 4 or 8."""
-KEPT = 7
-"""Measurements that a median is taken over: three of them may be outliers."""
-PRIOR_SPREAD = 8.0
-"""Weight of the prior in the slope of a regression: as much as that of two sizes four tokens apart."""
-PLAIN_NEEDED, DRAFTED_NEEDED = 5, 12
-"""Measured plain steps, and steps with a draft, after which a slice is fixed: a call of 128 tokens has more."""
-PLAIN_EVERY = 8
-"""One step in so many is plain until enough plain steps are measured."""
-CATCHING_UP = 16
-"""Tokens that a drafter can catch up on in about the time of one pass; more are measured as its prefill."""
 CONTRADICTION, CHECKED_STEPS = 2.0, 33
 """Factor by which median times may deviate from the profile, and steps of each kind in a median."""
 MAX_PROFILES = 64
 """Profiles that a process keeps; the least recently used are dropped, and read from their files again."""
-
-
-class LatencyRecorder:
-    """Learns one slice of a latency model.
-
-    Args:
-        rows, context: of the slice.
-        prior: latencies of a similar slice, or the default of the device.
-        measured: whether the prior was measured on this machine.
-    """
-
-    def __init__(self, rows: int, context: int, prior: StepLatency, measured: bool):
-        self.rows, self.context, self._prior, self._measured = rows, context, prior, measured
-        self._target: dict[int, deque[float]] = {}
-        self._drafts: dict[int, deque[tuple[float, int]]] = {}  # by tokens of a pass: seconds, and passes
-        self._empty: deque[float] = deque(maxlen=KEPT)
-        self._steps = self._drafted = 0
-        self._has_drafted = False
-        self._prefill_seconds = self._prefill_tokens = 0.0
-
-    def add(self, step: StepRecord, unread: int) -> None:
-        """Add a step before which the drafter had not processed the last `unread` tokens of each row."""
-        self._steps += 1
-        draft = step.seconds.get("draft", 0.0)
-        if "forward" in step.seconds:
-            size = min(GRID, key=lambda size: abs(log2(size / step.tokens_per_row)))
-            if size in self._target:  # the first step of each size, a warm-up, is dropped
-                self._target[size].append(sum(step.seconds.values()) - draft)
-                self._drafted += step.tokens_per_row > 1
-            self._target.setdefault(size, deque(maxlen=KEPT))
-        if any(step.requested):
-            if self._has_drafted:  # the first draft is dropped too
-                self._add_draft(step.passes, draft, unread, step.batch)
-            self._has_drafted = True
-
-    def _add_draft(self, passes: Sequence[int], seconds: float, unread: int, rows: int) -> None:
-        if unread > CATCHING_UP:
-            usual = self._drafter(self._prior.drafter.scaled(0.0)).draft(passes)
-            self._prefill_seconds += max(0.0, seconds - usual)
-            self._prefill_tokens += unread * rows
-        elif sum(passes):
-            width = 1 << round(log2(sum(passes) / len(passes)))
-            self._drafts.setdefault(width, deque(maxlen=KEPT)).append((seconds, len(passes)))
-        else:
-            self._empty.append(seconds)
-
-    @property
-    def wants_plain_step(self) -> bool:
-        """Whether the next step should be plain, to measure its latency."""
-        measured = len(self._target.get(1, ()))
-        at_once = not self._measured and measured < 2
-        return at_once or (measured < PLAIN_NEEDED and self._steps % PLAIN_EVERY == 0)
-
-    @property
-    def complete(self) -> bool:
-        """Whether enough was measured to fix the slice."""
-        return len(self._target.get(1, ())) >= PLAIN_NEEDED and self._drafted >= DRAFTED_NEEDED
-
-    def estimate(self) -> StepLatency:
-        """Latencies from the measurements so far: linear between medians, and extrapolated by `_slope`."""
-        seconds = {size: median_low(times) for size, times in sorted(self._target.items()) if times}
-        if not seconds:
-            return self._prior
-        first, most = min(seconds), max(seconds)
-        plain, reference = self._prior.target.by_tokens(self.rows * np.array([1.0, first])).tolist()
-        seconds.setdefault(1, seconds[first] * plain / reference)
-        seconds.setdefault(GRID[-1], seconds[most] + self._slope(seconds) * (GRID[-1] - most))
-        # Some kernels are slower for fewer tokens; a step with a draft is never assumed to be faster than a plain one.
-        points = {size: max(seconds[1], seconds[size]) for size in sorted(seconds)}
-        curve = CostCurve(tuple(points), tuple(points.values()), self.context, self.rows)
-        return StepLatency(curve, self._drafter(self._prior.drafter.scaled(seconds[1] / plain)))
-
-    def _slope(self, seconds: Mapping[int, float]) -> float:
-        """Seconds of one more token per row beyond the largest measured size: a regression over the sizes of drafts.
-
-        It is shrunk towards the prior, as kernels of neighbouring sizes may differ by more than sizes do. The time of
-        a plain step is an upper bound only: a kernel for one token may be much faster than one for several.
-        """
-        plain, second, largest = self._prior.target.by_tokens(self.rows * np.array([1.0, 2.0, GRID[-1]])).tolist()
-        prior: float = max(0.0, (largest - second) / (GRID[-1] - 2) * seconds[1] / plain)
-        drafted = np.array([(size, time) for size, time in seconds.items() if size > 1]).T
-        if not drafted.size:
-            return prior
-        sizes, times = drafted - drafted.mean(axis=1, keepdims=True)
-        slope = (sizes @ times + PRIOR_SPREAD * prior) / (sizes @ sizes + PRIOR_SPREAD)
-        most = max(seconds)
-        return float(np.clip(slope, 0.0, max(0.0, seconds[most] - seconds[1]) / (most - 1)))
-
-    def _drafter(self, latency: DraftLatency) -> DraftLatency:
-        """The given latency of drafting, with measured values where there are any."""
-        if self._empty or self._drafts:
-            latency = replace(latency, overhead=median_low(self._empty) if self._empty else 0.0)
-        if self._drafts:
-            by_width = {
-                width: median(max(0.0, seconds - latency.overhead) / passes for seconds, passes in drafts)
-                for width, drafts in sorted(self._drafts.items())
-            }
-            rising = np.maximum.accumulate(list(by_width.values())).tolist()  # more tokens never take less time
-            latency = replace(latency, tokens=tuple(by_width), seconds=tuple(rising))
-        if self._prefill_tokens:
-            latency = replace(latency, prefill=self._prefill_seconds / self._prefill_tokens)
-        return latency
 
 
 class View(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hf_specgen.counters import RowStep
 from hf_specgen.depth.latency import LatencyModel
+from hf_specgen.steps import RowStep
 
 if TYPE_CHECKING:
     from hf_specgen.state import Call

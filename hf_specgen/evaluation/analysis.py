@@ -142,7 +142,8 @@ def estimated_alpha(statistics: Statistics) -> float:
     that were fully accepted, or cut off by a stop, contain no rejection.
 
     Example:
-        >>> from hf_specgen.counters import RowStep, Statistics
+        >>> from hf_specgen.counters import Statistics
+        >>> from hf_specgen.steps import RowStep
         >>> estimated_alpha(Statistics([[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2)]]))  # 4 accepted, 1 rejection
         0.8
     """

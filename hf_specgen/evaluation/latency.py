@@ -20,8 +20,8 @@ from hf_specgen.candidates.base import Candidates, DraftSession
 from hf_specgen.candidates.tree_shape import MAX_NODES
 from hf_specgen.depth import profiles
 from hf_specgen.depth.latency import LatencyModel, Slice, slice_of
-from hf_specgen.depth.learning import GRID, KEPT, LatencyRecorder
 from hf_specgen.depth.policy import Policy, PolicySession, StepRecord
+from hf_specgen.depth.recorder import GRID, KEPT, LatencyRecorder
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 

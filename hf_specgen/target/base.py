@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target.attention import grouped_attention
-from hf_specgen.target.compiled import CompiledPasses, padded_width
+from hf_specgen.target.compiled import CompiledPasses
 from hf_specgen.target.encoder import EncoderStepInputs
+from hf_specgen.target.fixed_shapes import padded_pass
 from hf_specgen.target.model_parts import mask_name, text_config
-from hf_specgen.target.own_cache import max_slots, own_cache
+from hf_specgen.target.own_cache import CallCache
 from hf_specgen.target.prompt import Prompt
+from hf_specgen.target.row_layout import RowLayout
 from hf_specgen.target.state_layers import keeps_state
 from hf_specgen.target.step_inputs import StepInputs
 from hf_specgen.target.step_masks import StepMasks
@@ -60,23 +61,16 @@ class Target:
         make_inputs = EncoderStepInputs if "encoder_outputs" in model_kwargs else StepInputs
         self._inputs = make_inputs(model, input_ids, model_kwargs)
         given = self._inputs.text_cache(model_kwargs.get("past_key_values"))
-        self._given_cache = given if compat.is_user_defined(given) else None
-        slots = max_slots(generation_config)
-        self.cache = own_cache(given, self._given_cache is not None, self._config, slots, compiled is not None)
+        self._call_cache = CallCache(given, self._config, generation_config, keeps_all=compiled is not None)
+        self.cache = self._call_cache.cache
         self._past_key_values = self._inputs.past_key_values(self.cache)
-        self._given_lengths = self.cache.lengths
-        if self.cache is self._given_cache:
-            self.cache.protect()
-        self._is_exact = True
-        self._offsets: tuple[int, ...] = ()
-        self._prompt_slots: tuple[int, ...] = ()
         self._starts: tuple[int, ...] = ()
-        self._present = list(range(len(input_ids)))
         self._unread = UnreadTokens(len(input_ids)) if keeps_state(self._config) else None
         self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
         self.slot_limit = slot_limit(model)
+        self._layout = RowLayout(len(input_ids), self.last_position)
         self.prompt = Prompt(input_ids, generation_config, model_kwargs, self.last_position, mask_name(model))
         self._masks = StepMasks(model, self.prompt.padding, required=compiled is not None)
         if compiled is not None and self._inputs.accompanies_text:
@@ -85,12 +79,12 @@ class Target:
     @property
     def rows(self) -> list[int]:
         """The rows of the call that are in the cache; the others have ended and were dropped."""
-        return self._present
+        return self._layout.rows
 
     @property
     def padding(self) -> tuple[int, ...]:
         """How many slots of each row of the cache, at its beginning, are padding."""
-        return tuple(max(0, -offset) for offset in self._offsets)
+        return tuple(max(0, -offset) for offset in self._layout.offsets)
 
     @property
     def batch(self) -> int:
@@ -124,17 +118,10 @@ class Target:
 
     def _prompt_was_read(self, before: int, columns: int) -> None:
         """Record the prompt's slots in the cache, which held `before` slots; its last token counts as pending."""
-        read = self.cache.lengths[0] - columns - before if self.cache.lengths else 0
-        tokens = self.prompt.input_ids.shape[1]
-        if not 0 < read <= tokens:
-            raise ValueError(
-                f"the model cached {read} positions for a prompt of {tokens} tokens; models that add "
-                "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
-            )
-        self._prompt_slots = tuple(length - columns for length in self.cache.lengths)
-        self._starts = tuple(length - 1 for length in self._prompt_slots)
-        places = zip(self.first_positions, self._prompt_slots, strict=True)
-        self._offsets = tuple(position - length for position, length in places)
+        slots = [length - columns for length in self.cache.lengths]
+        self.prompt.check_read(slots[0] - before if slots else 0)
+        self._layout.place_prompt(slots, self.first_positions)
+        self._starts = tuple(slot - 1 for slot in slots)
 
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
@@ -149,10 +136,10 @@ class Target:
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the pending token, then after each node.
         """
-        if self._tracks_unread and self._unread is not None:
-            if max(map(len, self._unread.tokens)) > MAX_UNREAD:
-                self._read_unread()
-            tree, pending = self._unread.put_first(tree, torch.as_tensor(pending).tolist(), active)
+        if (unread := self._recurrent) is not None:
+            if max(map(len, unread.tokens)) > MAX_UNREAD:
+                self._read_unread(unread)
+            tree, pending = unread.put_first(tree, torch.as_tensor(pending).tolist(), active)
         logits = self._run(self.model, tree, {"input_ids": self._step_tokens(tree, pending)}, active).logits
         return self._of_draft(logits, tree.batch)
 
@@ -163,21 +150,25 @@ class Target:
         return torch.cat([first, tree.tokens.to(self.device)], dim=1) if tree.nodes else first
 
     @property
-    def _tracks_unread(self) -> bool:
+    def has_recurrent_state(self) -> bool:
         """Whether the model has a recurrent state, which is known after the prefill."""
-        return self._unread is not None and self.cache.has_recurrent_state
+        return self._recurrent is not None
 
-    def _read_unread(self) -> None:
+    @property
+    def _recurrent(self) -> UnreadTokens | None:
+        """The unread tokens of a model with a recurrent state, which is known after the prefill."""
+        return self._unread if self._unread is not None and self.cache.has_recurrent_state else None
+
+    def _read_unread(self, unread: UnreadTokens) -> None:
         """Run the model on all unread tokens; one pass for each different number of them."""
-        assert self._unread is not None
-        while any(self._unread.tokens):
-            rows = self._unread.to_read()
+        while any(unread.tokens):
+            rows = unread.to_read()
             count = max(len(tokens or ()) for tokens in rows)
             chains = DraftTree.chains([(tokens or [0] * count)[1:] for tokens in rows])
             tokens = self._step_tokens(chains, [(tokens or [0])[0] for tokens in rows])
             self._run(self.model, chains, {"input_ids": tokens}, [row is not None for row in rows])
             kept = [None if tokens is None else list(range(count - 1)) for tokens in rows]
-            self.cache.keep_accepted(self._starts, [kept[row] for row in self._present])
+            self.cache.keep_accepted(self._starts, self._layout.of(kept))
 
     def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
         """Run the model on further nodes of a tree whose root and first nodes are cached: for draft models.
@@ -195,20 +186,12 @@ class Target:
         inputs = {"input_ids": tree.tokens[:, tree.nodes - new :].to(self.device)}
         cached = 1 + tree.nodes - new
         self._starts = tuple(length - cached for length in self.cache.lengths)
-        return self._for_all_rows(self._run(self.model, tree, inputs, active, cached).logits, tree.batch)
+        return self._layout.spread(self._run(self.model, tree, inputs, active, cached).logits, tree.batch)
 
     def _of_draft(self, values: torch.Tensor, batch: int) -> torch.Tensor:
         """Results of a pass, `[present, …]`, as `[batch, 1 + nodes, …]` of the pending token and the draft."""
-        values = self._for_all_rows(values, batch)
-        return self._unread.align(values) if self._tracks_unread and self._unread is not None else values
-
-    def _for_all_rows(self, values: torch.Tensor, batch: int) -> torch.Tensor:
-        """`[present, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
-        if len(values) == batch:
-            return values
-        spread = values.new_zeros(batch, *values.shape[1:])
-        spread[self._present] = values
-        return spread
+        values = self._layout.spread(values, batch)
+        return values if (unread := self._recurrent) is None else unread.align(values)
 
     def _run(
         self,
@@ -228,25 +211,13 @@ class Target:
         Returns:
             the module's output for the rows that are present.
         """
-        if len(self._present) < tree.batch:
-            tree = tree.select(self._present)
-            inputs = {name: tensor[self._present] for name, tensor in inputs.items()}
+        tree, inputs = self._layout.select(tree, inputs)
         new = 1 + tree.nodes - cached
         if self._compiled is not None:
-            padding = padded_width(new) - new
-            tree = DraftTree(pad(tree.tokens, (0, padding)), tree.parents)
-            inputs = {name: _padded(tokens, new + padding) for name, tokens in inputs.items()}
+            tree, inputs = padded_pass(tree, inputs, new)
         depth = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self.device)
         lengths = tuple(length - cached for length in self.cache.lengths)
-        bases = [length + offset for length, offset in zip(lengths, self._offsets, strict=True)]
-        if active is not None:
-            # The positions of an ended row may exceed the model's position table, where a model would raise.
-            kept = [active[row] for row in self._present]
-            bases = [base if keeps else min(base, self.last_position) for base, keeps in zip(bases, kept, strict=True)]
-        positions = torch.tensor(bases, device=self.device)[:, None] + depth[:, cached:]
-        if cached:  # padding nodes may exceed the position table; their results are ignored
-            ends = [self.last_position if base <= self.last_position else 2**31 for base in bases]
-            positions = positions.minimum(torch.tensor(ends, device=self.device)[:, None])
+        positions = self._layout.positions(depth, lengths, active, cached)
         mask = self._masks.of_step(tree, depth, lengths, cached, self.cache.first_visible)
         arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
         if self._compiled is not None:
@@ -259,74 +230,44 @@ class Target:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
         if self._unread is not None and self._unread.is_in_pass:
             paths = self._unread.keep(paths)
-        self.cache.keep_accepted(self._starts, [paths[row] for row in self._present])
+        self.cache.keep_accepted(self._starts, self._layout.of(paths))
 
     def rewind(self, read: Sequence[int]) -> None:
         """Cut the cache of each row to the prompt and the first `read` generated tokens."""
-        kept = [read[row] for row in self._present]
-        lengths = [first + n for first, n in zip(self._prompt_slots, kept, strict=True)]
-        self.cache.set_lengths(self._reachable(lengths) if self._tracks_unread else lengths)
-
-    def _reachable(self, lengths: Sequence[int]) -> list[int]:
-        """The largest lengths up to these that a recurrent state can return to; the tokens between become unread."""
-        assert self._unread is not None
-        if self._unread.is_in_pass:
-            self.commit([None] * self.batch)
-        reachable = []
-        for row, now, wanted in zip(self._present, self.cache.lengths, lengths, strict=True):
-            removed = self._unread.remove(row, now + len(self._unread.tokens[row]) - wanted)
-            self._is_exact = self._is_exact and removed is not None
-            reachable.append(now - (removed or 0))
-        return reachable
+        lengths = [first + n for first, n in zip(self._layout.prompt_slots, self._layout.of(read), strict=True)]
+        if (unread := self._recurrent) is not None:
+            if unread.is_in_pass:
+                self.commit([None] * self.batch)
+            lengths = unread.reachable(self.rows, self.cache.lengths, lengths)
+        self.cache.set_lengths(lengths)
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
-        """Remove ended rows from the batch, with their part of the cache, once enough rows have ended.
-
-        That is a quarter of them, or half of the last four: in float32 on two cores three rows take longer than four.
-        """
-        places = [place for place, row in enumerate(self._present) if needed[row]]
-        rows, ended = len(self._present), len(self._present) - len(places)
-        if not places or ended < (rows / 4 if rows > 4 else rows / 2) or not self._inputs.divisible:
+        """Remove ended rows from the batch, with their part of the cache, once enough rows have ended."""
+        places = self._layout.to_keep(needed)
+        # Another number of rows would be compiled anew.
+        if places is None or self._compiled is not None or not self._inputs.divisible:
             return
-        if self._compiled is not None:  # another number of rows would be compiled anew
-            return
-        self._present = [self._present[place] for place in places]
-        self._offsets = tuple(self._offsets[place] for place in places)
-        self._prompt_slots = tuple(self._prompt_slots[place] for place in places)
+        self._layout.keep(places)
         self._masks.select_rows(places)
         self._inputs.select_rows(places)
         self.cache.batch_select_indices(torch.tensor(places))
 
     def finish(self) -> Any:
-        """Return the cache with the generated tokens: the user's own object if one was given.
-
-        None where a recurrent state contains tokens beyond the output, because a stopping criterion cut off tokens
-        that were accepted in an earlier step.
-        """
-        if self._tracks_unread:
-            self._read_unread()
-        if not self._is_exact:
-            return None
+        """Return the cache with the generated tokens: the user's own object if one was given."""
+        if (unread := self._recurrent) is not None:
+            self._read_unread(unread)
         if self._compiled is not None:
             self._compiled.release(self.cache)
-        if isinstance(self._given_cache, DynamicCache):
-            self.cache.to_dynamic(self._given_cache)
-            return self._given_cache
+        written_back = self._call_cache.write_back()
+        if written_back is not None:
+            return written_back
         return self._inputs.returned_cache(self.cache, self._past_key_values)
 
     def abandon(self) -> None:
         """After an exception: restore a cache that the user gave."""
-        if self.cache is self._given_cache:
-            self.cache.set_lengths(self._given_lengths or (0,) * len(self.cache.lengths))
+        self._call_cache.restore()
 
     @property
     def returns_cache(self) -> bool:
         """Whether the user can see the cache after the call even if only tokens are returned."""
-        return self._given_cache is not None
-
-
-def _padded(tokens: torch.Tensor, width: int) -> torch.Tensor:
-    """`[batch, width]` tokens with zeros behind them, in memory of their own: compiled passes also fix strides."""
-    padded = tokens.new_zeros(len(tokens), width)
-    padded[:, : tokens.shape[1]] = tokens
-    return padded
+        return self._call_cache.is_given

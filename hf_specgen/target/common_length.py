@@ -133,7 +133,7 @@ class CommonLengthTarget(Target):
 
     def _set_length(self, length: int) -> None:
         """Cut the cache to the prompt and so many tokens behind it."""
-        self.cache.set_lengths([slot + length for slot in self._prompt_slots])
+        self.cache.set_lengths([slot + length for slot in self._layout.prompt_slots])
 
     def _read(self, new: list[list[int]], results: int, active: Sequence[bool] | None) -> torch.Tensor:
         """One pass over what is not cached of the rows that take part.
@@ -146,7 +146,7 @@ class CommonLengthTarget(Target):
         Returns:
             `[batch, results, vocab]` logits after each of the new tokens; the last ones repeated in shorter rows.
         """
-        present = set(self._present)
+        present = set(self.rows)
         takes_part = [row in present and (active is None or active[row]) for row in range(self.batch)]
         start, reads = self._rows.next_pass(
             [tokens if takes else None for tokens, takes in zip(new, takes_part, strict=True)]
@@ -156,7 +156,7 @@ class CommonLengthTarget(Target):
         filled = [tokens or [0] for tokens in reads]
         chains = DraftTree.chains([tokens[1:] for tokens in filled])
         inputs = {"input_ids": self._step_tokens(chains, [tokens[0] for tokens in filled])}
-        logits = self._for_all_rows(self._run(self.model, chains, inputs, takes_part).logits, self.batch)
+        logits = self._layout.spread(self._run(self.model, chains, inputs, takes_part).logits, self.batch)
         first = torch.tensor([len(tokens) - len(added) for tokens, added in zip(filled, new, strict=True)])
         last = torch.tensor([len(tokens) - 1 for tokens in filled])
         places = (first[:, None] + torch.arange(results)).clamp(min=0).minimum(last[:, None]).to(logits.device)

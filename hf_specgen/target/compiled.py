@@ -24,16 +24,15 @@ from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target.agreement import difference, is_rounding
-from hf_specgen.target.attention import fold_mask, grouped_attention
+from hf_specgen.target.attention import grouped_attention
 from hf_specgen.target.cache import RaggedCache
 from hf_specgen.target.compilable import check_compilable
+from hf_specgen.target.fixed_shapes import fixed_mask
 from hf_specgen.target.graph_buffers import GraphBuffers
 from hf_specgen.target.step_cache import step
 
 logger = logging.getLogger("hf_specgen")
 
-FIRST_WIDTHS = (1, 4)
-"""Smallest widths; from 8 on they double. A pass over one token is the most frequent one of a draft model."""
 COLUMN_BLOCK = 64
 """On a CPU attention reads a multiple of so many slots, which keeps masks aligned."""
 BACKEND = "inductor"
@@ -43,19 +42,6 @@ GRAPH_DEVICES = ("cuda",)
 """Where passes are captured as graphs."""
 
 _thread = threading.local()
-
-
-def padded_width(tokens: int) -> int:
-    """The number of tokens that a compiled pass over so many tokens is padded to.
-
-    Example:
-        >>> [padded_width(tokens) for tokens in (1, 2, 5, 9, 33)]
-        [1, 4, 8, 16, 64]
-    """
-    for width in FIRST_WIDTHS:
-        if tokens <= width:
-            return width
-    return 1 << (tokens - 1).bit_length()
 
 
 def compile_seconds() -> float:
@@ -239,21 +225,6 @@ def _own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a code object of its own: `torch.compile` limits the number of compilations of one."""
     assert isinstance(function, types.FunctionType)
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-
-
-def fixed_mask(mask: torch.Tensor, batch: int, columns: int, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """A mask of fixed shape: for all rows, with columns for all slots that attention reads.
-
-    Args:
-        mask: `[batch or 1, 1, queries, slots]`, bool or numbers to add to the scores.
-        batch, columns: of the result.
-        groups: fold the mask for so many query heads per key/value head; 0 if not.
-        dtype: of the folded mask.
-    """
-    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-    fixed = mask.new_full((batch, 1, mask.shape[2], columns), hidden)
-    fixed[..., : mask.shape[3]] = mask
-    return fold_mask(fixed, groups, dtype) if groups else fixed
 
 
 _lock = threading.Lock()

@@ -126,8 +126,8 @@ class EarlyExitTarget(Target):
             outputs = self._run(module, tree, {"input_ids": tokens}, active, cached)
         seen = self._pass_through[self._last[0]].seen
         assert seen is not None
-        self._states.append(self._for_all_rows(seen, tree.batch))
-        return self._states[-1], self._for_all_rows(outputs.logits, tree.batch) if with_logits else None
+        self._states.append(self._layout.spread(seen, tree.batch))
+        return self._states[-1], self._layout.spread(outputs.logits, tree.batch) if with_logits else None
 
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
@@ -141,12 +141,14 @@ class EarlyExitTarget(Target):
         states = self._take_states(tree)  # [batch, 1 + nodes, hidden]
         self.cache.set_lengths(self._starts)
         with self._passing(self._first):
-            return self._for_all_rows(self._run(self.model, tree, {"inputs_embeds": states}, active).logits, tree.batch)
+            logits = self._run(self.model, tree, {"inputs_embeds": states}, active).logits
+        return self._layout.spread(logits, tree.batch)
 
     def _within_table(self, batch: int) -> list[bool]:
         """Rows for which one more token can be drafted within the model's position table."""
         within = [True] * batch
-        for row, start, now, offset in zip(self._present, self._starts, self.cache.lengths, self._offsets, strict=True):
+        places = zip(self.rows, self._starts, self.cache.lengths, self._layout.offsets, strict=True)
+        for row, start, now, offset in places:
             within[row] = not start + offset <= self.last_position < now + offset
         return within
 

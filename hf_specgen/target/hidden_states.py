@@ -109,10 +109,6 @@ class HiddenStateTarget(Target):
             for row, kept in enumerate(self._kept)
         ]
 
-    def last_states(self, taps: Sequence[int]) -> torch.Tensor:
-        """`[batch, taps * hidden]` of `states` some of the taps."""
-        return _columns(self.states, self._indices, taps)
-
     @contextmanager
     def _capturing(self) -> Iterator[list[list[torch.Tensor]]]:
         """Capture, per tap, the states of each forward pass that this thread runs inside the context.

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import DynamicCache, GenerationConfig
 
+from hf_specgen import compat
 from hf_specgen.target import masks
 from hf_specgen.target.cache import RaggedCache
 from hf_specgen.target.state_layers import has_special_layers, make_layers
@@ -14,6 +15,47 @@ MAX_DRAFT_SLOTS = 64
 """Slots for draft tokens beyond the maximum length of the text."""
 PADDING_SLOTS = 128
 """Slots for the padding of a compiled pass, and for rounding the number of slots."""
+
+
+class CallCache:
+    """The cache of a call, and the one that the caller of `generate` gave, if any.
+
+    Args:
+        given: the cache that `generate` passes on; None if there is none.
+        config: of the model's text part.
+        generation_config: as prepared by `generate`.
+        keeps_all: as for `own_cache`.
+
+    Attributes:
+        cache: the one that the forward passes use.
+
+    Raises:
+        ValueError: for a cache that cannot be copied.
+    """
+
+    def __init__(self, given: Any, config: Any, generation_config: GenerationConfig, keeps_all: bool):
+        self._given = given if compat.is_user_defined(given) else None
+        self.cache = own_cache(given, self.is_given, config, max_slots(generation_config), keeps_all)
+        self._given_lengths = self.cache.lengths
+        if self.cache is self._given:
+            self.cache.protect()
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller of `generate` gave a cache, and so sees its contents after the call."""
+        return self._given is not None
+
+    def write_back(self) -> DynamicCache | None:
+        """Copy the contents into the `DynamicCache` that the caller gave; returns it, or None for any other cache."""
+        if not isinstance(self._given, DynamicCache):
+            return None
+        self.cache.to_dynamic(self._given)
+        return self._given
+
+    def restore(self) -> None:
+        """After an exception: cut a cache that the caller gave to what it held before."""
+        if self.cache is self._given:
+            self.cache.set_lengths(self._given_lengths or (0,) * len(self.cache.lengths))
 
 
 def own_cache(given: Any, user_owned: bool, config: Any, slots: int | None, keeps_all: bool = False) -> RaggedCache:

@@ -57,6 +57,15 @@ class Prompt:
         outputs = compat.prefill(model, input_ids, config, kwargs)
         return cast(torch.Tensor, outputs.logits)
 
+    def check_read(self, positions: int) -> None:
+        """Raise if a pass over the prompt cached more positions than it has tokens, or none."""
+        tokens = self.input_ids.shape[1]
+        if not 0 < positions <= tokens:
+            raise ValueError(
+                f"the model cached {positions} positions for a prompt of {tokens} tokens; models that add "
+                "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
+            )
+
     def longer(self, columns: int) -> dict[str, Any]:
         """What goes with the prompt, with columns added."""
         longer: dict[str, Any] = {}

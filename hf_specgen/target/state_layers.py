@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from hf_specgen.target.cache import MAX_ROLLBACK, RaggedLayer
+from hf_specgen.target.cache_layer import MAX_ROLLBACK, RaggedLayer
 
 STATE_TYPES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 """Types of layers with a state, as Transformers' configurations name them."""

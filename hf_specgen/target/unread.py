@@ -81,6 +81,7 @@ class UnreadTokens:
         kept: list[list[int] | None] = []
         for row, path in enumerate(paths):
             if path is None:
+                self._read_last[row] = []  # the state is known only at the start of this pass
                 kept.append(None)
                 continue
             accepted = self._pass[row][: self._skipped[row] + 1 + len(path)]
@@ -90,11 +91,14 @@ class UnreadTokens:
         self._pass = []
         return kept
 
-    def remove(self, row: int, count: int) -> int | None:
+    def remove(self, row: int, count: int) -> int:
         """Remove the last tokens of a row.
 
         Returns:
-            by how many tokens the state must return: none, or those of the last pass; None if that is not enough.
+            by how many tokens the state must return: none, or those of the last pass.
+
+        Raises:
+            RuntimeError: if the state before these tokens is not known any more.
         """
         unread, read = self.tokens[row], self._read_last[row]
         if count <= len(unread):
@@ -102,9 +106,21 @@ class UnreadTokens:
             return 0
         count -= len(unread)
         if count > len(read):
-            return None
+            raise RuntimeError(f"row {row} cannot return by {count} tokens: its state is known {len(read)} tokens ago")
         self.tokens[row], self._read_last[row] = read[: len(read) - count], []
         return len(read)
+
+    def reachable(self, rows: Sequence[int], lengths: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        """The largest lengths up to the wanted ones that states are known of; the tokens between become unread.
+
+        Args:
+            rows: the rows that are in the cache.
+            lengths, wanted: of each of them, the tokens that its state has read, and how many it shall have.
+        """
+        return [
+            length - self.remove(row, length + len(self.tokens[row]) - less)
+            for row, length, less in zip(rows, lengths, wanted, strict=True)
+        ]
 
     def to_read(self) -> list[list[int] | None]:
         """For each row what a pass without a draft can read now: equally many unread tokens, or nothing (None)."""

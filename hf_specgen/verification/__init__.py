@@ -1,8 +1,9 @@
 """Verification modes: they decide which draft tokens are accepted."""
 
-from hf_specgen.verification.base import VerificationResult, VerificationSession, Verifier
+from hf_specgen.verification.base import VerificationSession, Verifier
 from hf_specgen.verification.coupled import CoupledVerifier
 from hf_specgen.verification.rejection import RejectionVerifier
+from hf_specgen.verification.result import VerificationResult
 from hf_specgen.verification.typical import TypicalVerifier
 
 __all__ = [

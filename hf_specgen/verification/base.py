@@ -9,38 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from hf_specgen.state import Call
-from hf_specgen.tree import DraftTree, accepted_path
+from hf_specgen.tree import DraftTree
 from hf_specgen.verification.processors import LogitsPipeline
+from hf_specgen.verification.result import VerificationResult, accepted_path
 from hf_specgen.verification.sampling import INVALID
-from hf_specgen.verification.top_tokens import TopTokens
-
-
-@dataclass
-class VerificationResult:
-    """The outcome of one step.
-
-    Args:
-        paths: the accepted nodes of each row, from the root down, whose keys and values stay in the cache; None for a
-            row that took no part.
-        tokens: the tokens that each row emits: those of its path, then one more, the new pending token. That is the
-            bonus token, or an accepted draft token where the row ends or lockstep processors end the step.
-        accepted: how many of each row's emitted tokens were draft tokens.
-        scores: if asked for, the processed scores of each emitted token: per row a list of `[vocab]`.
-        logits: if asked for, the same before the processors.
-        top_tokens: what the target expected after every token that it read, if `DraftSession.top_tokens` asks for it.
-    """
-
-    paths: list[list[int] | None]
-    tokens: list[list[int]]
-    accepted: list[int]
-    scores: list[list[torch.Tensor]] = field(default_factory=list)
-    logits: list[list[torch.Tensor]] = field(default_factory=list)
-    top_tokens: TopTokens | None = None
 
 
 class Verifier(ABC):

@@ -25,7 +25,8 @@ from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.state import GenerationState
 from hf_specgen.target.base import Target
-from hf_specgen.target.cache import RaggedCache, RaggedLayer
+from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.cache_layer import RaggedLayer
 from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.model_parts import decoder_layers, output_matrix
 from hf_specgen.verification import base as verification

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from hf_specgen import Candidates, CombinedCandidates, NgramCandidates, RecyclingCandidates
+from hf_specgen import Candidates, CombinedCandidates, DraftModelCandidates, NgramCandidates, RecyclingCandidates
 from tests.helpers import Oracle, RecordingStreamer, assert_same_tokens, fresh_model, prompts, tiny_model
 
 
@@ -25,6 +25,16 @@ def test_generate_row_of_padding_only_same_tokens(candidates: Candidates) -> Non
     assert torch.equal(
         model.generate(ids, **arguments, candidate_generator=candidates), model.generate(ids, **arguments)
     )
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_generate_prompts_of_padding_only_same_tokens(batch: int) -> None:
+    """Would catch: a draft model's prompt without a column."""
+    model, ids = tiny_model("llama"), torch.zeros(batch, 2, dtype=torch.long)
+    arguments = {"attention_mask": torch.zeros_like(ids), "max_new_tokens": 8}
+    draft = DraftModelCandidates(tiny_model("llama"), k=3)
+    assert torch.equal(model.generate(ids, **arguments, candidate_generator=draft), model.generate(ids, **arguments))
+    assert draft.speculation is not None and draft.speculation.accepted > 0
 
 
 def test_generate_int32_prompt_keeps_its_dtype() -> None:

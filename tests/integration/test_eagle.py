@@ -82,6 +82,28 @@ def test_eagle_auto_same_tokens(pair: Any) -> None:
     assert_same_tokens(target, prompts(2), EagleCandidates(head), max_new_tokens=20)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_eagle_prompts_of_padding_only_same_tokens(pair: Any, batch: int) -> None:
+    """Would catch: a first draft without any hidden state of the target."""
+    (target, head), ids = pair, torch.zeros(batch, 2, dtype=torch.long)
+    arguments = {"attention_mask": torch.zeros_like(ids), "max_new_tokens": 12}
+    candidates = EagleCandidates(head, k=3)
+    ours = target.generate(ids, **arguments, candidate_generator=candidates)
+    assert torch.equal(ours, target.generate(ids, **arguments))
+    assert candidates.speculation is not None and candidates.speculation.drafted > 0
+
+
+def test_eagle_prompt_of_padding_beside_a_row_that_ends_at_once_same_tokens(pair: Any) -> None:
+    """Would catch: hidden states of an ended row taken for something to read."""
+    (target, head), ids = pair, torch.tensor([[0, 0], [5, 6]])
+    mask = (ids != 0).long()
+    first = int(target.generate(ids, attention_mask=mask, max_new_tokens=1)[1, -1])
+    arguments = {"attention_mask": mask, "max_new_tokens": 8, "eos_token_id": first, "pad_token_id": 0}
+    plain = target.generate(ids, **arguments)
+    assert plain.shape[1] > 3
+    assert torch.equal(target.generate(ids, **arguments, candidate_generator=EagleCandidates(head, k=3)), plain)
+
+
 def test_eagle_beside_ngrams_same_tokens(pair: Any) -> None:
     """Would catch: hidden states taken from the nodes of the member's own draft instead of the merged tree."""
     target, head = pair

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.variants import PLAIN, StrategyError, build
+from benchmarks.harness.loading import build
+from benchmarks.harness.variants import PLAIN, StrategyError
 from benchmarks.workloads.prompts import first_turns, followups, of_length
 from hf_specgen import LayerSkipCandidates, NgramCandidates
 from hf_specgen.evaluation import provenance
@@ -113,7 +114,7 @@ def test_context_of_a_length(tokenizer) -> None:
         (
             ["telepathy"],
             [],
-            "unknown strategy 'telepathy'; there are ngram, draft, layerskip, medusa, eagle, dflash, heads, rejected",
+            "unknown strategy 'telepathy'; there are ngram, auto, draft, layerskip, medusa, eagle, dflash, heads, rejected",
         ),
         (["ngram=4"], [], "ngram takes no source, got '4'"),
         (["draft"], [], "draft needs a file or id for this model: draft="),

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_specgen import (
+    Call,
     CombinedCandidates,
     DraftModelCandidates,
     FixedDepth,
     LayerSkipCandidates,
     MedusaCandidates,
     NgramCandidates,
+    Policy,
+    PolicySession,
 )
 from hf_specgen.target import unread
 from hf_specgen.tree import DraftTree
@@ -23,6 +27,7 @@ from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import END, prompt_length
 from tests.helpers.medusa import random_heads
+from tests.helpers.models import VOCAB
 from tests.helpers.oracle import Oracle
 from tests.helpers.policies import Irregular
 from tests.helpers.stateful import CONVOLUTIONAL, COUNTING_SLOTS, INDEXED_ATTENTION, RECURRENT, stateful_model
@@ -112,6 +117,60 @@ def test_returned_cache_continues_the_text(kind: str, batch: int) -> None:
     assert torch.equal(two_turns(candidate_generator=oracle), two_turns())
 
 
+class _StopsAt(StoppingCriteria):
+    """Ends some rows once the text has this length."""
+
+    def __init__(self, length: int, rows: list[bool]):
+        self._length, self._rows = length, torch.tensor(rows)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return self._rows & (input_ids.shape[1] >= self._length)
+
+
+class _OneRowAhead(Policy):
+    """Drafts in the last of three rows only."""
+
+    def start(self, call: Call) -> PolicySession:
+        return _OneRowAheadSession()
+
+
+class _OneRowAheadSession(PolicySession):
+    def depths(self, room: Sequence[int]) -> list[int]:
+        return [0, 0, 4]
+
+
+@pytest.mark.parametrize("stops", [[True, True, True], [False, False, True]], ids=["all_rows", "row_ahead"])
+@pytest.mark.parametrize("scores", [False, True], ids=["tokens", "scores"])
+@pytest.mark.parametrize("column", [3, 11])
+def test_criterion_that_cuts_a_row_that_is_ahead_same_output(column: int, scores: bool, stops: list[bool]) -> None:
+    """Would catch: a recurrent state that cannot return so far, or scores of padding behind tokens that were cut.
+
+    The last row is ahead in the third column, and in the eleventh it has had all its tokens for some steps.
+    """
+    model, inputs = stateful_model("qwen3_5_text"), prompts(3)
+    answers = model.generate(**inputs, max_new_tokens=12)[:, prompt_length(inputs) :]
+
+    def generate(**more: Any) -> Any:
+        criteria = StoppingCriteriaList([_StopsAt(prompt_length(inputs) + column, stops)])
+        return model.generate(
+            **inputs,
+            max_new_tokens=12,
+            eos_token_id=VOCAB - 1,
+            pad_token_id=0,
+            stopping_criteria=criteria,
+            return_dict_in_generate=True,
+            output_scores=scores,
+            **more,
+        )
+
+    plain, ours = generate(), generate(candidate_generator=Oracle(answers, 1.0, policy=_OneRowAhead()))
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+    if scores:
+        for mine, expected in zip(ours.scores, plain.scores, strict=True):
+            torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
+
+
 def test_given_dynamic_cache_of_a_stateful_target_is_refused_with_the_reason() -> None:
     """Would catch: a message that asks for what was given."""
     with pytest.raises(ValueError, match="cannot roll back the convolutions, recurrent states"):
@@ -165,3 +224,14 @@ def test_unread_tokens_come_first_until_a_pass_is_kept_whole() -> None:
     assert tokens.align(torch.arange(5)[None, :, None]).flatten().tolist() == [2, 3, 4]
     assert tokens.keep([[0, 1]]) == [[0, 1, 2, 3]] and tokens.tokens == [[]]
     assert tokens.remove(0, 2) == 5 and tokens.tokens == [[1, 2, 5]]
+
+
+def test_unread_row_that_takes_no_part_in_a_pass_cannot_return_behind_it() -> None:
+    """Would catch: a state that is to return to a pass before the last one, whose state is not kept."""
+    tokens = unread.UnreadTokens(1)
+    tokens.put_first(DraftTree.chains([[2]]), [1], None)
+    assert tokens.keep([[0]]) == [[0]]
+    tokens.put_first(DraftTree.empty(1), [3], [False])
+    assert tokens.keep([None]) == [None]
+    with pytest.raises(RuntimeError, match="cannot return by 1 tokens"):
+        tokens.remove(0, 1)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.harness.loading import build
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.runner import choose
 from benchmarks.harness.units import tuning_units
-from benchmarks.harness.variants import Family, build
+from benchmarks.harness.variants import Family
 from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.report import summary
 from benchmarks.report.tables import by_domain
@@ -59,6 +60,13 @@ def test_the_plan_holds_every_strategy_and_the_same_effort_for_both_sides(refere
         assert len(families[mine].settings) == len(families[theirs].settings)
     assert len(families["layer skip"].settings) == len(families["assistant_early_exit"].settings)
     assert families["Medusa"].ours
+
+
+def test_default_settings_keep_one_setting_of_ours_and_all_of_peers(reference_model) -> None:
+    """Would catch: a strategy whose default setting is left out, or a peer that gets fewer tries."""
+    for family in build(("ngram", "auto", "draft", "medusa", "ngram+draft"), ("transformers",), reference_model):
+        kept = family.with_defaults().settings
+        assert [name.partition("=")[2] for name in kept] == ["auto"] if family.ours else kept == family.settings
 
 
 def test_peers_read_their_setting(reference_model) -> None:

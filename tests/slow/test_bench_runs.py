@@ -26,6 +26,7 @@ from benchmarks.harness.plan import Plan
 from benchmarks.harness.runner import run
 from benchmarks.harness.variants import StrategyError
 from benchmarks.report import page
+from benchmarks.report.decision import overview, sentence
 from benchmarks.report.results import result
 from hf_specgen.cli import bench as benchmark
 from hf_specgen.cli.app import app
@@ -239,13 +240,15 @@ ONE_DOMAIN = replace(SMALL, peers=(), domains=("edit",), batches=(), temperature
 
 def test_profile_gives_projected_speedups_that_follow_from_the_counts(tmp_path: Path) -> None:
     """With a flat T(q) and a free drafter, the projected speedup is the number of tokens per step."""
-    plan = replace(ONE_DOMAIN, strategies=("ngram",), profile=profile(tmp_path), max_new_tokens=16)
+    flat = profile(tmp_path)
+    plan = replace(ONE_DOMAIN, strategies=("ngram",), default_settings=True, profile=flat, max_new_tokens=16)
     outcome = run(plan, tmp_path / "out", quiet())
     assert outcome is not None and "flat.json" in outcome.notes[0] and "not measured" in outcome.notes[0]
     found = result(outcome)
     over_all = next(row for row in found["tables"]["acceptance"] if row["domain"] == "all")
     (row,) = found["tables"]["projected by domain"]
-    assert row["all"] == pytest.approx(over_all["tokens/step"])
+    assert row["variant"] == "n-grams k=auto" and row["all"] == pytest.approx(over_all["tokens/step"])
+    assert "projected" in str(overview(found).title).lower() and sentence(found) is None
     text = page.write(found, tmp_path / "out").read_text()
     assert "Projected speedup" in text and "Not measured" in text
 

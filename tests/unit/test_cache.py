@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specgen.target import cache as module
-from hf_specgen.target.cache import RaggedCache, RaggedLayer
+from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.cache_layer import RaggedLayer
 from tests.helpers import reference
 
 thorough = settings(max_examples=100, deadline=None, derandomize=True)

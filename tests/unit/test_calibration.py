@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from hf_specgen.depth.calibration import REMEMBERED_KEYS, Calibration, CalibrationMemory
+from hf_specgen.depth.calibration import BIN_CENTERS, BIN_PRIOR_WEIGHT, REMEMBERED_KEYS, Calibration, CalibrationMemory
 
 
 @pytest.mark.parametrize("truth", [0.1, 0.5, 0.9])
@@ -73,9 +73,9 @@ def test_memory_used_by_many_threads_loses_no_call() -> None:
 
 def test_count_with_weights_is_the_acceptance_at_the_centre_of_the_bin() -> None:
     """Would catch: a bin whose tokens are more confident than its centre taken for a better one."""
-    calibrations = Calibration(), Calibration()
-    for place in range(40):
-        calibrations[0].count(0, 7, place % 2 == 0)
-        calibrations[1].count(0, 7, place % 2 == 0, weight=1.1)
-    centre, above = (calibration.by_bin()[0, 7] for calibration in calibrations)
-    assert above == pytest.approx(centre / 1.1, rel=0.05) and above * 1.1 == pytest.approx(0.5, rel=0.05)
+    prior = BIN_PRIOR_WEIGHT * BIN_CENTERS[7]
+    for weight in (1.0, 1.1):
+        calibration = Calibration()
+        for place in range(40):
+            calibration.count(0, 7, place % 2 == 0, weight)
+        assert calibration.by_bin()[0, 7] == pytest.approx((20 + prior) / (40 * weight + BIN_PRIOR_WEIGHT))

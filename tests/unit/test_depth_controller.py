@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_specgen.counters import RowStep
 from hf_specgen.depth import (
     AdaptiveDepth,
     Controller,
@@ -23,6 +22,7 @@ from hf_specgen.depth import (
     StepRecord,
     plan_depths,
 )
+from hf_specgen.steps import RowStep
 from tests.helpers.depth_simulator import Candidates, Simulation, Target, make_call
 
 FLAT = CostCurve((1, 8, 16, 32), (0.010, 0.0118, 0.0125, 0.0166), 256, 1)
@@ -255,7 +255,7 @@ def test_exploration_that_one_call_cannot_pay_is_saved_for_later_calls() -> None
 
 @pytest.mark.parametrize("tokens, drafts", [(20, False), (1000, True)])
 def test_prefill_of_the_drafter_is_part_of_the_cost(tokens: int, drafts: bool) -> None:
-    """Reading the prompt takes as long as 30 plain steps: that pays in a long call only."""
+    """Reading the prompt takes as long as 30 plain steps: that is faster in a long call only."""
     draft = DraftLatency(seconds=(0.0001,), prefill=0.01 * 30 / 100)
     model = LatencyModel((Slice(FLAT, {"draft_model": draft}),))
     call = make_call(candidates=Candidates(negligible_draft_cost=False), prompt=100)
@@ -281,7 +281,7 @@ def test_adaptive_trees_get_their_full_depth_also_in_trials() -> None:
 
 @pytest.mark.parametrize("nodes, drafts", [(8, True), (64, False)])
 def test_adaptive_trees_draft_where_their_steps_are_faster(nodes: int, drafts: bool) -> None:
-    """Three tokens a step pay for a tree of 8 nodes, not for one of 64; a node takes a tenth of a step."""
+    """At three tokens a step 8 nodes speed up decoding, 64 do not; a node takes a tenth of a step."""
     model = LatencyModel.from_curves(CostCurve((1, 11), (1.0, 2.0), context=1, batch=1))
     session = AdaptiveDepth(model).start(make_call(candidates=Candidates(8, True, True)))
     drafted = 0

@@ -60,7 +60,7 @@ def test_plan_any_case_is_what_it_says_and_near_the_best_of_all_depths(case) -> 
 @settings(max_examples=200, deadline=None)
 @given(cases(certain=True))
 def test_plan_drafts_that_always_come_is_the_best_of_all_depths(case) -> None:
-    """Then one common depth is best: a position that one row pays for is free to the others."""
+    """Then one common depth is best: once one row is drafted that deep, the others add no time."""
     accepted, proposed, seconds, room, empty = case
     rows = [row for row, free in enumerate(room) if free]
     if not rows:
@@ -101,7 +101,7 @@ def test_plan_row_that_is_seldom_accepted_is_held_back() -> None:
 
 
 def test_plan_batch_is_as_slow_as_its_slowest_row() -> None:
-    """Of two rows one accepts nothing: what the other gains is paid for by both, and shortens nothing."""
+    """Of two rows one accepts nothing: drafting for the other takes time of both, and shortens nothing."""
     accepted, seconds = np.array([[0.9, 0.8, 0.7], [0.0, 0.0, 0.0]]), np.array([1, 1.4, 1.8, 2.2])
     assert plan_depths(accepted, np.ones((2, 3)), seconds, [9, 9]).depths == [0, 0]
     assert plan_depths(accepted, np.ones((2, 3)), seconds, [9, 0]).depths == [3, 0]

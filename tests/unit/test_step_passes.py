@@ -17,7 +17,8 @@ from hf_specgen import (
     LayerSkipCandidates,
     NgramCandidates,
 )
-from hf_specgen.counters import Statistics, StepPasses
+from hf_specgen.counters import Statistics
+from hf_specgen.steps import StepPasses
 from tests.helpers import prompts, tiny_model
 
 

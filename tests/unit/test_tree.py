@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_specgen.candidates.merged_tree import merge_trees
 from hf_specgen.tree import (
     DraftTree,
-    accepted_path,
     ancestor_matrix,
     chain_parents,
     depths,
     merge_paths,
-    merge_trees,
     validate_parents,
 )
+from hf_specgen.verification.result import accepted_path
 from tests.helpers import reference
 
 # The same examples in every run.

@@ -1,0 +1,24 @@
+"""Every strategy with its default settings: speedups by domain, projected with a given latency profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.harness.plan import Plan, Suite
+
+PROFILE = Path(__file__).parents[1] / "profiles" / "gpu_like.json"
+SUITE = Suite(
+    Plan(
+        strategies=("ngram", "auto", "layerskip", "medusa", "eagle", "draft", "ngram+eagle", "ngram+draft"),
+        default_settings=True,
+        peers=(),
+        domains=("embedded",),
+        max_new_tokens=64,
+        repeats=1,
+        batches=(),
+        temperatures=(),
+        contexts=(),
+        trace_texts=0,
+        profile=str(PROFILE),
+    )
+)

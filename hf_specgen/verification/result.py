@@ -1,0 +1,104 @@
+"""The outcome of a step: the accepted nodes of a draft tree, and the tokens that each row emits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from hf_specgen.tree import DraftTree, Parents
+from hf_specgen.verification.top_tokens import TopTokens
+
+
+@dataclass
+class VerificationResult:
+    """The outcome of one step.
+
+    Args:
+        paths: the accepted nodes of each row, from the root down, whose keys and values stay in the cache; None for a
+            row that took no part.
+        tokens: the tokens that each row emits: those of its path, then one more, the new pending token. That is the
+            bonus token, or an accepted draft token where the row ends or lockstep processors end the step.
+        accepted: how many of each row's emitted tokens were draft tokens.
+        scores: if asked for, the processed scores of each emitted token: per row a list of `[vocab]`.
+        logits: if asked for, the same before the processors.
+        top_tokens: what the target expected after every token that it read, if `DraftSession.top_tokens` asks for it.
+    """
+
+    paths: list[list[int] | None]
+    tokens: list[list[int]]
+    accepted: list[int]
+    scores: list[list[torch.Tensor]] = field(default_factory=list)
+    logits: list[list[torch.Tensor]] = field(default_factory=list)
+    top_tokens: TopTokens | None = None
+
+
+def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResult:
+    """The outcome as the session that proposed `tree` sees it: the nodes of its own tree along the emitted tokens."""
+    tokens = tree.tokens.tolist()
+    paths: list[list[int] | None] = []
+    for row, path in enumerate(result.paths):
+        if path is None:
+            paths.append(None)
+            continue
+        node, emitted = -1, iter(result.tokens[row])
+        nodes: list[int] = []
+        wanted = next(emitted)
+        for child, parent in enumerate(tree.parents[row]):
+            if parent == node and tokens[row][child] == wanted and len(nodes) < len(path):
+                node = child
+                nodes.append(child)
+                wanted = next(emitted)
+        paths.append(nodes)
+    return replace(result, paths=paths, accepted=[len(path or ()) for path in paths])
+
+
+def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Follow the target's choices down the tree for as long as they are draft tokens.
+
+    Args:
+        tokens: the token of each node.
+        parents: the parent of each node.
+        chosen: `1 + nodes` tokens: what the target picks after the row's last token, then after each node.
+
+    Returns:
+        The accepted nodes from the root down, and the tokens to emit: theirs, then the bonus token.
+
+    Example:
+        >>> accepted_path([5, 6, 7], (-1, -1, 1), [6, 0, 7, 9])
+        ([1, 2], [6, 7, 9])
+    """
+    node = -1
+    path: list[int] = []
+    emitted = [chosen[0]]
+    for child, parent in enumerate(parents):
+        if parent == node and tokens[child] == emitted[-1]:
+            node = child
+            path.append(child)
+            emitted.append(chosen[child + 1])
+    return path, emitted
+
+
+def judged_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
+    """The nodes that the emitted tokens judge, and whether each was accepted: the children of what the text reached.
+
+    Args:
+        tokens: the token of each node.
+        parents: the parent of each node, -1 for those that continue the row.
+        emitted: the tokens of the row in this step.
+
+    Example:
+        >>> judged_nodes([5, 6, 7, 8], [-1, -1, 1, 0], emitted=[6, 9])  # 8 follows 5, which was rejected
+        [(0, False), (1, True), (2, False)]
+    """
+    following = {-1: 0}  # by each node that the text has reached: the place of the emitted token after it
+    judged: list[tuple[int, bool]] = []
+    for node, parent in enumerate(parents):
+        place = following.get(parent)
+        if place is not None and place < len(emitted):
+            accepted = tokens[node] == emitted[place]
+            judged.append((node, accepted))
+            if accepted:
+                following[node] = place + 1
+    return judged
