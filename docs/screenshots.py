@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import typer
 from rich.console import Console
@@ -42,6 +43,8 @@ def demo() -> Path:
 
 def chat() -> Path:
     """A question in `hf-specgen chat`, answered with a strategy and without."""
+    import torch
+
     from hf_specgen import DraftModelCandidates
     from hf_specgen.cli.chat import Chat, Conversation
     from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, WorkloadSettings, load
@@ -49,6 +52,7 @@ def chat() -> Path:
     model, tokenizer = load(WorkloadSettings())
     generation = {"max_new_tokens": 64, "do_sample": False}
     draft = DraftModelCandidates(str(EMBEDDED_DRAFT), dtype=model.dtype)
+    cast(Any, model).generate(torch.tensor([[1, 2]]), max_new_tokens=4, candidate_generator=draft)  # loads and checks
     console = terminal()
     lines = iter([QUESTION, "/plain", "/again", "/quit"])
 
