@@ -45,7 +45,7 @@ def chat() -> Path:
     """A question in `hf-specgen chat`, answered with a strategy and without."""
     import torch
 
-    from hf_specgen import DraftModelCandidates
+    from hf_specgen import Candidates, DraftModelCandidates
     from hf_specgen.cli.chat import Chat, Conversation
     from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, WorkloadSettings, load
 
@@ -61,7 +61,7 @@ def chat() -> Path:
         console.print(f"[bold cyan]>[/] {line}", highlight=False)
         return line
 
-    choices = {PLAIN: None, "draft model": draft}
+    choices: dict[str, Candidates | None] = {PLAIN: None, "draft model": draft}
     Chat(Conversation(model, tokenizer, generation), choices, console).run(read)
     return save(console, "hf-specgen chat", "chat.svg")
 
