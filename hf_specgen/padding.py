@@ -83,10 +83,14 @@ class PaddingReader:
         ]
 
     def read_all(self) -> None:
-        """At the end of the call, if the cache is visible: cut it to the output, process all padding, add its scores."""
+        """At the end of a call with a visible cache: cut it to the output, process all padding, add its scores."""
         if not self.is_visible:
             return
         state, columns = self._state, self._outputs.columns
+        if self._call.processes_padding and self._target.has_recurrent_state:
+            # The steps have read the padding, and such a state cannot return to the end of a row's text.
+            self._target.rewind([columns - 1] * state.batch)
+            return
         self._target.rewind([len(text) - 1 for text in state.generated])
         missing = [columns - len(text) for text in state.generated]
         if not any(missing):

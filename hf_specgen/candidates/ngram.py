@@ -122,7 +122,7 @@ class _NgramSession(DraftSession):
         return self._draft(budget, self._settings.branches)
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self._draft(budget, 1)  # the prefill pass verifies chains
+        return self._draft(budget, 1, is_prefill=True)  # the prefill pass verifies chains
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
@@ -137,10 +137,10 @@ class _NgramSession(DraftSession):
             for prompt, generated in zip(self._state.prompts, self._state.generated, strict=True):
                 self._settings.history.add(prompt + generated, len(prompt))
 
-    def _draft(self, budget: Sequence[int], branches: int | None) -> DraftTree:
+    def _draft(self, budget: Sequence[int], branches: int | None, is_prefill: bool = False) -> DraftTree:
         settings = self._settings
         depths = [min(settings.k, depth) for depth in budget]
-        shape = tree_shape(settings.tree, self.call, depths)
+        shape = tree_shape(settings.tree, self.call, depths, is_prefill=is_prefill)
         if isinstance(shape, FastestSize):
             nodes, min_joint = shape.max_nodes, shape.min_joint
         else:

@@ -24,6 +24,9 @@ MAX_CHILDREN = 8
 """Children of a node at most: the eighth most likely token is accepted in about 1% of the cases."""
 MIN_GAIN = 0.001
 """Relative gain in expected tokens per second below which no pass of the drafter is made, even if it costs nothing."""
+MIN_PREFILL_JOINT = 0.3
+"""Joint probability below which a token from the text is not verified with the prompt, whose pass is compute-bound:
+behind 60 chat prompts of five domains no draft was accepted."""
 EXPECTED_CHILD = 0.6
 """Assumed probability that one of a node's children is accepted, before a node was expanded in this draft."""
 
@@ -86,6 +89,7 @@ class FastestSize:
         rows: how many rows draft.
         max_nodes: nodes of a row at most.
         children: of a node; 1 for chains.
+        is_prefill: whether the tree is verified together with the prompt.
 
     Attributes:
         min_joint: a node that is less likely to be accepted than this cannot make a step faster, whatever the tree.
@@ -95,11 +99,14 @@ class FastestSize:
     rows: int
     max_nodes: int = MAX_NODES
     children: int = MAX_CHILDREN
+    is_prefill: bool = False
 
     def __post_init__(self) -> None:
         self._target, self._target_list, self.min_joint = _target_seconds(
             self.latency.target, self.rows, self.max_nodes
         )
+        if self.is_prefill:
+            self.min_joint = max(self.min_joint, MIN_PREFILL_JOINT)
         widths = MAX_BEAM if self.children > 1 else 1
         self._pass, self._spent = _drafter_seconds(self.latency.drafter, self.rows, widths)
         self._seen = self._expanded = 0
@@ -191,7 +198,13 @@ def _drafter_seconds(drafter: DraftLatency, rows: int, widths: int) -> tuple[Flo
     return passes, drafter.draft([rows])
 
 
-def tree_shape(size: str | int | None, call: Call, depths: Sequence[int], children: int = MAX_CHILDREN) -> TreeShape:
+def tree_shape(
+    size: str | int | None,
+    call: Call,
+    depths: Sequence[int],
+    children: int = MAX_CHILDREN,
+    is_prefill: bool = False,
+) -> TreeShape:
     """How the next tree of a call grows.
 
     Args:
@@ -199,6 +212,7 @@ def tree_shape(size: str | int | None, call: Call, depths: Sequence[int], childr
         call: whose latency model decides; without one, "auto" is a chain.
         depths: `[rows]` maximum depths.
         children: of a node at most.
+        is_prefill: whether the tree is verified together with the prompt.
     """
     if isinstance(size, int):
         return FixedSize(size, children)
@@ -207,4 +221,4 @@ def tree_shape(size: str | int | None, call: Call, depths: Sequence[int], childr
         return Chain()
     rows = sum(depth > 0 for depth in depths)
     context = max(len(p) + len(g) for p, g in zip(call.state.prompts, call.state.generated, strict=True))
-    return FastestSize(latency.at(rows, context), rows, children=children)
+    return FastestSize(latency.at(rows, context), rows, children=children, is_prefill=is_prefill)

@@ -149,10 +149,9 @@ class _Union:
             children.sort(reverse=True)
         if self._only_chain and children:
             children, row = children[:1], ((), ())
-        left = 1.0  # the estimates of siblings may add up to more
+        share = _share([child[0] for child in children])
         for probability, child, kind, place, weight, below in children:
-            value = joint * min(probability, left)
-            left = max(0.0, left - probability)
+            value = joint * share(probability)
             if value > self._min_joint:
                 self._age += 1  # breaks ties
                 entry = (-value, self._age, node, level + 1, child, kind, place, weight, below, None)
@@ -201,6 +200,17 @@ class _Union:
         place = bisect_left(BOUNDS, probability)
         weight = probability / CENTERS[place]
         return min(MAX_JOINT, self._acceptance[kind][place] * weight), place, weight
+
+
+def _share(probabilities: Sequence[float]) -> Callable[[float], float]:
+    """How likely siblings are if their estimates, which come from several strategies, add up to more than 1.
+
+    One of them is right: they share the probability 1 in proportion to their odds.
+    """
+    if sum(probabilities) <= 1:
+        return float
+    total = sum(p / (1 - p) for p in probabilities)
+    return lambda p: p / (1 - p) / total
 
 
 def _no_successors(token: int) -> Row:

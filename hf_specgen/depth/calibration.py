@@ -31,8 +31,7 @@ MEASURED_PRIOR_WEIGHT = 50.0
 of plain decoding, with `PRIOR_WEIGHT` 2.21x."""
 BIN_PRIOR_WEIGHT = 25.0
 """Weight of the centre of a bin, in observations, where tokens are counted by bin: with it the projected speed of
-n-grams and a draft model is 4.47x of plain decoding and that of the default combination 2.19x, with `PRIOR_WEIGHT` 4.40x
-and 2.13x; with 60 and 150 that of the latter is 2.15x and 2.17x."""
+the default combination is 2.19x of plain decoding, with `PRIOR_WEIGHT` 2.13x, with 60 and 150 2.15x and 2.17x."""
 REMEMBERED_OBSERVATIONS = 200.0
 """Weight per bin of what was counted in earlier calls: text changes, and a new call has to be followed."""
 MAX_OBSERVATIONS = 64.0

@@ -114,7 +114,7 @@ def test_context_of_a_length(tokenizer) -> None:
         (
             ["telepathy"],
             [],
-            "unknown strategy 'telepathy'; there are ngram, auto, draft, layerskip, medusa, eagle, dflash, heads, rejected",
+            "unknown strategy 'telepathy'; there are ngram, auto, draft, layerskip, medusa, eagle, dflash, heads",
         ),
         (["ngram=4"], [], "ngram takes no source, got '4'"),
         (["draft"], [], "draft needs a file or id for this model: draft="),

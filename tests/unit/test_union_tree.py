@@ -72,10 +72,10 @@ def enumerate_nodes(
         place = bisect_left(EDGES, 1 - miss)
         values[token] = min(0.999, AS_IT_IS[kinds[token]][place] / BIN_CENTERS[place] * (1 - miss))
     nodes: dict[tuple[int, ...], float] = {}
-    left = 1.0
-    for value, token in sorted(((value, token) for token, value in values.items()), reverse=True):
-        limited = joint * min(value, left if token in drafted else 1.0)
-        left = max(0.0, left - value) if token in drafted else left
+    proposed = [values[token] for token in drafted]
+    odds = sum(value / (1 - value) for value in proposed)
+    for token, value in values.items():
+        limited = joint * (value / (1 - value) / odds if token in drafted and sum(proposed) > 1 else value)
         if limited > 0:
             nodes[(*path, token)] = limited
             nodes.update(enumerate_nodes(drafts, following, depth, (*path, token), limited))
