@@ -1,6 +1,8 @@
 # Everything runs in .venv; `make demo` and `make test` need only Python (3.10 or newer), make and git.
 PYTHON ?= python3
 BIN := .venv/bin
+# Setuptools warns of every way to install a folder for editing.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Tests that run side by side must not fight for cores.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Files in the order of collection: long ones first (tests/conftest.py).
@@ -9,18 +11,19 @@ WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 .PHONY: demo test test-fast quality docs bench clean
 
 .venv/installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[adapters,cli]'
-	touch $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing PyTorch, Transformers and hf_specgen into .venv; a few minutes"
+	@$(PIP) install --upgrade pip
+	@$(PIP) install --constraint constraints.txt torch==2.13.0
+	@$(PIP) install --constraint constraints.txt --editable '.[adapters,cli]'
+	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
 
 demo: .venv/installed
-	$(BIN)/hf-specgen demo
+	@$(BIN)/hf-specgen demo
 
 # Everything: at most 6 minutes on two cores.
 test: .venv/installed-dev
@@ -37,7 +40,7 @@ quality: .venv/installed-dev
 	$(BIN)/lint-imports
 
 docs: .venv/installed-dev
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(PIP) install --editable '.[docs]'
 	$(BIN)/zensical build --clean --strict
 
 bench: .venv/installed-dev

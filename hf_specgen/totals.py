@@ -84,15 +84,19 @@ class CallTotals:
     def summary(self) -> str:
         """The main counters in a few lines of text."""
         lines = [
-            f"{self.calls} calls, {self.emitted} tokens in {self.seconds:.2f} s, "
+            f"{_calls(self.calls)}, {self.emitted} tokens in {self.seconds:.2f} s, "
             f"{self.tokens_per_step:.2f} tokens per step",
             f"drafted {self.drafted}, accepted {self.accepted} ({self.acceptance_rate:.0%})",
         ]
-        lines += [f"{count} calls without speculation: {reason}" for reason, count in self.plain_calls.items()]
+        lines += [f"{_calls(count)} without speculation: {reason}" for reason, count in self.plain_calls.items()]
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.summary()
+
+
+def _calls(count: int) -> str:
+    return f"{count} call{'' if count == 1 else 's'}"
 
 
 def _sums(a: list[int], b: list[int]) -> list[int]:

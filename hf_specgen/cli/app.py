@@ -29,7 +29,7 @@ def main() -> None:
 
 @command(app, DemoSettings)
 def demo(settings: DemoSettings) -> None:
-    """Compare plain generate and every strategy on two targets, live; about a minute.
+    """Compare plain generate and every strategy on two targets, live, in about a minute.
 
     Exit code 1 if a token differs in float32.
     """
@@ -98,18 +98,18 @@ def bench(context: typer.Context) -> None:
 @profile.command("list")
 def list_profiles() -> None:
     """List the latency profiles of this machine's cache directory."""
-    from hf_specgen.cli.profile import show_all
-
     with errors():
+        from hf_specgen.cli.profile import show_all
+
         show_all()
 
 
 @profile.command("show")
 def show_profile(key: Annotated[str, typer.Argument(help="The profile's key, as listed.")]) -> None:
     """Show what a profile depends on, and its latencies."""
-    from hf_specgen.cli.profile import show_one
-
     with errors():
+        from hf_specgen.cli.profile import show_one
+
         show_one(key)
 
 

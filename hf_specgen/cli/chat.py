@@ -51,7 +51,7 @@ class Answer:
         parts = [self.strategy, f"{self.tokens} tokens", f"{self.tokens / self.seconds:.1f} tokens/s"]
         if self.speculation is not None:
             parts.append(f"{self.speculation.tokens_per_step:.2f} per step")
-            parts.append(f"{self.speculation.acceptance_rate:.0%} of drafts accepted")
+            parts.append(f"{self.speculation.acceptance_rate:.0%} accepted")
         return " · ".join(parts)
 
 
@@ -87,13 +87,12 @@ class Conversation:
         """Read the conversation anew for the next answer."""
         self.read = self.cache = None
 
-    def take_back_answer(self) -> bool:
-        """Remove the last answer, so that it can be given again; False if there is none."""
+    def take_back_answer(self) -> str | None:
+        """Remove the last answer, so that it can be given again, and return it; None if there is none."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            return False
-        self.messages.pop()
+            return None
         self.forget_cache()
-        return True
+        return self.messages.pop()["content"]
 
     def answer(self, name: str, candidates: Candidates | None, write: Callable[[str, bool], None]) -> Answer:
         """Answer the last message.
@@ -182,6 +181,20 @@ class Chat:
             return
         self.console.print(f"\n[dim]{answer.status()}[/]\n", highlight=False)
 
+    def _again(self) -> None:
+        before = self.conversation.take_back_answer()
+        if before is None:
+            self.console.print("[dim]there is no answer to repeat[/]\n")
+            return
+        self._answer()
+        dtype = self.conversation.model.dtype
+        if self.conversation.messages[-1]["content"] != before and dtype in (torch.bfloat16, torch.float16):
+            name = str(dtype).removeprefix("torch.")
+            self.console.print(
+                f"[dim]Another answer than before: where two tokens are nearly tied in {name}, rounding decides. "
+                "With --dtype float32 the answers are identical.[/]\n"
+            )
+
     def _command(self, name: str = "", argument: str = "") -> None:
         if name == "plain":
             name, argument = "strategy", PLAIN
@@ -191,10 +204,8 @@ class Chat:
         elif name == "strategy":
             unknown = f"there is no strategy {argument!r}; " if argument else ""
             self.console.print(f"[dim]{unknown}strategies: {', '.join(self.choices)}; now: {self.strategy}[/]\n")
-        elif name == "again" and self.conversation.take_back_answer():
-            self._answer()
         elif name == "again":
-            self.console.print("[dim]there is no answer to repeat[/]\n")
+            self._again()
         elif name == "new":
             self.conversation.clear()
             self.console.print("[dim]a new conversation[/]\n")

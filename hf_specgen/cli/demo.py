@@ -33,15 +33,19 @@ from hf_specgen.evaluation.workloads import (
     PEER,
     PLAIN,
     Difference,
+    check_installed,
     domain_prompts,
     encode,
     first_difference,
     load,
 )
 
-WARM_UP = "Write a function that adds two numbers."
-WIDE_SHARE = 2 / 3
+WARM_UP, WARM_UP_TOKENS = "Write a function that adds two numbers.", 8
+"""An uncounted call of each variant, in which models are loaded and checked, and the speed of plain `generate`."""
+WIDE_SHARE = 0.8
 """Share of the time for the widened target, which takes longer for each prompt."""
+PROMPTS_WANTED, MIN_TOKENS = 5, 24
+"""Answers are cut so that this number of prompts, one of each domain, fits into the time; but not to fewer tokens."""
 
 
 @dataclass
@@ -53,6 +57,8 @@ class Target:
         dtype: of its weights.
         totals: by variant.
         domains: the same, by domain and variant.
+        prompts: how many were answered by every variant that can.
+        length: maximum tokens of each answer.
         answers: how many answers of ours must be those of plain `generate`.
         differences: (variant, difference): those that are not.
     """
@@ -61,12 +67,18 @@ class Target:
     dtype: str
     totals: dict[str, Total]
     domains: dict[str, dict[str, Total]] = field(default_factory=dict)
+    prompts: int = 0
+    length: int = 0
     answers: int = 0
     differences: list[tuple[str, Difference]] = field(default_factory=list)
 
 
-def show(settings: DemoSettings) -> bool:
+def show(settings: DemoSettings, console: Console | None = None) -> bool:
     """Run the demo and print it.
+
+    Args:
+        settings: of the demo.
+        console: to print to; the terminal if left out.
 
     Returns:
         False if a token differs in float32.
@@ -74,7 +86,7 @@ def show(settings: DemoSettings) -> bool:
     Raises:
         OSError, ValueError: for models, prompts or settings that cannot be used.
     """
-    console = Console()
+    console = console or Console()
     with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
         targets, tokenizer = run_demo(settings, lambda found, now: live.update(comparison(found, now), refresh=True))
         live.update(comparison(targets), refresh=True)
@@ -97,8 +109,9 @@ def run_demo(
         settings: of the demo.
         on_change: receives the targets, and what is being done, whenever that changes.
     """
-    compared = variants(settings)
+    check_installed(settings)
     prompts = list(_alternating(domain_prompts(settings)))
+    compared = variants(settings)
     model, tokenizer = load(settings)
     size = sum(parameter.numel() for parameter in model.parameters())
     targets = [_empty(f"{_millions(size)} {settings.dtype}", settings.dtype, compared)]
@@ -112,7 +125,6 @@ def run_demo(
             model, target.dtype = widen_in_fast_dtype(model, settings.wide * 10**6)
             target.title = f"{settings.wide}M {target.dtype}"
             seconds = settings.seconds * WIDE_SHARE
-        on_change(targets, f"{target.title}: warming up")
         _measure(target, model, tokenizer, compared, prompts, settings, seconds, partial(on_change, targets))
     return targets, tokenizer
 
@@ -127,20 +139,23 @@ def _measure(
     seconds: float,
     on_change: Callable[[str], None],
 ) -> None:
-    """Run all variants on one prompt after the other, until the time is up."""
-    size = settings.batch_size
-    for _ in interleave(model, encode(tokenizer, [WARM_UP] * size, size), compared, {"max_new_tokens": 16}):
-        pass
-    begin = perf_counter()
+    """Run all variants on one prompt after the other, as long as another prompt fits into the time."""
+    size, begin = settings.batch_size, perf_counter()
+    on_change(f"{target.title}: loading drafts, checking the target, warming up")
+    speed = _warm_up(model, tokenizer, compared, size)
+    left = seconds - (perf_counter() - begin)
+    length = target.length = answer_length(settings.max_new_tokens, left, speed, len(compared))
+    slowest = 0.0
     for number, (domain, texts) in enumerate(_batches(prompts, size)):
-        if number and perf_counter() - begin > seconds:
+        started = perf_counter()
+        if number and started - begin + slowest > seconds:
             break
-        generation = {"max_new_tokens": settings.max_new_tokens, **DOMAINS.get(domain, GREEDY)}
+        generation = {"max_new_tokens": length, **DOMAINS.get(domain, GREEDY)}
         exact = _is_exact(settings, generation)
         totals = target.domains.setdefault(domain, {variant.name: Total() for variant in compared})
         for inputs in encode(tokenizer, texts, size):
             plain: Sample | None = None
-            for variant in (one for one in compared if one.batched or len(inputs["input_ids"]) == 1):
+            for variant in _order(compared, number, len(inputs["input_ids"])):
                 on_change(f"{target.title}: {domain}, {variant.name}")
                 found = measure_round(model, inputs, [variant], generation, settings.seed + number)
                 sample = found[variant.name]
@@ -151,14 +166,52 @@ def _measure(
                     target.answers += 1
                     difference = first_difference(model, plain, sample)
                     target.differences += [(variant.name, difference)] if difference else []
+        target.prompts += len(texts)
+        slowest = max(slowest, perf_counter() - started)
+
+
+def _warm_up(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, compared: Sequence[Variant], size: int
+) -> float:
+    """A short call of each variant; returns the tokens per second of plain `generate`, its prefill left out."""
+    batches = encode(tokenizer, [WARM_UP] * size, size)
+    (samples,) = interleave(model, batches, compared, {"max_new_tokens": WARM_UP_TOKENS, "do_sample": False})
+    plain = samples[PLAIN]
+    return max(1, plain.tokens - size) / max(1e-3, plain.seconds - plain.first_token)
+
+
+def answer_length(longest: int, seconds: float, speed: float, compared: int) -> int:
+    """Tokens per answer with which `PROMPTS_WANTED` prompts fit into the time.
+
+    Args:
+        longest: the maximum.
+        seconds: for all prompts and variants.
+        speed: tokens per second of plain `generate`; every variant is assumed to be as slow.
+        compared: number of variants.
+
+    Example:
+        >>> answer_length(64, seconds=30, speed=200, compared=6), answer_length(64, seconds=40, speed=40, compared=6)
+        (64, 53)
+        >>> answer_length(64, seconds=40, speed=8, compared=6), answer_length(16, seconds=40, speed=8, compared=6)
+        (24, 16)
+    """
+    return min(longest, max(MIN_TOKENS, int(seconds * speed / compared / PROMPTS_WANTED)))
+
+
+def _order(compared: Sequence[Variant], number: int, rows: int) -> list[Variant]:
+    """Plain `generate` first, then the others; who begins changes from prompt to prompt."""
+    plain, *others = (variant for variant in compared if variant.batched or rows == 1)
+    first = number % max(1, len(others))
+    return [plain, *others[first:], *others[:first]]
 
 
 def variants(settings: DemoSettings) -> list[Variant]:
-    """Plain `generate`, Transformers' prompt lookup, then our strategies, in the order of their cost."""
+    """Plain `generate`, Transformers' prompt lookup, then our strategies: those named, or the fastest embedded ones."""
     draft, adapter, heads = settings.draft, settings.adapter, [settings.heads] if settings.heads else []
     if not settings.model:
-        draft, adapter = draft or str(EMBEDDED_DRAFT), adapter or str(EMBEDDED_ADAPTER)
-        shipped = (EMBEDDED_HEADS, EMBEDDED_EAGLE, EMBEDDED_DFLASH)
+        draft = draft or str(EMBEDDED_DRAFT)
+        adapter = adapter or (str(EMBEDDED_ADAPTER) if settings.every else "")
+        shipped = (EMBEDDED_EAGLE, EMBEDDED_HEADS, EMBEDDED_DFLASH) if settings.every else (EMBEDDED_EAGLE,)
         heads = heads or [str(folder) for folder in shipped if folder.exists()]
     built = [*strategies(draft, "", adapter, dtype=settings.dtype), *map(head_strategy, heads)]
     found: dict[str, Candidates] = {strategy.name: strategy.candidates for strategy in built}
@@ -178,6 +231,8 @@ def to_json(settings: DemoSettings, targets: Sequence[Target]) -> dict[str, Any]
         "settings": asdict(settings),
         "targets": {
             target.title: {
+                "prompts": target.prompts,
+                "max_new_tokens": target.length,
                 "variants": _numbers(target.totals),
                 "domains": {domain: _numbers(totals) for domain, totals in target.domains.items()},
                 "differences": [{"variant": name, **asdict(difference)} for name, difference in target.differences],

@@ -29,6 +29,8 @@ class Measured(Protocol):
     title: str
     dtype: str
     totals: dict[str, Total]
+    prompts: int
+    length: int
     answers: int
     differences: list[tuple[str, Difference]]
 
@@ -55,9 +57,11 @@ def closing_lines(targets: Sequence[Measured], widened: bool) -> Iterator[str]:
         totals = target.totals
         best = _ordered(totals)[-1]
         if best not in (PLAIN, PEER) and totals[best].tokens:
+            speedup = _speedup(totals, best)
             yield (
-                f"[bold]{target.title}[/]: {best} is [bold green]{_speedup(totals, best):.2f}x[/] as fast as plain "
-                f"generate, with {totals[best].tokens_per_step:.1f} tokens per step."
+                f"[bold]{target.title}[/]: {best} is [bold {_colour(speedup)}]{speedup:.2f}x[/] as fast as plain "
+                f"generate, with {totals[best].tokens_per_step:.1f} tokens per step, on {target.prompts} "
+                f"{'prompt' if target.prompts == 1 else 'prompts'} and up to {target.length} new tokens for each."
             )
     for target in targets:
         yield _same_tokens(target)
@@ -107,13 +111,17 @@ def _bar(totals: dict[str, Total], name: str) -> Text:
         return Text("one row only" if totals[PLAIN].tokens else "waiting", style="dim")
     fastest = max(one.tokens_per_second for one in totals.values())
     speedup = _speedup(totals, name)
-    style = "dim" if name in (PLAIN, PEER) else "green" if speedup > 1 else "yellow"
+    style = "dim" if name in (PLAIN, PEER) else _colour(speedup)
     bar = "█" * max(1, round(BAR * total.tokens_per_second / fastest))
     text = Text(f"{bar:<{BAR}}", style=style)
     digits = 0 if fastest >= 20 else 1
     text.append(f"{total.tokens_per_second:>6.{digits}f}", style="default")
     text.append("       " if name == PLAIN else f"{speedup:6.2f}x", style="bold" if name not in (PLAIN, PEER) else "")
     return text
+
+
+def _colour(speedup: float) -> str:
+    return "green" if speedup > 1 else "yellow"
 
 
 def _speedup(totals: dict[str, Total], name: str) -> float:

@@ -51,7 +51,9 @@ def show(settings: GenerateSettings) -> None:
     batches = make_batches(rows, tokenizer, settings)
     open_batches = [(number, batch) for number, batch in enumerate(batches) if not known.keys() >= set(batch)]
     mine = open_batches[processes.process_index :: processes.num_processes]
-    console.print(f"{len(rows)} rows, {len(known)} answered already, {processes.num_processes} processes")
+    before = f", {len(known)} answered already" if known else ""
+    shared = f", {processes.num_processes} processes" if processes.num_processes > 1 else ""
+    console.print(f"{len(rows)} rows{before}{shared}")
     begin, tokens = perf_counter(), 0
     with (
         nullcontext() if settings.plain else attached(model, _strategy(settings)) as totals,

@@ -25,9 +25,10 @@ def required(help: str, **more: Any) -> Any:
 class DemoSettings(WorkloadSettings):
     """Options of `hf-specgen demo`."""
 
-    max_new_tokens: int = setting(64, "Tokens per answer.", min=1)
+    max_new_tokens: int = setting(64, "Tokens per answer; fewer where not enough prompts fit into the time.", min=1)
+    every: bool = setting(False, "Measure the embedded Medusa heads, DFlash head and layer skip too.", flag="--all")
     wide: int = setting(300, "Size of the second target, in million parameters; 0 for none.", min=0)
-    seconds: float = setting(60.0, "Start no further prompt after so many seconds, over both targets.", min=0)
+    seconds: float = setting(60.0, "Seconds to measure, over both targets; at least one prompt on each.", min=0)
     json_file: Path | None = setting(None, "Write the results to this file.", flag="--json")
 
     @property

@@ -50,6 +50,8 @@ def show(settings: TuneSettings) -> None:
         settings = replace(settings, model=settings.target, heads=settings.model, target="")
     if settings.output is not None and not settings.heads:
         raise ValueError(f"--output {settings.output} is for tuned heads; name them with --heads")
+    if settings.output is not None and settings.prompts is None and not EMBEDDED_PROMPTS.exists():
+        raise FileNotFoundError("the embedded prompts are a package: pip install 'hf-specgen[demo]'; or give --prompts")
     rows = read_prompts(settings.prompts or EMBEDDED_PROMPTS, settings.prompts_per_domain) if settings.output else {}
     dtype = "auto" if settings.dtype == "auto" else torch_dtype(settings.dtype)
     model, tokenizer = load_model(settings.model, dtype, settings.device)

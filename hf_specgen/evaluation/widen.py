@@ -10,47 +10,82 @@ import copy
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
 from hf_specgen.evaluation.cost import measure_cost_curve
 
 SLOW_STEP = 4.0
 """T(8) / T(1) above which bfloat16 is not used: 5.6 on a processor without matrix instructions for it, else below 2."""
+PROBE_PARAMETERS, PROBES = 64 * 10**6, 4
+"""Size of the model that bfloat16 is tried with, larger than the caches of a few cores; and how often it is."""
 
 
-def widen(model: PreTrainedModel, parameters: int) -> PreTrainedModel:
+def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """A model with about `parameters` parameters that computes the same function as `model`.
 
     Args:
         model: a Llama-like model, whose MLPs have `gate_proj`, `up_proj` and `down_proj`.
         parameters: size of the result; at least that of `model`.
+        dtype: of the result; that of `model` if left out.
 
     Returns:
-        A new model with the same dtype and device; `model` is unchanged.
+        A new model on the same device, in evaluation mode; `model` is unchanged.
 
     Raises:
         ValueError: if `model` is larger than that.
     """
-    config = copy.deepcopy(model.config)
-    per_neuron = 3 * config.hidden_size * config.num_hidden_layers
+    config = model.config
     missing = parameters - sum(p.numel() for p in model.parameters())
     if missing < 0:
         raise ValueError(f"parameters must be at least the model's {parameters - missing}, got {parameters}")
-    config.intermediate_size += missing // per_neuron
-    wide = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    weights = model.state_dict()
-    with torch.no_grad():
-        for name, tensor in wide.state_dict().items():
-            source = weights[name]
-            if tensor.shape == source.shape:
-                tensor.copy_(source)
-            elif name.endswith("down_proj.weight"):
-                tensor.zero_()
-                tensor[:, : source.shape[1]] = source
-            else:
-                tensor[: source.shape[0]] = source
-    wide.generation_config = cast(Any, model).generation_config
-    return cast(Any, wide).to(model.device).eval()
+    wide = copy.deepcopy(model)
+    for parameter in wide.parameters():  # `Module.to` would round the frequencies of rotary embeddings too
+        parameter.data = parameter.data.to(dtype or model.dtype)
+    neurons = config.intermediate_size + missing // (3 * config.hidden_size * config.num_hidden_layers)
+    wide.config.intermediate_size = neurons
+    for module in wide.modules():
+        if hasattr(module, "gate_proj"):
+            mlp = cast(Any, module)
+            mlp.intermediate_size = neurons
+            mlp.gate_proj = _with_outputs(mlp.gate_proj, neurons)
+            mlp.up_proj = _with_outputs(mlp.up_proj, neurons)
+            mlp.down_proj = _with_inputs(mlp.down_proj, neurons)
+    return wide.eval()
+
+
+@torch.no_grad()
+def _with_outputs(layer: nn.Linear, outputs: int) -> nn.Linear:
+    """The layer with further outputs, which repeat its own."""
+    source = torch.arange(outputs, device=layer.weight.device) % layer.out_features
+    wide = _empty(layer, layer.in_features, outputs)
+    wide.weight.copy_(layer.weight[source])
+    if layer.bias is not None:
+        wide.bias.copy_(layer.bias[source])
+    return wide
+
+
+@torch.no_grad()
+def _with_inputs(layer: nn.Linear, inputs: int) -> nn.Linear:
+    """The layer with further inputs, which it multiplies by zero."""
+    wide = _empty(layer, inputs, layer.out_features)
+    wide.weight[:, : layer.in_features] = layer.weight
+    wide.weight[:, layer.in_features :] = 0
+    if layer.bias is not None:
+        wide.bias.copy_(layer.bias)
+    return wide
+
+
+def _empty(like: nn.Linear, inputs: int, outputs: int) -> nn.Linear:
+    """A layer whose memory is not initialised, which takes longer than everything else here."""
+    return nn.utils.skip_init(
+        nn.Linear,
+        inputs,
+        outputs,
+        bias=like.bias is not None,
+        device=like.weight.device,
+        dtype=like.weight.dtype,
+    )
 
 
 def widen_in_fast_dtype(model: PreTrainedModel, parameters: int) -> tuple[PreTrainedModel, str]:
@@ -62,7 +97,9 @@ def widen_in_fast_dtype(model: PreTrainedModel, parameters: int) -> tuple[PreTra
     Returns:
         The model and the name of its dtype.
     """
-    wide = widen(model, parameters)
-    half = cast(PreTrainedModel, copy.deepcopy(wide).to(torch.bfloat16))  # type: ignore[arg-type]
-    curve = measure_cost_curve(half, (1, 8), context=32, repeats=3)
-    return (half, "bfloat16") if curve.relative(8) <= SLOW_STEP else (wide, "float32")
+    own = sum(p.numel() for p in model.parameters())
+    probe = widen(model, max(own, min(parameters, PROBE_PARAMETERS)), torch.bfloat16)
+    curves = [measure_cost_curve(probe, (1, 8), context=8, repeats=1) for _ in range(PROBES)]
+    one, eight = (min(curve(size) for curve in curves) for size in (1, 8))  # other load on the machine only adds time
+    name = "bfloat16" if eight <= SLOW_STEP * one else "float32"
+    return widen(model, parameters, getattr(torch, name)), name

@@ -71,9 +71,14 @@ def load(settings: WorkloadSettings) -> tuple[PreTrainedModel, PreTrainedTokeniz
         OSError: if a repository does not exist or cannot be reached.
         ValueError: for an unknown dtype or device, or damaged files.
     """
+    check_installed(settings)
+    return load_model(settings.model or str(EMBEDDED_MODEL), torch_dtype(settings.dtype), settings.device)
+
+
+def check_installed(settings: WorkloadSettings) -> None:
+    """Raise a `FileNotFoundError` if the embedded models are needed and not installed."""
     if not settings.model and not EMBEDDED_MODEL.exists():
         raise FileNotFoundError(NOT_INSTALLED)
-    return load_model(settings.model or str(EMBEDDED_MODEL), torch_dtype(settings.dtype), settings.device)
 
 
 def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

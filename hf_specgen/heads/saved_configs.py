@@ -181,7 +181,8 @@ def flat_eagle3(head: Eagle3Head, to: str) -> Config:
         "no output matrix of its own": not config.own_lm_head,
     }
     if to == "eagle":
-        unsupported |= {"fc_norm": config.fc_norm, "taps of its own": config.taps is not None and not default}
+        other_taps = config.taps is not None and not default  # the original code reads three fixed layers
+        unsupported |= {"fc_norm": config.fc_norm, f"taps {config.taps} (export to sglang or vllm)": other_taps}
     _refuse(unsupported, "EAGLE's layout" if to == "eagle" else "SpecForge's layout")
     result = _flat(_layer(config.layer, 1, config.vocab_size)) | {"draft_vocab_size": config.draft_vocab_size}
     if config.target_hidden_size != config.hidden_size:

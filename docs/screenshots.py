@@ -1,0 +1,100 @@
+"""Draws the pictures of the documentation into docs/images: `python docs/screenshots.py [demo] [chat] [report]`.
+
+The demo and a chat run as they would on a terminal of 80 columns. The benchmark report is drawn by a headless Chromium,
+if there is one.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import typer
+from rich.console import Console
+
+from hf_specgen.cli.options import errors
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+REPORT = ROOT / "benchmarks" / "results" / "embedded" / "report.html"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+QUESTION = "Rename `x` to `total` in this code.\n\ndef add(x, y):\n    x = x + y\n    return x"
+
+
+def terminal() -> Console:
+    """A terminal of 80 columns that records what it shows."""
+    return Console(record=True, width=80, file=io.StringIO())
+
+
+def demo() -> Path:
+    """`hf-specgen demo`."""
+    from hf_specgen.cli.demo import show
+    from hf_specgen.cli.settings import DemoSettings
+
+    console = terminal()
+    show(DemoSettings(), console)
+    return save(console, "hf-specgen demo", "demo.svg")
+
+
+def chat() -> Path:
+    """A question in `hf-specgen chat`, answered with a strategy and without."""
+    import torch
+
+    from hf_specgen import Candidates, DraftModelCandidates
+    from hf_specgen.cli.chat import Chat, Conversation
+    from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, WorkloadSettings, load
+
+    model, tokenizer = load(WorkloadSettings())
+    generation = {"max_new_tokens": 64, "do_sample": False}
+    draft = DraftModelCandidates(str(EMBEDDED_DRAFT), dtype=model.dtype)
+    cast(Any, model).generate(torch.tensor([[1, 2]]), max_new_tokens=4, candidate_generator=draft)  # loads and checks
+    console = terminal()
+    lines = iter([QUESTION, "/plain", "/again", "/quit"])
+
+    def read() -> str:
+        line = next(lines)
+        console.print(f"[bold cyan]>[/] {line}", highlight=False)
+        return line
+
+    choices: dict[str, Candidates | None] = {PLAIN: None, "draft model": draft}
+    Chat(Conversation(model, tokenizer, generation), choices, console).run(read)
+    return save(console, "hf-specgen chat", "chat.svg")
+
+
+def report() -> Path:
+    """The first screen of the benchmark report.
+
+    Raises:
+        FileNotFoundError: without a browser.
+    """
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise FileNotFoundError(f"the report needs a browser to be drawn by: {', '.join(BROWSERS)}")
+    image = IMAGES / "report.png"
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,1300", f"--screenshot={image}"]
+    subprocess.run([browser, *options, REPORT.as_uri()], check=True, capture_output=True)
+    return image
+
+
+def save(console: Console, title: str, name: str) -> Path:
+    """Write what was shown as an SVG."""
+    IMAGES.mkdir(exist_ok=True)
+    image = IMAGES / name
+    console.save_svg(str(image), title=title)
+    return image
+
+
+PICTURES: dict[str, Callable[[], Path]] = {"demo": demo, "chat": chat, "report": report}
+
+if __name__ == "__main__":
+    for picture in sys.argv[1:] or PICTURES:
+        try:
+            with errors():
+                print(PICTURES[picture]())
+        except typer.Exit:
+            print(f"{picture} was not drawn")
