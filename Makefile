@@ -5,6 +5,8 @@ BIN := .venv/bin
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Tests that run side by side must not fight for cores.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Files in the order of collection: long ones first (tests/conftest.py).
+WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast quality docs bench clean
 
@@ -25,11 +27,11 @@ demo: .venv/installed
 
 # Everything: at most 6 minutes on two cores.
 test: .venv/installed-dev
-	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --quiet
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --quiet
 
 # Unit tests and doctests of the package: about a minute on two cores.
 test-fast: .venv/installed-dev
-	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --quiet tests/unit hf_specgen
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --quiet tests/unit hf_specgen
 
 quality: .venv/installed-dev
 	$(BIN)/ruff check .

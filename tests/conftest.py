@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,19 +17,25 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specgen  # noqa: F401  (installs the keyword)
-from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers import shared_draft, tiny_model
+from tests.helpers.encoder_decoder import encoder_decoder
+from tests.helpers.head_fixtures import find_fixtures, target_of
+from tests.helpers.multimodal import multimodal_model
 from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
+from tests.helpers.stateful import stateful_model
 
 pytest_plugins = ["tests.helpers.recipes"]
 
 TIERS = ("unit", "integration", "integrations", "slow")
+LONGEST_FIRST = ("slow", "integrations", "integration")
 _profile_directories = itertools.count()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test with the name of its folder; doctests count as unit tests.
 
-    The full matrix of architectures runs only if asked for.
+    The full matrix of architectures runs only if asked for. Folders with long files come first: the last files are
+    those with quick tests, so that several workers end at about the same time.
     """
     if not config.getoption("all_architectures"):
         left_out = [item for item in items if item.get_closest_marker("all_architectures")]
@@ -39,6 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for tier in TIERS:
             if Path(__file__).parent / tier in item.path.parents:
                 item.add_marker(getattr(pytest.mark, tier))
+    items.sort(key=lambda item: next((place for place, tier in enumerate(LONGEST_FIRST) if tier in item.keywords), 9))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that is loaded by now from garbage collection, which would traverse it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -85,6 +100,14 @@ def _isolated(_profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fixed seed, and no latency profile of the user or of another test."""
     monkeypatch.setenv("HF_SPECGEN_CACHE", str(_profiles / str(next(_profile_directories))))
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _models_of_the_file() -> Iterator[None]:
+    """The tests of a file share their tiny models; what calls remember of a model never reaches another file."""
+    yield
+    for build in (tiny_model, shared_draft, stateful_model, multimodal_model, encoder_decoder, target_of):
+        build.cache_clear()
 
 
 @pytest.fixture(scope="session")

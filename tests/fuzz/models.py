@@ -16,7 +16,8 @@ from tests.fuzz.tokenizers import VOCAB, tokenizer_folder
 from tests.helpers import stateful
 
 WIDTH = 64
-MAX_CACHED_MODELS = 48
+MAX_CACHED_MODELS = 256
+"""More than `make test` draws: those of a long run are built one after another (`grouped` in `__main__.py`)."""
 
 # Sizes under all the names that configurations use; each configuration is given those that it knows.
 SIZES: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """What tests share. A test file imports no other test file."""
 
 from tests.helpers.comparison import END, SAMPLING, assert_same_tokens, plain_and_speculative, prompt_length
-from tests.helpers.models import ARCHITECTURES, VOCAB, fresh_model, perturbed_copy, prompts, tiny_model
+from tests.helpers.models import ARCHITECTURES, VOCAB, fresh_model, perturbed_copy, prompts, shared_draft, tiny_model
 from tests.helpers.oracle import FailingOracle, Oracle
 from tests.helpers.processors import PrefixReader, RowWiseIdentity, RowWisePrefixReader, StatefulReader
 from tests.helpers.streamers import RecordingStreamer
@@ -24,5 +24,6 @@ __all__ = [
     "plain_and_speculative",
     "prompt_length",
     "prompts",
+    "shared_draft",
     "tiny_model",
 ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import LogitsProcessorList
 
 from hf_specgen import Candidates, SpeculativeOutput, Statistics
+from tests.helpers.models import SHARED
 
 SEED = 11
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -37,16 +40,10 @@ def plain_and_speculative(
     Returns:
         The ids of plain `generate`, and the speculative output with its statistics.
     """
-
-    def run(**more: Any) -> Any:
-        processors = {} if make_processors is None else {"logits_processor": make_processors()}
-        torch.manual_seed(SEED)
-        return model.generate(**inputs, **arguments, **processors, **more)
-
-    plain = run()
-    after_plain = torch.rand(3)
+    plain, after_plain = plain_output(model, inputs, make_processors, **arguments)
     strategy = candidates if isinstance(candidates, Candidates) else candidates(plain[:, prompt_length(inputs) :])
-    output = run(candidate_generator=strategy, return_dict_in_generate=True)
+    arguments |= {"candidate_generator": strategy, "return_dict_in_generate": True}
+    output = _generate(model, inputs, make_processors, arguments)
     assert torch.equal(torch.rand(3), after_plain), "the random generator is not where plain generate left it"
     return plain, output
 
@@ -62,6 +59,47 @@ def assert_same_tokens(
     assert plain.tolist() == output.sequences.tolist()
     assert output.speculation is not None
     return output.speculation
+
+
+_plain: WeakKeyDictionary[Any, dict[str | None, tuple[torch.Tensor, torch.Tensor]]] = WeakKeyDictionary()
+
+
+def plain_output(
+    model: Any,
+    inputs: dict[str, torch.Tensor],
+    make_processors: Callable[[], LogitsProcessorList] | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids of plain `generate` from `SEED`, and the next three random numbers.
+
+    Many tests compare a call with that of different strategies. Where the model is one that no test changes, and
+    every argument a plain value, it is made once.
+    """
+    key = None if make_processors or model not in SHARED else _key(inputs, arguments)
+    calls = {} if key is None else _plain.setdefault(model, {})
+    if key not in calls:
+        calls[key] = _generate(model, inputs, make_processors, arguments), torch.rand(3)
+    ids, following = calls[key]
+    return ids.clone(), following
+
+
+def _key(inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> str | None:
+    """The same for equal calls; None with functions or objects, which may keep a state."""
+    try:
+        return json.dumps([{name: tensor.tolist() for name, tensor in inputs.items()}, arguments], sort_keys=True)
+    except TypeError:
+        return None
+
+
+def _generate(
+    model: Any,
+    inputs: dict[str, torch.Tensor],
+    make_processors: Callable[[], LogitsProcessorList] | None,
+    arguments: dict[str, Any],
+) -> Any:
+    processors = {} if make_processors is None else {"logits_processor": make_processors()}
+    torch.manual_seed(SEED)
+    return model.generate(**inputs, **arguments, **processors)
 
 
 def prompt_length(inputs: dict[str, torch.Tensor]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 MAPPINGS: Any = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
 
 
-@lru_cache(maxsize=8)
+@cache
 def encoder_decoder(kind: str, attention: str = "sdpa", **overrides: Any) -> Any:
     """A random model, shared by all tests of the process: never change it."""
     return fresh_encoder_decoder(kind, attention, **overrides)

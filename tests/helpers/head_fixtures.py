@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ class Fixture:
 
     @property
     def target(self) -> PreTrainedModel:
-        return _target(self.target_folder)
+        return target_of(self.target_folder)
 
     def get(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -96,8 +96,8 @@ class Fixture:
         return {name for name in self.tensors if name.startswith(prefix)}
 
 
-@lru_cache(maxsize=2)
-def _target(folder: Path) -> PreTrainedModel:
+@cache
+def target_of(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.target.model_parts import output_matrix
-from tests.helpers.comparison import SEED
+from tests.helpers.comparison import plain_output
 
 
 def random_heads(model: Any, num_heads: int = 3, **shape: Any) -> MedusaHeads:
@@ -37,8 +37,7 @@ def fitted_heads(model: Any, inputs: dict[str, torch.Tensor], num_heads: int = 3
 
     Output matrices by ridge regression from the hidden states of that output to the tokens h + 2 places later.
     """
-    torch.manual_seed(SEED)
-    text = model.generate(**inputs, max_new_tokens=40, eos_token_id=None, **sampling)
+    text, _ = plain_output(model, inputs, max_new_tokens=40, eos_token_id=None, **sampling)
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(text[:, inputs["input_ids"].shape[1] :])], dim=1)
     states = hidden_states(model, text, mask)
     start = inputs["input_ids"].shape[1] - 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from functools import lru_cache
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -18,24 +19,31 @@ VOCAB = 99
 PROMPT_LENGTH = 12
 
 
-@lru_cache(maxsize=4)
+SHARED: WeakSet[Any] = WeakSet()
+"""Models that no test changes."""
+
+
+@cache
 def tiny_model(architecture: str, **overrides: Any) -> Any:
-    """A random model with 4 layers of width 64, shared by all tests of the process: never change it.
+    """A random model with 4 layers of width 64, shared by the tests of a file: never change it.
 
     Args:
         architecture: its model type.
         overrides: other values for its config.
     """
-    return fresh_model(architecture, **overrides)
+    model = fresh_model(architecture, **overrides)
+    SHARED.add(model)
+    return model
 
 
 def fresh_model(architecture: str, **overrides: Any) -> Any:
     """The same as `tiny_model`, for a test that changes the model."""
-    torch.manual_seed(0)
     arguments = SPEC["architectures"].get(architecture) or SPEC["not_yet"][architecture]
     config = CONFIG_MAPPING[architecture](**{**arguments, **overrides})
     implementation = "eager" if architecture in (*SPEC["eager_only"], "gpt_neo", "bloom") else "sdpa"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model
@@ -54,6 +62,17 @@ def perturbed_copy(model: Any, noise: float = 0.02) -> Any:
         for parameter in draft.parameters():
             parameter += noise * torch.randn(parameter.shape, generator=generator) * parameter.abs().mean()
     return draft
+
+
+@cache
+def shared_draft(model: Any, noise: float = 0.02) -> Any:
+    """The same as `perturbed_copy`, made and checked once for the tests of a file: never change it.
+
+    Args:
+        model: one of the models that tests share.
+        noise: as in `perturbed_copy`.
+    """
+    return perturbed_copy(model, noise)
 
 
 def prompts(batch: int, length: int = PROMPT_LENGTH) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ CONFIGS = {
 MULTIMODAL = list(CONFIGS)
 
 
-@lru_cache(maxsize=2)
+@cache
 def multimodal_model(kind: str) -> Any:
     """A random model, shared by the tests of the process: never change it."""
     torch.manual_seed(0)

@@ -51,7 +51,8 @@ def arguments(folder: Path, output: str, *more: str) -> list[str]:
     return [*data, *FAST, *more]
 
 
-def run_in_processes(count: int, *command: str) -> str:
+def launch_in_processes(count: int, *command: str) -> str:
+    """What `accelerate launch` prints; `run_in_ranks` does the same without starting Python anew for each process."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
     launch += ["--dynamo_backend", "no", "--num_processes", str(count)]
     # `--cpu` starts one process only, whatever the number (accelerate 1.15); this is its launcher of several.

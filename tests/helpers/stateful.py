@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from tests.helpers.models import VOCAB
+from tests.helpers.models import SHARED, VOCAB
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -136,15 +136,17 @@ COUNTING_SLOTS: dict[str, dict[str, Any]] = {
 CONFIGS = {**CONVOLUTIONAL, **INDEXED_ATTENTION, **RECURRENT, **COUNTING_SLOTS}
 
 
-@lru_cache(maxsize=2)
+@cache
 def stateful_model(kind: str) -> Any:
-    """A random model, shared by the tests of the process: never change it."""
-    torch.manual_seed(0)
+    """A random model, shared by the tests of a file: never change it."""
     config = CONFIG_MAPPING[kind](**{**TEXT, **CONFIGS[kind]})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():  # so that logits are far apart: chunked and recurrent kernels round differently
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter *= 3
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    SHARED.add(model)
     return model

@@ -27,7 +27,7 @@ from hf_specgen import (
     StepRecord,
 )
 from hf_specgen.depth import CostCurve, LatencyModel, OffAbove, OffForShort
-from tests.helpers import END, SAMPLING, Oracle, assert_same_tokens, perturbed_copy, prompts, tiny_model
+from tests.helpers import END, SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
 from tests.helpers.policies import Irregular
 
@@ -50,7 +50,7 @@ def strategy(name: str, *, k: Any = 5, policy: Policy | None = None) -> Candidat
     return {
         "ngram": lambda: NgramCandidates(**arguments),
         "tree": lambda: NgramCandidates(**arguments, branches=3),
-        "draft": lambda: DraftModelCandidates(perturbed_copy(model), **arguments),
+        "draft": lambda: DraftModelCandidates(shared_draft(model), **arguments),
         "skip": lambda: LayerSkipCandidates(3, **arguments),
         "medusa": lambda: MedusaCandidates(random_heads(model), policy=policy),
     }[name]()
@@ -136,7 +136,7 @@ def test_adaptive_depth_accepted_drafts_of_free_tokens_continue() -> None:
 def test_adaptive_depth_with_given_latency_repeats() -> None:
     """Would catch: decisions that depend on the measured time of a step, or on an earlier call."""
     model = tiny_model("llama")
-    candidates = DraftModelCandidates(perturbed_copy(model), k="auto", policy=AdaptiveDepth(FREE_TOKENS))
+    candidates = DraftModelCandidates(shared_draft(model), k="auto", policy=AdaptiveDepth(FREE_TOKENS))
     depths = []
     for _ in range(2):
         statistics = assert_same_tokens(model, prompts(3), candidates, max_new_tokens=40)

@@ -79,16 +79,26 @@ def generate(model: Any, seed: int = 0, **kwargs: Any) -> Any:
     return output, torch.rand(1).item()
 
 
+@pytest.fixture(scope="module")
+def plain_outputs(target: Any) -> dict[tuple[int, bool], tuple[Any, float]]:
+    """By batch and sampling what plain generate returns."""
+    return {
+        (batch, do_sample): generate(target, **inputs(batch), do_sample=do_sample)
+        for batch in (1, 3)
+        for do_sample in (False, True)
+    }
+
+
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["draft model", "layer skip"])
 def test_trees_exact_verification_gives_the_tokens_of_plain_generate(
-    target: Any, draft: Any, kind: str, shape: str, batch: int, do_sample: bool
+    target: Any, draft: Any, plain_outputs: Any, kind: str, shape: str, batch: int, do_sample: bool
 ) -> None:
     """Would catch: a tree mask, a position, a rollback or a state that is wrong in some shape of tree."""
     candidates = strategy(shape, kind, draft)
-    plain, noise = generate(target, **inputs(batch), do_sample=do_sample)
+    plain, noise = plain_outputs[batch, do_sample]
     ours, our_noise = generate(target, **inputs(batch), do_sample=do_sample, candidate_generator=candidates)
     assert torch.equal(plain.sequences, ours.sequences)
     assert noise == our_noise

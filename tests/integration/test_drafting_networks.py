@@ -22,6 +22,7 @@ from tests.helpers import (
     perturbed_copy,
     plain_and_speculative,
     prompts,
+    shared_draft,
     tiny_model,
 )
 from tests.helpers.paths import DRAFT_LM
@@ -33,7 +34,7 @@ KINDS = ["draft", "skip"]
 def strategy(kind: str, k: int = 4) -> Candidates:
     """A draft model or layer skip for tiny llama, of which some draft tokens are accepted."""
     return (
-        DraftModelCandidates(perturbed_copy(tiny_model("llama")), k=k) if kind == "draft" else LayerSkipCandidates(3, k)
+        DraftModelCandidates(shared_draft(tiny_model("llama")), k=k) if kind == "draft" else LayerSkipCandidates(3, k)
     )
 
 
@@ -168,7 +169,7 @@ def test_draft_model_vocabulary_padded_to_another_size_runs(larger: str, samplin
 
 def test_draft_model_confidence_threshold_shortens_drafts_row_by_row() -> None:
     model = tiny_model("llama")
-    candidates = DraftModelCandidates(perturbed_copy(model), k=6, confidence_threshold=0.013)
+    candidates = DraftModelCandidates(shared_draft(model), k=6, confidence_threshold=0.013)
     statistics = assert_same_tokens(model, prompts(3), candidates, max_new_tokens=40)
     depths = {step.depth for row in statistics.rows for step in row if step.drafted}
     assert len(depths) > 1, "some drafts must be shortened and some not"

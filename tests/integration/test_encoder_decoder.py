@@ -32,7 +32,7 @@ from hf_specgen import (
 )
 from hf_specgen.heads import MedusaConfig, MedusaHeads
 from hf_specgen.target import common_length
-from tests.helpers import SAMPLING, PrefixReader, RecordingStreamer, perturbed_copy, tiny_model
+from tests.helpers import SAMPLING, PrefixReader, RecordingStreamer, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import SEED
 from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder, run_both
@@ -79,13 +79,13 @@ def test_whisper_verifies_trees() -> None:
 def test_strategies_give_the_tokens_of_plain_generate(kind: str, strategy: str) -> None:
     """Would catch: trees for a target that verifies chains, caches of drafts that lose track of accepted tokens."""
     model = encoder_decoder(kind)
-    draft = DraftModelCandidates(perturbed_copy(model), k=4, tree=6, policy=FixedDepth())
+    draft = DraftModelCandidates(shared_draft(model), k=4, tree=6, policy=FixedDepth())
     candidates: Any = {
         "ngrams": NgramCandidates(k=4, branches=2),
         "recycling": RecyclingCandidates(k=4, tree=8),
         "combined": CombinedCandidates([NgramCandidates(k=3), draft], policy=FixedDepth()),
         "draft": draft,
-        "shared": DraftModelCandidates(perturbed_copy(model), k=4, share_encoder=True),
+        "shared": DraftModelCandidates(shared_draft(model), k=4, share_encoder=True),
         "auto": CombinedCandidates(),
     }[strategy]
     speculation = assert_same(kind, encoder_inputs(kind, 3), candidates, max_new_tokens=20, **ENDS)
@@ -184,7 +184,7 @@ def test_rows_that_end_are_dropped_with_their_encoder_outputs(kind: str) -> None
 
 def test_several_sequences_of_one_input_are_those_of_plain_generate() -> None:
     arguments = {"num_return_sequences": 2, "max_new_tokens": 14, **SAMPLING["sampled"]}
-    draft = DraftModelCandidates(perturbed_copy(encoder_decoder("t5")), k=3)
+    draft = DraftModelCandidates(shared_draft(encoder_decoder("t5")), k=3)
     assert assert_same("t5", encoder_inputs("t5", 2), draft, **arguments).accepted > 0
     assert assert_same("t5", encoder_inputs("t5", 2), NgramCandidates(k=3), **arguments).drafted > 0
 
@@ -196,7 +196,7 @@ def test_prompt_of_the_decoder_may_be_padded(kind: str) -> None:
     inputs["decoder_input_ids"] = torch.tensor([[START, 0, 11, 12], [START, 21, 22, 23]])
     inputs["decoder_attention_mask"] = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
     assert assert_same(kind, inputs, ORACLES["sometimes"], max_new_tokens=12).accepted > 0
-    draft = DraftModelCandidates(perturbed_copy(encoder_decoder(kind)), k=3)
+    draft = DraftModelCandidates(shared_draft(encoder_decoder(kind)), k=3)
     assert assert_same(kind, inputs, draft, max_new_tokens=12).drafted > 0
 
 
@@ -272,7 +272,7 @@ def test_draft_drops_rows_before_its_first_step() -> None:
     torch.manual_seed(SEED)
     first = model.generate(**inputs, max_new_tokens=1, do_sample=True, top_k=0)[:, 1]
     assert first[0] != first[1]
-    draft = DraftModelCandidates(perturbed_copy(model), k=3)
+    draft = DraftModelCandidates(shared_draft(model), k=3)
     ends = {"eos_token_id": int(first[0]), "pad_token_id": 0}
     arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": 8, **ends}
     assert assert_same("t5", inputs, draft, **arguments).drafted > 0
@@ -300,7 +300,7 @@ def test_decoder_alone_reads_the_targets_encoder_outputs(batch: int) -> None:
     """Distil-Whisper's use: `AutoModelForCausalLM` loads its decoder alone."""
     model = encoder_decoder("whisper")
     draft = WhisperForCausalLM(copy.deepcopy(model.config)).eval()
-    draft.model.decoder.load_state_dict(perturbed_copy(model).model.decoder.state_dict())
+    draft.model.decoder.load_state_dict(shared_draft(model).model.decoder.state_dict())
     draft.proj_out.load_state_dict(model.proj_out.state_dict())
     candidates = DraftModelCandidates(draft, k=4)
     assert assert_same("whisper", encoder_inputs("whisper", batch), candidates, max_new_tokens=16).accepted > 5

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
-from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy
+from tests.helpers import SAMPLING, assert_same_tokens, shared_draft
 from tests.helpers.cases import ORACLES
 from tests.helpers.multimodal import MULTIMODAL, multimodal_model, multimodal_prompts
 
@@ -27,7 +27,7 @@ def test_generate_with_image_or_audio_same_tokens(kind: str, batch: int) -> None
 def test_draft_model_with_image_same_tokens(kind: str) -> None:
     """Would catch: a draft that cannot read the placeholders of a prompt, or rows that end early and are dropped."""
     model, inputs = multimodal_model(kind), multimodal_prompts(kind, 3)
-    draft = DraftModelCandidates(perturbed_copy(model, noise=0.3), k=3)
+    draft = DraftModelCandidates(shared_draft(model, noise=0.3), k=3)
     end = {"eos_token_id": list(range(30, 40)), "pad_token_id": 0}
     statistics = assert_same_tokens(model, inputs, draft, max_new_tokens=20, **end)
     assert statistics.drafted > 0

@@ -18,7 +18,7 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
-from tests.helpers import ARCHITECTURES, SAMPLING, assert_same_tokens, perturbed_copy, prompts, tiny_model
+from tests.helpers import ARCHITECTURES, SAMPLING, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.cases import FULL_SAMPLING, ORACLES, PROCESSORS, SAMPLING_AND_PROCESSORS, assert_oracle_was_used
 from tests.helpers.medusa import random_heads
 
@@ -38,9 +38,7 @@ def test_strategies_every_architecture_same_tokens(architecture: str) -> None:
     """Would catch: a wrong mask, position, cache slot or hidden state in any architecture, in ragged batches."""
     model = tiny_model(architecture)
     tree = NgramCandidates(k=3, branches=2)
-    merged = CombinedCandidates(
-        [tree, DraftModelCandidates(perturbed_copy(model, noise=3.0), k=3)], policy=FixedDepth()
-    )
+    merged = CombinedCandidates([tree, DraftModelCandidates(shared_draft(model, noise=3.0), k=3)], policy=FixedDepth())
     statistics = assert_same_tokens(model, prompts(3), merged, max_new_tokens=10)
     assert statistics.drafted > 0
     own = self_drafting(architecture, model)
@@ -72,7 +70,7 @@ def test_generate_every_architecture_same_tokens(architecture: str, batch: int, 
 def test_draft_model_every_architecture_same_tokens(architecture: str, batch: int, sampling: str) -> None:
     """Would catch: a draft cache that keeps rejected tokens, lacks accepted ones, or shifts positions."""
     model = tiny_model(architecture)
-    candidates = DraftModelCandidates(perturbed_copy(model, noise=3.0), k=4)
+    candidates = DraftModelCandidates(shared_draft(model, noise=3.0), k=4)
     statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=20, **SAMPLING[sampling])
     assert statistics.drafted > 0
 

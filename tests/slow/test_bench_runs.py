@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
@@ -34,10 +33,18 @@ from hf_specgen.depth import CostCurve
 from hf_specgen.depth.latency import DraftLatency, LatencyModel, Slice
 from tests.helpers.bench_run import SMALL
 from tests.helpers.paths import ROOT
+from tests.helpers.processes import run_in_ranks, started
 
 
 def quiet() -> Console:
     return Console(quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def given_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T(q) is not measured again in every run; test_report.py has a run that measures it."""
+    curve = CostCurve((1, 32), (0.010, 0.012), context=256, batch=1)
+    monkeypatch.setattr(runner, "measure_cost_curve", lambda *_, **__: curve)
 
 
 def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,25 +78,29 @@ def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypat
     assert len(again) == len(second.records) and all(again[key] == seconds for key, seconds in old.items())
 
 
+def main_that_heeds_signals(arguments: list[str]) -> None:
+    """In a process of its own: the command, and its exit code; a job in the background would ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main(arguments))
+
+
 def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal itself, sent to the process while it measures."""
-    command = [sys.executable, "-m", "benchmarks", "suite", "--strategies", "ngram", "--peers", "", "--domains", "edit"]
+    command = ["suite", "--strategies", "ngram", "--peers", "", "--domains", "edit"]
     command += ["--prompts", "16", "--tuning-prompts", "1", "--repeats", "1", "--max-new-tokens", "16"]
     command += ["--batches", "", "--temperatures", "", "--contexts", "", "--trace-texts", "0", "--out", str(tmp_path)]
-    log, records = tmp_path / "log", tmp_path / "records-0.jsonl"
-    heed: Any = {
-        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    }  # a job in the background ignores it
-    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, **heed) as process:
-        while process.poll() is None and not (records.exists() and len(records.read_text().splitlines()) > 4):
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-    assert process.returncode == 130, log.read_text()[-2000:]
+    monkeypatch.chdir(ROOT)
+    records = tmp_path / "records-0.jsonl"
+    process = started(main_that_heeds_signals, command)
+    while process.is_alive() and not (records.exists() and len(records.read_text().splitlines()) > 4):
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(timeout=60)
+    assert process.exitcode == 130
     kept = records.read_text().splitlines()
     assert 4 < len(kept) < 18 and "interrupted" in (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "report.json").read_text())["tables"]["speed"]
-    monkeypatch.chdir(ROOT)
-    assert exit_code([*command[3:], "--resume"]) == 0
+    assert exit_code([*command, "--resume"]) == 0
     lines = records.read_text().splitlines()
     assert lines[: len(kept)] == kept and len(lines) == 18  # the plan, the tuning prompt, 16 prompts
     assert "interrupted" not in (tmp_path / "report.html").read_text()
@@ -182,15 +193,10 @@ def test_model_without_a_chat_template(tmp_path: Path) -> None:
 
 
 def test_two_processes_share_the_prompts(tmp_path: Path) -> None:
-    # `--cpu` starts one process only, whatever the number (accelerate 1.15); this is its launcher of several.
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["--main_process_port", "29611", "-m", "benchmarks", "suite", "--strategies", "ngram", "--peers", ""]
-    command += ["--domains", "edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4", "--batches", ""]
-    command += ["--temperatures", "", "--contexts", "", "--trace-texts", "0", "--out", str(tmp_path)]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    arguments = ["suite", "--strategies", "ngram", "--peers", "", "--domains", "edit,json", "--prompts", "2"]
+    arguments += ["--repeats", "1", "--max-new-tokens", "4", "--batches", "", "--temperatures", "", "--contexts", ""]
+    arguments += ["--trace-texts", "0", "--out", str(tmp_path)]
+    assert run_in_ranks(main, [[arguments]] * 2) == [0, 0]
     shards = [file.read_text().splitlines()[1:] for file in sorted(tmp_path.glob("records-*.jsonl"))]
     units = [{json.loads(line)[0]["unit"] for line in lines} for lines in shards]
     assert len(units) == 2 and all(units) and not units[0] & units[1]

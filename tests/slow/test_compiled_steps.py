@@ -19,16 +19,27 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return fresh_model("llama", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def candidates(target: Any) -> DraftModelCandidates:
+    """A draft model whose passes, as those of the target, are compiled by the first call for all of the file."""
+    return DraftModelCandidates(perturbed_copy(target), k=3, compile=True)
+
+
 @pytest.mark.parametrize("mode", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
-def test_inductor_draft_and_target_same_tokens(mode: dict[str, Any]) -> None:
+def test_inductor_draft_and_target_same_tokens(
+    mode: dict[str, Any], target: Any, candidates: DraftModelCandidates
+) -> None:
     """Would catch: a function that the compiler gets wrong, and one that is compiled again in a later call."""
-    model = fresh_model("llama", num_hidden_layers=1)
-    candidates = DraftModelCandidates(perturbed_copy(model), k=3, compile=True)
     for length in (12, 30, 30):
         torch.manual_seed(5)
-        plain = model.generate(**prompts(1, length), max_new_tokens=16, **mode)
+        plain = target.generate(**prompts(1, length), max_new_tokens=16, **mode)
         torch.manual_seed(5)
-        output = model.generate(
+        output = target.generate(
             **prompts(1, length),
             max_new_tokens=16,
             candidate_generator=candidates,

@@ -8,23 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import draft_loss
 import medusa_loss
 import train_medusa
+from distillation import target_states
 from hf_specgen import MedusaCandidates
 from hf_specgen.heads import MedusaHeads, load_medusa
-from hf_specgen.heads.lora import load_lora
+from hf_specgen.heads.lora import load_lora, new_lora
 from hf_specgen.target.model_parts import decoder, output_logits
 from tests.helpers import VOCAB, tiny_model
 from tests.helpers.medusa import random_heads
 from tests.helpers.paths import ROOT
-from tests.helpers.recipes import arguments, run_in_processes, stop_at
+from tests.helpers.processes import printed_by, run_in_ranks
+from tests.helpers.recipes import arguments, stop_at
 from tests.helpers.reference import naive_medusa_loss
 
-RECIPE = str(ROOT / "recipes" / "train_medusa.py")
 HEADS = ["--num-heads", "2"]
 
 
@@ -149,7 +155,8 @@ def test_own_output_matrices(folder: Path) -> None:
 
 def test_two_processes_train_what_one_trains(folder: Path) -> None:
     """Tolerance: the order of a float32 sum, carried through two Adam steps of size 1e-3."""
-    assert "processes: 2" in run_in_processes(2, RECIPE, *arguments(folder, "two", *HEADS))
+    printed = run_in_ranks(printed_by, [(train_medusa.main, arguments(folder, "two", *HEADS))] * 2)
+    assert "processes: 2" in printed[0]
     train_medusa.main(arguments(folder, "one", *HEADS))
     one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
     assert max(float(tensor.abs().max()) for tensor in one.values()) > 5e-4  # it did learn
@@ -212,43 +219,31 @@ def test_the_targets_own_loss_is_cross_entropy(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(hidden.grad, again.grad)
 
 
-SHARD = """
-import torch.distributed as dist
-from accelerate import Accelerator
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-import torch, train_medusa
-from distillation import target_states
-from hf_specgen.heads import MedusaHeads
-from hf_specgen.heads.lora import new_lora
-from tests.helpers import tiny_model
+def train_sharded() -> tuple[int, bool]:
+    """In a rank of its own: how many ranks share the heads, and whether every parameter of the whole ones was trained.
 
-Accelerator()
-model = tiny_model("llama").requires_grad_(False)
-module = train_medusa.HeadsTraining(MedusaHeads.from_target(model, num_heads=2), new_lora(model.lm_head, 2, 4))
-fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
-ids = torch.arange(3, 27).view(2, 12)
-batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "predicts": torch.ones_like(ids).bool()}
-module(batch, [model], target_states(model, batch)[0]).backward()
-optimizer.step()
-whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-if dist.get_rank() == 0:
+    Heads with LoRA matrices begin as zeros.
+    """
+    Accelerator()
+    model = tiny_model("llama").requires_grad_(False)
+    module = train_medusa.HeadsTraining(MedusaHeads.from_target(model, num_heads=2), new_lora(model.lm_head, 2, 4))
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+    ids = torch.arange(3, 27).view(2, 12)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "predicts": torch.ones_like(ids).bool()}
+    module(batch, [model], target_states(model, batch)[0]).backward()
+    optimizer.step()
+    whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() > 0:
+        return dist.get_world_size(), True
     fresh = train_medusa.HeadsTraining(MedusaHeads.from_target(model, num_heads=2), new_lora(model.lm_head, 2, 4))
     fresh.load_state_dict(whole)
-    moved = [float(p.abs().sum()) for p in fresh.heads.parameters()]
-    print("sharded over", dist.get_world_size(), "and learnt", all(moved))
-"""
+    return dist.get_world_size(), all(float(p.abs().sum()) > 0 for p in fresh.heads.parameters())
 
 
-def test_sharded_heads_learn_and_come_back_whole(tmp_path: Path) -> None:
+def test_sharded_heads_learn_and_come_back_whole() -> None:
     """Would catch: a head that is not reached through its module's forward pass, a parameter that is only a shard."""
-    (tmp_path / "shard.py").write_text(SHARD)
-    recipes = str(ROOT / "recipes")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", recipes)
-        assert "sharded over 2 and learnt True" in run_in_processes(2, str(tmp_path / "shard.py"))
+    assert run_in_ranks(train_sharded, [()] * 2) == [(2, True)] * 2
 
 
 @pytest.mark.parametrize(
