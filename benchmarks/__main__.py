@@ -105,7 +105,7 @@ def run_suite(options: Namespace) -> int:
     outcome = run(plan, options.out, console, resume=options.resume)
     if outcome is None:
         return 0
-    found = result(outcome, options.name)
+    found = result(outcome, options.name, suite.tables)
     written = page.write(found, options.out)
     if (view := overview(found)) is not None:
         console.print(view)

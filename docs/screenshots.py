@@ -1,12 +1,13 @@
-"""Draws the pictures of the documentation into docs/images: `python docs/screenshots.py [demo] [chat] [report]`.
+"""Draws the pictures of the documentation into docs/images: `python docs/screenshots.py [speed] [demo] [chat] …`.
 
-The demo and a chat run as they would on a terminal of 80 columns. The benchmark report is drawn by a headless Chromium,
-if there is one.
+Speeds are those of the recorded suite `projected`. The demo and a chat run as they would on a terminal of 80 columns. The
+benchmark report (`report`) is drawn by a headless Chromium, if there is one.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from hf_specgen.cli.options import errors
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
+PROJECTED = ROOT / "benchmarks" / "results" / "projected" / "report.json"
+DRAWN = ("n-grams", "n-grams + recycling", "EAGLE", "draft model", "n-grams + draft model")
 REPORT = ROOT / "benchmarks" / "results" / "embedded" / "report.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 QUESTION = "Rename `x` to `total` in this code.\n\ndef add(x, y):\n    x = x + y\n    return x"
@@ -66,6 +69,17 @@ def chat() -> Path:
     return save(console, "hf-specgen chat", "chat.svg")
 
 
+def speed() -> Path:
+    """Projected speedups by domain of the strategies that are best for some text."""
+    from benchmarks.report.figures import figures
+    from benchmarks.report.figures import save as save_figures
+
+    rows = json.loads(PROJECTED.read_text(encoding="utf-8"))["tables"]["projected by domain"]
+    rows = [row for row in rows if row["variant"].rsplit(" ", 1)[0] in DRAWN]
+    save_figures({"speed": figures({"projected by domain": rows})["projected by domain"]}, IMAGES)
+    return IMAGES / "speed.png"
+
+
 def report() -> Path:
     """The first screen of the benchmark report.
 
@@ -89,7 +103,7 @@ def save(console: Console, title: str, name: str) -> Path:
     return image
 
 
-PICTURES: dict[str, Callable[[], Path]] = {"demo": demo, "chat": chat, "report": report}
+PICTURES: dict[str, Callable[[], Path]] = {"speed": speed, "demo": demo, "chat": chat, "report": report}
 
 if __name__ == "__main__":
     for picture in sys.argv[1:] or PICTURES:

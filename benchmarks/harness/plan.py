@@ -85,7 +85,9 @@ class Suite:
     Args:
         plan: default settings.
         table: printed if the suite does not measure domains; see `benchmarks.report.results.tables`.
+        tables: those that are saved; empty for all.
     """
 
     plan: Plan
     table: str = "acceptance"
+    tables: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.micro.compilation import compilation
 from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.micro.long_context import long_context
 from benchmarks.micro.loop_overhead import loop_overhead
@@ -15,6 +16,7 @@ MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
     "ngram-precision": ngram_precision,
     "loop-overhead": loop_overhead,
     "long-context": long_context,
+    "compilation": compilation,
     "trace-replay": trace_replay,
     "known-acceptance": known_acceptance,
 }

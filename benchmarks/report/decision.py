@@ -88,7 +88,7 @@ def overview(result: dict[str, Any]) -> Table | None:
     rows = tables.get("projected by domain") or tables.get("by domain", [])
     if not rows:
         return None
-    verdicts = {(row["variant"], row["domain"]): row.get("verdict") for row in result["tables"]["speed"]}
+    verdicts = {(row["variant"], row["domain"]): row.get("verdict") for row in tables.get("speed", [])}
     if "projected by domain" in tables:
         title, verdicts = "Projected speedup over plain generate", {}
     domains = [name for name in dict.fromkeys(key for row in rows for key in row) if name != "variant"]

@@ -110,7 +110,7 @@ def _projected(rows: Rows) -> Figure:
     for place, row in enumerate(rows):
         at = [number + (place - (len(rows) - 1) / 2) * height for number in range(len(domains))]
         values = [row.get(domain, 0.0) for domain in domains]
-        label = row["variant"].removesuffix(" k=auto").removesuffix(" tree=auto")
+        label = row["variant"].rsplit(" ", 1)[0]
         axes.barh(at, values, height, color=color_of(row["variant"]), label=label)
         axes.text(values[0] + 0.08, at[0], f"{values[0]:.1f}x", va="center", fontsize=7)
     axes.axvline(1, color=INK, linewidth=1)

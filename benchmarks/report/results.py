@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -33,8 +34,14 @@ def tables(outcome: Outcome) -> dict[str, Rows]:
     return {name: rows for name, rows in found.items() if rows}
 
 
-def result(outcome: Outcome, suite: str = "full") -> dict[str, Any]:
-    """Everything that is saved of a run, ready for JSON; the report and the tables of a README are made from it."""
+def result(outcome: Outcome, suite: str = "full", kept: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything that is saved of a run, ready for JSON; the report and the tables of a README are made from it.
+
+    Args:
+        outcome: of the run.
+        suite: its name.
+        kept: tables that are saved; empty for all.
+    """
     return {
         "suite": suite,
         "provenance": provenance(),
@@ -46,7 +53,7 @@ def result(outcome: Outcome, suite: str = "full") -> dict[str, Any]:
         "notes": outcome.notes,
         "domains": outcome.about,
         "curve": asdict(outcome.curve) if outcome.curve else None,
-        "tables": tables(outcome),
+        "tables": {name: rows for name, rows in tables(outcome).items() if not kept or name in kept},
         "texts": [
             {"domain": r["cell"], "variant": r["variant"], "tokens": r["text"]} for r in outcome.records if "text" in r
         ],
