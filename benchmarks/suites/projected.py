@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from benchmarks.harness.plan import Plan, Suite
 
-PROFILE = Path(__file__).parents[1] / "profiles" / "gpu_like.json"
+PROFILE = "benchmarks/profiles/gpu_like.json"
 SUITE = Suite(
     Plan(
         strategies=("ngram", "auto", "layerskip", "medusa", "eagle", "draft", "ngram+eagle", "ngram+draft"),
@@ -19,7 +17,7 @@ SUITE = Suite(
         temperatures=(),
         contexts=(),
         trace_texts=0,
-        profile=str(PROFILE),
+        profile=PROFILE,
     ),
     table="projected by domain",
     tables=("projected by domain", "acceptance"),  # speeds measured here are those of drafts for another machine
