@@ -15,10 +15,8 @@ from transformers import PreTrainedModel
 
 from hf_specgen.evaluation.cost import measure_cost_curve
 
-SLOW_STEP = 4.0
-"""T(8) / T(1) above which bfloat16 is not used: 5.6 on a processor without matrix instructions for it, else below 2."""
-PROBE_PARAMETERS, PROBES = 64 * 10**6, 4
-"""Size of the model that bfloat16 is tried with, larger than the caches of a few cores; and how often it is."""
+PROBE_PARAMETERS, PROBES, PROBE_TOKENS = 64 * 10**6, 3, 8
+"""Size of the model that dtypes are tried with, larger than the caches of a few cores; how often; tokens of a pass."""
 
 
 def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -89,7 +87,9 @@ def _empty(like: nn.Linear, inputs: int, outputs: int) -> nn.Linear:
 
 
 def widen_in_fast_dtype(model: PreTrainedModel, parameters: int) -> tuple[PreTrainedModel, str]:
-    """`widen`, in bfloat16 where this machine has fast kernels for passes over several tokens, else in float32.
+    """`widen`, in bfloat16 or float32, whichever has the faster pass over several tokens on this machine.
+
+    A processor without matrix instructions for bfloat16 takes five times as long for 8 tokens as for one.
 
     Args:
         model, parameters: as for `widen`.
@@ -97,9 +97,12 @@ def widen_in_fast_dtype(model: PreTrainedModel, parameters: int) -> tuple[PreTra
     Returns:
         The model and the name of its dtype.
     """
-    own = sum(p.numel() for p in model.parameters())
-    probe = widen(model, max(own, min(parameters, PROBE_PARAMETERS)), torch.bfloat16)
-    curves = [measure_cost_curve(probe, (1, 8), context=8, repeats=1) for _ in range(PROBES)]
-    one, eight = (min(curve(size) for curve in curves) for size in (1, 8))  # other load on the machine only adds time
-    name = "bfloat16" if eight <= SLOW_STEP * one else "float32"
+    size = max(sum(p.numel() for p in model.parameters()), min(parameters, PROBE_PARAMETERS))
+
+    def seconds(name: str) -> float:
+        probe = widen(model, size, getattr(torch, name))
+        # Other load on the machine only adds time.
+        return min(measure_cost_curve(probe, (1, PROBE_TOKENS), context=8, repeats=1).seconds[1] for _ in range(PROBES))
+
+    name = min(("bfloat16", "float32"), key=seconds)
     return widen(model, parameters, getattr(torch, name)), name
