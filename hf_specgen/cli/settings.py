@@ -28,7 +28,7 @@ class DemoSettings(WorkloadSettings):
     max_new_tokens: int = setting(64, "Tokens per answer; fewer where not enough prompts fit into the time.", min=1)
     every: bool = setting(False, "Measure the embedded Medusa heads, DFlash head and layer skip too.", flag="--all")
     wide: int = setting(300, "Size of the second target, in million parameters; 0 for none.", min=0)
-    seconds: float = setting(60.0, "Seconds to measure, over both targets; at least one prompt on each.", min=0)
+    seconds: float = setting(80.0, "Seconds to measure, over both targets; at least one prompt on each.", min=0)
     json_file: Path | None = setting(None, "Write the results to this file.", flag="--json")
 
     @property
