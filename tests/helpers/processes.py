@@ -1,4 +1,4 @@
-"""Calls in processes of their own, forked from a server that has imported everything."""
+"""Calls in processes of their own, forked from the test's process, in which everything is imported already."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ import contextlib
 import io
 import os
 import socket
-import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import get_context
 from typing import Any
 
-import pytest
-
-from benchmarks.harness.memory import ALLOCATOR
-from tests.helpers.paths import ROOT
+import torch
+from accelerate.state import AcceleratorState, GradientState
 
 SECONDS_PER_CALL = 600
-"""On a busy machine the server itself starts slowly."""
-PRELOADED = ["benchmarks.harness.memory", "benchmarks.harness.runner", "train_medusa", "tests.helpers.processes"]
+FORK = get_context("fork")
+"""A new interpreter would import PyTorch and Transformers again, which takes longer than most of the calls."""
 
 
 def run_in_ranks(function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
     """Call a function at the same time in processes of their own, each of which runs as a rank of one group.
 
-    Importing PyTorch and Transformers takes seconds in each process that is started afresh. Here a server imports them
-    once, without running anything else, and the ranks are forked from it. `accelerate launch` and `torchrun` describe
-    the group by the same environment variables.
+    `accelerate launch` and `torchrun` describe the group by the same environment variables.
 
     Args:
         function: of a module that can be imported.
@@ -46,14 +42,16 @@ def run_in_ranks(function: Callable[..., Any], arguments: Sequence[Sequence[Any]
     common |= {name: str(value) for name, value in group.items()}
     environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(arguments))]
     calls = [(environment, function, given) for environment, given in zip(environments, arguments, strict=True)]
-    with _server_environment(), _context().Pool(len(calls)) as pool:
+    with _forking():
+        pool = FORK.Pool(len(calls))
+    with pool:
         return pool.starmap_async(_call, calls, chunksize=1).get(SECONDS_PER_CALL)
 
 
 def started(function: Callable[..., Any], *arguments: Any) -> Any:
-    """A process, forked from the same server, in which a call is running; a `multiprocessing.Process`."""
-    with _server_environment():
-        process = _context().Process(target=function, args=arguments)
+    """A process in which a call is running; a `multiprocessing.Process`."""
+    with _forking():
+        process = FORK.Process(target=_call, args=(os.environ.copy(), function, arguments))
         process.start()
     return process
 
@@ -65,23 +63,26 @@ def printed_by(function: Callable[..., Any], *arguments: Any) -> str:
     return output.getvalue()
 
 
-def _context() -> Any:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+@contextlib.contextmanager
+def _forking() -> Iterator[None]:
+    """Without Python's warning of threads that the new process does not have; `_begin` makes it independent of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def _begin() -> None:
+    """As in the workers of PyTorch's `DataLoader`: one thread, so that no thread of the first process is waited for.
+
+    What Accelerate remembers of the first process does not hold here.
+    """
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
 
 
 def _call(environment: Mapping[str, str], function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    _begin()
     os.environ.clear()
     os.environ.update(environment)
     return function(*arguments)
-
-
-@contextlib.contextmanager
-def _server_environment() -> Iterator[None]:
-    """Modules are found as here; memory is managed as `benchmarks.harness.memory` wants it, which shares the server."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "recipes"), *filter(None, sys.path)]))
-        for name, value in {**ALLOCATOR, "OMP_NUM_THREADS": "1"}.items():
-            patch.setenv(name, value)
-        yield
