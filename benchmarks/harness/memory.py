@@ -5,12 +5,12 @@ An allocator keeps memory that was used before, so that a second measurement in 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
-import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from multiprocessing import get_context
@@ -33,8 +33,8 @@ Rows = list[dict[str, Any]]
 T = TypeVar("T")
 NEW_TOKENS = 256
 WARM_UP_TOKENS = 8
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-"""Makes glibc give freed memory back at once: what it keeps otherwise differed by 100 MB between equal calls."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MMAP_BYTES = -1, -3, 65536
+"""Parameters of glibc's `mallopt`, and the size from which an allocation has pages of its own."""
 
 
 def measure_memory(plan: Plan) -> Rows:
@@ -68,7 +68,8 @@ def variant_names(plan: Plan) -> list[str]:
 
 
 def memory_growth(plan: Plan, name: str, scores: bool) -> int:
-    """Bytes by which the peak during a call exceeds the memory in use before it."""
+    """Bytes by which the peak during a call exceeds the memory in use before it; in a process of its own."""
+    give_freed_memory_back()
     model, tokenizer = _load(plan)
     variant = next(variant for variant in _variants(plan, model) if variant.name == name)
     filler = [prompt for prompts in domain_prompts(WorkloadSettings()).values() for prompt in prompts]
@@ -95,19 +96,17 @@ def in_new_process(function: Callable[..., T], *arguments: Any) -> T:
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with _environment(ALLOCATOR), context.Pool(1) as pool:
+    with context.Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def give_freed_memory_back() -> None:
+    """Make glibc return freed memory at once: what it keeps otherwise differed by 100 MB between equal calls."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is not None and hasattr(libc, "mallopt"):
+        libc.mallopt(M_TRIM_THRESHOLD, 0)
+        libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
+        libc.malloc_trim(0)
 
 
 def _load(plan: Plan) -> tuple[PreTrainedModel, Any]:
