@@ -17,7 +17,7 @@ from benchmarks.report.tables import Rows
 from hf_specgen import Statistics
 from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.analysis import estimated_alpha, expected_accepted, optimal_k, speedup_limit
-from hf_specgen.evaluation.intervals import Interval
+from hf_specgen.evaluation.intervals import Interval, speedup_interval
 from hf_specgen.evaluation.projection import Projection
 from hf_specgen.steps import RowStep
 
@@ -50,11 +50,8 @@ class Cell:
     def speedup(self) -> Interval:
         """Measured speedup. Repeats of a prompt count as one request, as the bootstrap resamples requests."""
         mine, theirs = _by_request(self.records), _by_request(self.plain)
-        found = metrics.load("speedup").compute(
-            tokens=[t for t, _ in mine], seconds=[s for _, s in mine],
-            plain_tokens=[t for t, _ in theirs], plain_seconds=[s for _, s in theirs],
-        )  # fmt: skip
-        return Interval(found["speedup"], found["low"], found["high"])
+        (tokens, seconds), (plain_tokens, plain_seconds) = zip(*mine, strict=True), zip(*theirs, strict=True)
+        return speedup_interval(tokens, seconds, plain_tokens, plain_seconds)
 
     @property
     def projected(self) -> float | None:
