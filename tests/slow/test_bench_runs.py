@@ -18,9 +18,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import main
-from benchmarks.harness import runner
+from benchmarks.harness import memory, runner
 from benchmarks.harness.journal import Journal, JournalError
-from benchmarks.harness.memory import measure_memory
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.runner import run
 from benchmarks.harness.variants import StrategyError
@@ -31,7 +30,7 @@ from hf_specgen.cli import bench as benchmark
 from hf_specgen.cli.app import app
 from hf_specgen.depth import CostCurve
 from hf_specgen.depth.latency import DraftLatency, LatencyModel, Slice
-from tests.helpers.bench_run import SMALL
+from tests.helpers.bench_run import SMALL, on_tiny_target
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import run_in_ranks, started
 
@@ -47,9 +46,11 @@ def given_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "measure_cost_curve", lambda *_, **__: curve)
 
 
-def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_keeps_its_records_and_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = replace(SMALL, strategies=("ngram",), domains=("edit",), batches=(), temperatures=(), contexts=())
-    plan = replace(plan, repeats=4, trace_texts=0, seed=7, tuning_prompts=1)
+    plan = replace(on_tiny_target(plan, folder), repeats=4, trace_texts=0, seed=7, tuning_prompts=1)
     rounds: list[int] = []
     seeds: list[int] = []
     measure_round = runner.measure_round
@@ -78,31 +79,44 @@ def test_interrupted_run_keeps_its_records_and_goes_on(tmp_path: Path, monkeypat
     assert len(again) == len(second.records) and all(again[key] == seconds for key, seconds in old.items())
 
 
-def main_that_heeds_signals(arguments: list[str]) -> None:
-    """In a process of its own: the command, and its exit code; a job in the background would ignore Ctrl-C."""
+def main_until_ctrl_c(arguments: list[str], rounds: int) -> None:
+    """In a process of its own: the command, which measures one round again and again after so many, and its exit code.
+
+    A job in the background would ignore Ctrl-C.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    measure_round, counted = runner.measure_round, iter(range(rounds))
+
+    def repeated(*arguments: Any, **options: Any) -> Any:
+        while next(counted, None) is None:
+            measure_round(*arguments, **options)
+        return measure_round(*arguments, **options)
+
+    runner.measure_round = repeated
     sys.exit(main(arguments))
 
 
-def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The signal itself, sent to the process while it measures."""
-    command = ["suite", "--strategies", "ngram", "--peers", "", "--domains", "edit"]
-    command += ["--prompts", "16", "--tuning-prompts", "1", "--repeats", "1", "--max-new-tokens", "16"]
+    command = ["suite", "--model", str(folder / "target"), "--strategies", "ngram", "--peers", "", "--domains", "edit"]
+    command += ["--prompts", "6", "--tuning-prompts", "1", "--repeats", "1", "--max-new-tokens", "8"]
     command += ["--batches", "", "--temperatures", "", "--contexts", "", "--trace-texts", "0", "--out", str(tmp_path)]
     monkeypatch.chdir(ROOT)
     records = tmp_path / "records-0.jsonl"
-    process = started(main_that_heeds_signals, command)
+    process = started(main_until_ctrl_c, command, 5)  # one to warm up, one to tune, three of the six prompts
     while process.is_alive() and not (records.exists() and len(records.read_text().splitlines()) > 4):
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGINT)
     process.join(timeout=60)
     assert process.exitcode == 130
     kept = records.read_text().splitlines()
-    assert 4 < len(kept) < 18 and "interrupted" in (tmp_path / "report.html").read_text()
+    assert len(kept) == 5 and "interrupted" in (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "report.json").read_text())["tables"]["speed"]
     assert exit_code([*command, "--resume"]) == 0
     lines = records.read_text().splitlines()
-    assert lines[: len(kept)] == kept and len(lines) == 18  # the plan, the tuning prompt, 16 prompts
+    assert lines[: len(kept)] == kept and len(lines) == 8  # the plan, the tuning prompt, 6 prompts
     assert "interrupted" not in (tmp_path / "report.html").read_text()
 
 
@@ -175,16 +189,23 @@ def exit_code(arguments: list[str]) -> int:
         return int(ended.code or 0)
 
 
-def test_without_network_the_local_domains_still_run(tmp_path: Path) -> None:
-    plan = replace(SMALL, strategies=("ngram",), peers=(), domains=("gsm8k-hub", "edit"), repeats=1, trace_texts=0)
+def test_without_network_the_local_domains_still_run(folder: Path, tmp_path: Path) -> None:
+    plan = replace(
+        on_tiny_target(SMALL, folder),
+        strategies=("ngram",),
+        peers=(),
+        domains=("gsm8k-hub", "edit"),
+        repeats=1,
+        trace_texts=0,
+    )
     outcome = run(replace(plan, batches=(), temperatures=(), contexts=()), tmp_path, quiet())
     assert outcome is not None and {r["cell"] for r in outcome.records} == {"edit"}
     assert "gsm8k-hub" in outcome.notes[0] and "no network" in outcome.notes[0]
 
 
-def test_model_without_a_chat_template(tmp_path: Path) -> None:
+def test_model_without_a_chat_template(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    shutil.copytree(ROOT / "benchmarks" / "assets" / "reference-lm", model)
+    shutil.copytree(folder / "target", model)
     (model / "chat_template.jinja").unlink()
     plan = replace(SMALL, model=str(model), strategies=("ngram",), peers=(), domains=("edit", "chat"), trace_texts=0)
     outcome = run(replace(plan, batches=(), temperatures=(), contexts=()), tmp_path / "out", quiet())
@@ -192,10 +213,10 @@ def test_model_without_a_chat_template(tmp_path: Path) -> None:
     assert "has no chat template" in outcome.notes[0] and "'chat' has several turns" in outcome.notes[1]
 
 
-def test_two_processes_share_the_prompts(tmp_path: Path) -> None:
-    arguments = ["suite", "--strategies", "ngram", "--peers", "", "--domains", "edit,json", "--prompts", "2"]
-    arguments += ["--repeats", "1", "--max-new-tokens", "4", "--batches", "", "--temperatures", "", "--contexts", ""]
-    arguments += ["--trace-texts", "0", "--out", str(tmp_path)]
+def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
+    arguments = ["suite", "--model", str(folder / "target"), "--strategies", "ngram", "--peers", ""]
+    arguments += ["--domains", "edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4"]
+    arguments += ["--batches", "", "--temperatures", "", "--contexts", "", "--trace-texts", "0", "--out", str(tmp_path)]
     assert run_in_ranks(main, [[arguments]] * 2) == [0, 0]
     shards = [file.read_text().splitlines()[1:] for file in sorted(tmp_path.glob("records-*.jsonl"))]
     units = [{json.loads(line)[0]["unit"] for line in lines} for lines in shards]
@@ -244,10 +265,11 @@ def profile(folder: Path, *drafters: str) -> str:
 ONE_DOMAIN = replace(SMALL, peers=(), domains=("edit",), batches=(), temperatures=(), contexts=(), trace_texts=0)
 
 
-def test_profile_gives_projected_speedups_that_follow_from_the_counts(tmp_path: Path) -> None:
+def test_profile_gives_projected_speedups_that_follow_from_the_counts(folder: Path, tmp_path: Path) -> None:
     """With a flat T(q) and a free drafter, the projected speedup is the number of tokens per step."""
     flat = profile(tmp_path)
-    plan = replace(ONE_DOMAIN, strategies=("ngram",), default_settings=True, profile=flat, max_new_tokens=16)
+    plan = replace(on_tiny_target(ONE_DOMAIN, folder), strategies=("ngram",), default_settings=True, profile=flat)
+    plan = replace(plan, max_new_tokens=16)
     outcome = run(plan, tmp_path / "out", quiet())
     assert outcome is not None and "flat.json" in outcome.notes[0] and "not measured" in outcome.notes[0]
     found = result(outcome)
@@ -259,18 +281,28 @@ def test_profile_gives_projected_speedups_that_follow_from_the_counts(tmp_path: 
     assert "Projected speedup" in text and "Not measured" in text
 
 
-def test_profile_without_the_drafter_is_refused(tmp_path: Path) -> None:
-    plan = replace(ONE_DOMAIN, strategies=("layerskip",), profile=profile(tmp_path, "DraftModelCandidates"))
+def test_profile_without_the_drafter_is_refused(folder: Path, tmp_path: Path) -> None:
+    plan = replace(on_tiny_target(ONE_DOMAIN, folder), strategies=("layerskip=2",))
+    plan = replace(plan, profile=profile(tmp_path, "DraftModelCandidates"))
     with pytest.raises((StrategyError, ValueError), match="no drafter 'layer_skip'"):
         run(plan, tmp_path / "out", quiet())
 
 
-def test_memory_is_measured_for_every_strategy_with_and_without_scores() -> None:
+def test_memory_is_measured_for_every_strategy_with_and_without_scores(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "EMBEDDED_MODEL", folder / "target")
+    monkeypatch.setattr(memory, "in_new_process", lambda function, *given: run_in_ranks(function, [given])[0])
     plan = replace(ONE_DOMAIN, strategies=("ngram",), memory_context=256)
-    rows = measure_memory(plan)
+    rows = memory.measure_memory(plan)
     assert [(row["output_scores"], row["variant"]) for row in rows] == [
         ("no", "plain"), ("no", "n-grams k=8 branches=4"), ("yes", "plain"), ("yes", "n-grams k=8 branches=4"),
     ]  # fmt: skip
     if all(row["peak MB"] for row in rows):
         assert rows[2]["peak MB"] > rows[0]["peak MB"] + 4, "256 tokens of 8,192 float32 scores are 8 MB"
         assert rows[0]["of plain"] == 1.0
+
+
+def test_memory_is_measured_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "__name__", "json")  # what the server imports, PyTorch otherwise
+    assert memory.in_new_process(os.getpid) != os.getpid()

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from benchmarks.__main__ import main
 from benchmarks.harness import runner
@@ -21,7 +23,8 @@ from benchmarks.report import page as report
 from benchmarks.report.results import differing
 from benchmarks.report.tables import BEGIN, END, cell, markdown, recorded
 from benchmarks.workloads.domains import FIELDS
-from tests.helpers.bench_run import SMALL, measured
+from tests.helpers.bench_run import SMALL, measured, on_tiny_target
+from tests.helpers.medusa import random_heads
 from tests.helpers.paths import ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -39,9 +42,12 @@ class _Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, Any], Path]:
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, Any], Path]:
     """A small benchmark run with everything in it. Tests that read it are in this file, so that it is made once."""
-    return measured(tmp_path_factory.mktemp("bench"))
+    heads = random_heads(AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32))
+    heads.save_pretrained(folder / "heads")
+    plan = replace(SMALL, strategies=("ngram", "layerskip=2", f"medusa={folder / 'heads'}"))
+    return measured(on_tiny_target(plan, folder), tmp_path_factory.mktemp("bench"))
 
 
 def test_every_part_is_measured(finished) -> None:
@@ -117,11 +123,11 @@ def test_page_holds_itself(finished) -> None:
 
 
 def test_json_says_where_it_comes_from(finished) -> None:
-    _, found, page = finished
+    outcome, found, page = finished
     saved = json.loads((page.parent / "report.json").read_text())
     assert saved == json.loads(json.dumps(found))
     assert {"commit", "versions", "machine", "argv"} <= set(saved["provenance"])
-    assert saved["seed"] == 0 and saved["plan"] == json.loads(json.dumps(asdict(SMALL)))
+    assert saved["seed"] == 0 and saved["plan"] == json.loads(json.dumps(asdict(outcome.plan)))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to open the page in")
