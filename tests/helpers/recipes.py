@@ -1,10 +1,9 @@
-"""Helpers of the recipe tests: a tiny target with a few conversations, short runs, runs in several processes."""
+"""Helpers of the recipe tests: a tiny target with a few conversations, short runs, runs as a script."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,17 +50,10 @@ def arguments(folder: Path, output: str, *more: str) -> list[str]:
     return [*data, *FAST, *more]
 
 
-def launch_in_processes(count: int, *command: str) -> str:
-    """What `accelerate launch` prints; `run_in_ranks` does the same without starting Python anew for each process."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
-    launch += ["--dynamo_backend", "no", "--num_processes", str(count)]
-    # `--cpu` starts one process only, whatever the number (accelerate 1.15); this is its launcher of several.
-    launch += ["--multi_gpu"] if count > 1 else ["--cpu"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *command], capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+def run_as_script(recipe: str, arguments: list[str]) -> None:
+    """In a process of its own: what `python recipes/RECIPE` does, or `accelerate launch` in each rank."""
+    sys.argv = [recipe, *arguments]
+    runpy.run_path(str(ROOT / "recipes" / recipe), run_name="__main__")
 
 
 def stop_at(step: int) -> Any:

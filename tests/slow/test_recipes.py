@@ -32,7 +32,8 @@ from hf_specgen.heads import ExitHead, load_exit_head
 from hf_specgen.target.model_parts import decoder, layer_outputs, output_logits
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
 from tests.helpers.paths import ROOT
-from tests.helpers.recipes import FAST, arguments, launch_in_processes, stop_at
+from tests.helpers.processes import printed_by, run_in_ranks
+from tests.helpers.recipes import FAST, arguments, run_as_script, stop_at
 
 CONFIGS = ROOT / "recipes" / "configs"
 
@@ -160,9 +161,9 @@ def test_two_processes_train_what_one_trains(folder):
 
     Tolerance: the order of a float32 sum, carried through two Adam steps of size 1e-3.
     """
-    recipe = str(ROOT / "recipes" / "train_draft.py")
     more = ["--layers", "0", "3"]
-    assert "processes: 2" in launch_in_processes(2, recipe, *arguments(folder, "two", *more))
+    calls = [(run_as_script, "train_draft.py", arguments(folder, "two", *more))] * 2
+    assert "processes: 2" in run_in_ranks(printed_by, calls)[0]
     train_draft.main(arguments(folder, "one", *more))
     one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
     start = train_draft.from_layers(AutoModelForCausalLM.from_pretrained(folder / "target"), [0, 3], {}).state_dict()
