@@ -81,8 +81,9 @@ def test_heads_learn_the_token_at_their_offset() -> None:
         assert (predicted[:-3, head] == said[head + 2 : len(said) - 1 + head]).float().mean() < 0.5
 
 
-def test_stage_one(folder: Path) -> None:
+def test_stage_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained, measured, saved, loaded; the target is left alone."""
+    monkeypatch.setattr("medusa_evaluation.NEW_TOKENS", 24)
     before = load_file(folder / "target" / "model.safetensors")
     evaluation = ["--evaluation", str(folder / "held-out.jsonl"), "--evaluation-per-domain", "1"]
     more = [*HEADS, "--num-layers", "2", "--reads-token", "true", "--lora-rank", "2", "--evaluate-every", "1"]
