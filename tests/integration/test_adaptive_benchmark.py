@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from benchmarks.report.adaptive import over_all_cells, summary
 from benchmarks.suites import adaptive
 from benchmarks.workloads.scripted import AlwaysRejected
 from hf_specgen import AdaptiveDepth
+from hf_specgen.evaluation.workloads import load
 
 
 def records(**calls: list[tuple[float, float]]) -> list[dict[str, Any]]:
@@ -75,7 +77,9 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
         adaptive.adaptive(adaptive.Settings(repeats=2), tmp_path, patterns)
 
 
-def test_measured_for_real(tmp_path: Path) -> None:
+def test_measured_for_real(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = str(folder / "target")
+    monkeypatch.setattr(adaptive, "load", lambda settings: load(replace(settings, model=target)))
     cell = adaptive.Cell("embedded", "edit", 1, 0.0, "rejected")
     settings = adaptive.Settings(repeats=1, quick=True)
     found = adaptive.measure(cell, settings, Journal(tmp_path, settings))

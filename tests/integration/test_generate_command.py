@@ -11,9 +11,14 @@ from typer.testing import CliRunner
 
 from hf_specgen.cli import generate as command
 from hf_specgen.cli.app import app
-from tests.helpers.paths import REFERENCE_LM
 
 PROMPTS = ["def add(x, y):", "The quick brown fox jumps over the lazy dog. " * 3, "Hello", "1, 2, 3, 1, 2, 3, 1,", "A"]
+
+
+@pytest.fixture(autouse=True)
+def model(folder: Path, tmp_path: Path) -> None:
+    """A tiny target beside the prompts."""
+    (tmp_path / "model").symlink_to(folder / "target")
 
 
 @pytest.fixture
@@ -26,7 +31,7 @@ def source(tmp_path: Path) -> Path:
 def run(source: Path, output: Path, *options: str, exit_code: int = 0) -> str:
     arguments = [
         "generate",
-        str(REFERENCE_LM),
+        str(output.parent / "model"),
         str(source),
         str(output),
         "--max-new-tokens",
