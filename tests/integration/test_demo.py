@@ -42,7 +42,8 @@ REST = {"Medusa", "layer skip"}
 def test_demo_shows_two_targets_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a wrapped or cut table, a strategy left out, tokens that differ, time limits that are ignored."""
     monkeypatch.setenv("COLUMNS", "80")
-    command = ["demo", "--max-new-tokens", "8", "--wide", "18", "--seconds", "0"]
+    monkeypatch.setattr(demo, "WARM_UP_TOKENS", 3)
+    command = ["demo", "--max-new-tokens", "4", "--wide", "18", "--seconds", "0"]
     result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "demo.json")])
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "demo.json").read_text())
@@ -50,7 +51,7 @@ def test_demo_shows_two_targets_in_80_columns(tmp_path: Path, monkeypatch: pytes
     assert first == "16M float32" and second in ("18M bfloat16", "18M float32")
     for title, target in saved["targets"].items():
         assert set(target["variants"]) == {"plain", "prompt lookup", *OURS} and list(target["domains"]) == ["math"]
-        assert title in result.output and all(variant["tokens"] <= 8 for variant in target["variants"].values())
+        assert title in result.output and all(variant["tokens"] <= 4 for variant in target["variants"].values())
     embedded = saved["targets"]["16M float32"]
     assert all(embedded["variants"][name]["identical"] for name in OURS) and embedded["differences"] == []
     assert {"commit", "versions", "machine", "argv"} <= set(saved["provenance"])

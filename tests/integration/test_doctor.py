@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_specgen.cli.app import app
-from hf_specgen.cli.doctor import CheckResult, DoctorSettings, Report, examine, static_checks
+from hf_specgen.cli.doctor import CheckResult, DoctorSettings, Report, examine, quick_benchmark, static_checks
 from hf_specgen.cli.doctor.blueprint import blueprint
 from hf_specgen.cli.doctor.recommend import Speed, recommend, same_tokens, speed, verification_cost
 from hf_specgen.depth.cost import CostCurve
@@ -37,9 +37,10 @@ def checked(**settings: Any) -> Report:
     return examine(DoctorSettings(**{"model": MODEL, "run": False, **settings}))
 
 
-def test_doctor_measures_and_recommends_every_strategy_that_is_named() -> None:
+def test_doctor_measures_and_recommends_every_strategy_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: heads that are checked, but neither measured nor recommended (defect B11)."""
-    command = ["doctor", "--model", MODEL, "--draft", DRAFT, "--heads", HEADS, "--max-new-tokens", "12", "--json"]
+    monkeypatch.setattr(quick_benchmark, "PROMPTS", quick_benchmark.PROMPTS[:2])
+    command = ["doctor", "--model", MODEL, "--draft", DRAFT, "--heads", HEADS, "--max-new-tokens", "6", "--json"]
     result = CliRunner().invoke(app, [*command, "--rounds", "1"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -221,7 +222,6 @@ def test_slow_strategy_is_explained(measured: Total, explanation: str) -> None:
 
 def test_quick_benchmark_runs_every_variant_in_every_round_after_a_whole_warm_up(monkeypatch: Any) -> None:
     """Would catch: kernels prepared, or latencies learnt, in the measured calls of one side only (defect D8)."""
-    from hf_specgen.cli.doctor import quick_benchmark
     from hf_specgen.evaluation.strategies import strategies
 
     calls: list[tuple[int, int, list[str]]] = []

@@ -23,8 +23,8 @@ def generate_share() -> tuple[int, list[tuple[str, bool, int]]]:
     with state.split_between_processes(PROMPTS) as mine:
         for prompt in mine:
             inputs = tokenizer(prompt, return_tensors="pt")
-            ours = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-            plain = model.generate(**inputs, max_new_tokens=16, do_sample=False, candidate_generator=None)
+            ours = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+            plain = model.generate(**inputs, max_new_tokens=8, do_sample=False, candidate_generator=None)
             results.append((prompt, torch.equal(ours, plain), hf_specgen.statistics(model).calls))
     return state.num_processes, gather_object(results)
 
