@@ -53,13 +53,17 @@ def figures(tables: dict[str, Rows]) -> dict[str, Figure]:
         return {name: draw(tables[name]) for name, draw in drawers.items() if len(tables.get(name, [])) > 1}
 
 
-def save(drawn: dict[str, Figure], folder: Path) -> None:
-    """Save every figure as a PNG and an SVG file."""
+def save(drawn: dict[str, Figure], folder: Path) -> dict[str, str]:
+    """Save every figure as a PNG and an SVG file; returns the `<svg>` elements by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    with rc_context(STYLE):
-        for name, figure in drawn.items():
-            for kind in ("png", "svg"):
-                figure.savefig(folder / f"{name.replace(' ', '_')}.{kind}", dpi=160, facecolor="white")
+    elements = {}
+    for name, figure in drawn.items():
+        file = folder / name.replace(" ", "_")
+        elements[name] = inline(figure)
+        file.with_suffix(".svg").write_text(elements[name], encoding="utf-8")
+        with rc_context(STYLE):
+            figure.savefig(file.with_suffix(".png"), dpi=160, facecolor="white")
+    return elements
 
 
 def inline(figure: Figure) -> str:

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from benchmarks.report.decision import choices
-from benchmarks.report.figures import figures, inline, save
+from benchmarks.report.figures import figures, save
 from benchmarks.report.summary import ALL
 from benchmarks.report.tables import Rows, cell, columns, short_commit, tables_of
 
@@ -28,10 +28,9 @@ def write(result: dict[str, Any], folder: Path) -> Path:
         The path of the page.
     """
     drawn = figures(result["tables"])
-    save(drawn, folder / "plots")
+    svg = save(drawn, folder / "plots")
     (folder / "report.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
     page = folder / "report.html"
-    svg = {name: inline(figure) for name, figure in drawn.items()}
     page.write_text(html(result, svg).strip() + "\n", encoding="utf-8")
     return page
 
