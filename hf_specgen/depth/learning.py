@@ -52,9 +52,12 @@ class Profile:
         self._read_file()
 
     def view(self, key: tuple[int, int]) -> View:
-        """Latencies at a number of rows and a context length, which are the `key` of a slice: see `slice_of`."""
+        """Latencies at a number of rows and a context length, which are the `key` of a slice: see `slice_of`.
+
+        A full profile learns no further slices: the nearest one is used.
+        """
         with self._lock:
-            if key in self._fixed:
+            if key in self._fixed or self._is_full:
                 return View(self._model())
             recorder = self._recorder(key)
             return View(self._model(self._slice(recorder)), False, recorder.wants_plain_step)
@@ -73,14 +76,15 @@ class Profile:
             if key in self._fixed:
                 target, drafters = self._fixed[key]
                 return self._compare(step, StepLatency(target, drafters[self._default.drafter]), unread)
-            if len(self._fixed) == MAX_SLICES - 1:
+            if self._is_full:
                 return
             recorder = self._recorder(key)
             recorder.add(step, unread)
             if not recorder.complete:
                 return
             self._read_file()  # slices that another process has fixed first are used, so that all decide alike
-            self._fixed.setdefault(key, self._slice(recorder))
+            if not self._is_full:
+                self._fixed.setdefault(key, self._slice(recorder))
             if self._description is not None:
                 profiles.save(self._description, self._model())
 
@@ -98,6 +102,10 @@ class Profile:
             stacklevel=2,
         )
 
+    @property
+    def _is_full(self) -> bool:
+        return len(self._fixed) >= MAX_SLICES
+
     def _model(self, *more: Slice) -> LatencyModel:
         return LatencyModel((*self._fixed.values(), *more), self._default.drafter)
 
@@ -114,7 +122,7 @@ class Profile:
     def _read_file(self) -> None:
         stored = None if self._description is None else profiles.load(profiles.key_of(self._description))
         for one in stored.slices if stored is not None else ():
-            if self._default.drafter in one.drafters:
+            if self._default.drafter in one.drafters and not self._is_full:
                 self._fixed.setdefault((one.target.batch, one.target.context), one)
 
 
