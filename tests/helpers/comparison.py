@@ -72,8 +72,8 @@ def plain_output(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids of plain `generate` from `SEED`, and the next three random numbers.
 
-    Many tests compare a call with that of different strategies. Where the model is one that no test changes, and
-    every argument a plain value, it is made once.
+    Many tests compare one plain call with different strategies. It is cached where no test changes the model and every
+    argument is a plain value.
     """
     key = None if make_processors or model not in SHARED else _key(inputs, arguments)
     calls = {} if key is None else _plain.setdefault(model, {})
@@ -84,7 +84,7 @@ def plain_output(
 
 
 def _key(inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> str | None:
-    """The same for equal calls; None with functions or objects, which may keep a state."""
+    """The cache key of a call; None if an argument is a function or an object, which may keep a state."""
     try:
         return json.dumps([{name: tensor.tolist() for name, tensor in inputs.items()}, arguments], sort_keys=True)
     except TypeError:

@@ -17,7 +17,7 @@ from benchmarks.harness.memory import ALLOCATOR
 from tests.helpers.paths import ROOT
 
 SECONDS_PER_CALL = 600
-"""On a busy machine the server itself starts slowly."""
+"""Time limit of a call: on a busy machine starting the server alone takes long."""
 PRELOADED = ["benchmarks.harness.memory", "benchmarks.harness.runner", "train_medusa", "tests.helpers.processes"]
 
 
@@ -79,7 +79,7 @@ def _call(environment: Mapping[str, str], function: Callable[..., Any], argument
 
 @contextlib.contextmanager
 def _server_environment() -> Iterator[None]:
-    """Modules are found as here; memory is managed as `benchmarks.harness.memory` wants it, which shares the server."""
+    """Give the server the module path of this process, and the allocator of `benchmarks.harness.memory`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "recipes"), *filter(None, sys.path)]))
         for name, value in {**ALLOCATOR, "OMP_NUM_THREADS": "1"}.items():
