@@ -102,9 +102,9 @@ def output_logits(
 
 @contextmanager
 def layer_outputs(model: PreTrainedModel, exits: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Collects the hidden states behind the first E layers, for each E of `exits`, of every forward pass inside.
+    """Collects the hidden states after the first E layers, for each E of `exits`, of every forward pass inside.
 
-    Only the states that were asked for are kept, unlike with `output_hidden_states=True`.
+    Only the requested states are kept, unlike with `output_hidden_states=True`.
 
     Yields:
         a dictionary that a forward pass fills: E to `[batch, length, hidden]`.

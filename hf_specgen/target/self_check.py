@@ -38,8 +38,9 @@ def check_computation(
 ) -> None:
     """Raise unless the model, run as `requirements` says, computes what plain `generate` computes.
 
-    The result is remembered per model, dtype, attention implementation, training mode, exit layer, and names of the
-    inputs beside text; but not that of a trial that failed, or in which plain decoding gave NaN, +inf or nothing but
+    The result is cached by model, exit layer, dtype, device, attention implementation, training mode and names of the
+    inputs beside text; for a model that reads an encoder also by its masks, and whether there are several rows. The
+    result of a trial that failed is not cached, nor that of one in which plain decoding gave NaN, +inf or nothing but
     -inf: `generate` itself reports those.
 
     Args:
