@@ -1,7 +1,7 @@
 """Runs a Gemma 4 assistant over a batch: with the target's own keys and values, and no cache of its own.
 
 All draft tokens of a step have the position of the last known token, and attend to the target's keys and values of the
-text before it; what was drafted before is known through the state that is passed on.
+text before it; earlier draft tokens influence later ones only through the state that is passed on.
 """
 
 from __future__ import annotations
