@@ -57,8 +57,8 @@ class BlockReader:
             next_tokens: for each row the token after each of these positions; the last one is the anchor. Without any,
                 the row's logits mean nothing.
             needed: the rows that have not ended; the others are dropped.
-            depth: draft tokens to return. Unless attention inside the block is causal, a whole block is computed for any
-                depth: its mask tokens attend to each other.
+            depth: draft tokens to return. Unless attention inside the block is causal, a whole block is computed for
+                any depth: its mask tokens attend to each other.
 
         Returns:
             `[batch, depth, vocab]` logits over the target's vocabulary; zeros for rows that were dropped.
