@@ -164,7 +164,7 @@ def _measure(
                 target.totals[variant.name].add(sample, plain)
                 if variant.name not in (PLAIN, PEER) and exact:
                     target.answers += 1
-                    difference = first_difference(model, plain, sample)
+                    difference = first_difference(model, plain, sample, inputs["attention_mask"])
                     target.differences += [(variant.name, difference)] if difference else []
         target.prompts += len(texts)
         slowest = max(slowest, perf_counter() - started)
