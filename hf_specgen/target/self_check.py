@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target import trial
+from hf_specgen.target.early_exit import divisible_layers
 from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.requirements import TargetRequirements
@@ -49,8 +50,10 @@ def check_computation(
             which an encoder-decoder does not allow.
 
     Raises:
-        ValueError: if it computes something else, or fails.
+        ValueError: if there is no such exit layer, or the model computes something else, or fails.
     """
+    if requirements.exit_layer is not None:
+        divisible_layers(model, requirements.exit_layer)  # a layer that does not exist is no failure of a trial
     implementation = compat.attention_implementation(text_config(model))
     key = (requirements.exit_layer, model.dtype, compat.input_device(model), implementation, model.training)
     requirements = TargetRequirements(exit_layer=requirements.exit_layer)
