@@ -64,6 +64,11 @@ class Conversation:
         generation: arguments of `generate` for every answer.
         seed: of every answer, so that strategies give the same one.
         system: the system prompt; "" for none.
+
+    Attributes:
+        messages: of the conversation, in the format of chat templates.
+        read: `[1, tokens]` prompt and answer of the last `generate` call; None if its cache is not used again.
+        cache: returned by that call.
     """
 
     model: PreTrainedModel
