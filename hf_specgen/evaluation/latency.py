@@ -1,8 +1,8 @@
 """Measures the latency profile of a target and a strategy in advance, instead of learning it from the first calls.
 
 Two kinds of calls are timed in the decoding loop. In the first, a strategy that proposes arbitrary tokens makes the
-target verify drafts of every size; in the second, the strategy itself drafts at every depth. Both feed the recorder
-that also learns from ordinary calls, so that measured and learnt profiles have the same content.
+target verify drafts of every size; in the second, the strategy itself drafts at every depth. Both pass their steps to
+the recorder that estimates latencies in ordinary calls, so both kinds of profiles have the same content.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def test_layer_skip_bad_k_raises() -> None:
 
 @pytest.mark.parametrize("exit_layer", [0, 3, 9])
 def test_layer_skip_exit_layer_out_of_range_raises(exit_layer: int) -> None:
-    with pytest.raises(ValueError, match=f"exit_layer must be from 1 to 2 .* got {exit_layer}"):
+    with pytest.raises(ValueError, match=f"^exit_layer must be from 1 to 2 .* got {exit_layer}$"):
         tiny_model("llama").generate(
             **prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(exit_layer)
         )
