@@ -161,7 +161,7 @@ class Attachment:
         self.settings = settings
         self.totals = CallTotals()
         self.lock = threading.Lock()
-        self._reasons: dict[str, str] = {}  # by the text without numbers
+        self._reasons: dict[str, str] = {}  # without numbers -> as first given
 
     def generate(self, original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`model.generate(*args, **kwargs)` with the attached strategy, or without it if the call cannot speculate.

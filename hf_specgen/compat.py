@@ -1,7 +1,7 @@
 """Every private Transformers symbol that the package uses, one function each, checked by `tests/unit/test_compat.py`.
 
-A function here names the symbol, the Transformers version it was read in (5.23), and what may replace it. Nothing else
-in the package touches an underscore attribute of Transformers.
+Each docstring names the symbol, as it is in Transformers 5.23. Nothing else in the package touches an underscore
+attribute of Transformers.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def without_compilation(model: PreTrainedModel) -> AbstractContextManager[Any]:
     """The context in which compiled parts of a model run eagerly; does nothing for a model that has none.
 
-    The lengths of a cache with rows of their own change in every step: each would compile anew.
+    The lengths of a cache whose rows grow independently change in every step, and each would be compiled anew.
     """
     if not has_compiled_parts(model):
         return nullcontext()

@@ -12,7 +12,7 @@ from hf_specgen.steps import RowStep, StepPasses
 from hf_specgen.tree import DraftTree, depths
 from hf_specgen.verification import VerificationResult
 
-REPORTED = (
+REPORTED = (  # properties that `Statistics.to_dict` contains
     "steps",
     "drafts",
     "drafted",
@@ -75,16 +75,16 @@ class Statistics:
                 steps[row] = None
         return steps
 
-    def finish(self, lengths: Sequence[int], given: Sequence[int]) -> None:
+    def finish(self, lengths: Sequence[int], without_step: Sequence[int]) -> None:
         """Set the final length of each row, and remove tokens beyond it from the counts.
 
         Args:
             lengths: generated tokens of each row.
-            given: how many of them no step emitted: 1 where the first came from a prefill without a draft.
+            without_step: how many of them no step emitted: 1 where the first came from a prefill without a draft.
         """
         self.lengths = list(lengths)
-        for steps, length, without_step in zip(self.rows, lengths, given, strict=True):
-            remaining = length - without_step
+        for steps, length, uncounted in zip(self.rows, lengths, without_step, strict=True):
+            remaining = length - uncounted
             for step in steps:
                 step.emitted = max(0, min(step.emitted, remaining))
                 step.accepted = min(step.accepted, step.emitted)

@@ -68,8 +68,8 @@ def speculative_decode(
         policy: chooses draft depths; `candidates.policy` if None.
         monitor: receives the record of every step.
         on_start: called once everything has been checked, before the first forward pass.
-        inputs_tensor: what the encoder of an encoder-decoder reads; `input_ids` is the prompt of its decoder.
-        compile: run the target's passes behind the prompt as compiled functions.
+        inputs_tensor: the input of the encoder of an encoder-decoder target; `input_ids` is the prompt of its decoder.
+        compile: run the target's forward passes after the prefill as compiled functions.
         model_kwargs: attention mask, positions, cache.
 
     Returns:
@@ -156,7 +156,7 @@ class _Loop:
         """The first step: process the prompt, and verify chains drafted from it where the strategy supplies them."""
         active = [True] * self.state.batch
         tree = DraftTree.empty(self.state.batch)
-        # What models compute for a row that is nothing but padding depends on the number of columns.
+        # Without prompt tokens: what models compute for a row of padding only depends on the number of columns.
         if self.target.supports_prefill_drafts and all(self.state.prompts):
             tree = self._propose(self.drafter.draft_at_prefill, active).leftmost_chain()
         with self.timer.part("prefill"):

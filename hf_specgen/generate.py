@@ -1,4 +1,4 @@
-"""What the keyword `candidate_generator=` of `generate` does, `speculate()`, and argument validation."""
+"""`generate(candidate_generator=…)` and `speculate()`: validate the arguments, then run the decoding loop."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from hf_specgen.target.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
 CALL_SETTINGS = ("verification", "policy", "monitor", "compile")
+"""Keywords of `generate` that may accompany `candidate_generator=`."""
 VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 ALIASES = {"coupled": "exact"}
 """Earlier names of verification modes, still accepted."""
@@ -68,12 +69,13 @@ class Speculation:
         self.checking(model)
         check_model(model)
         _check_call(model, input_ids, generation_config, model_kwargs)
-        streamer = compat.local_of_generate("streamer")  # which `generate` has given the prompt already
-        unread = streamer is None and self.streamer is not None
+        # A streamer given to `generate` has received the prompt already; that of `speculate` has not.
+        streamer = compat.local_of_generate("streamer")
+        uses_own_streamer = streamer is None and self.streamer is not None
 
         def start(call: Call) -> None:
             self.starting(call)
-            if self.streamer is not None and unread:
+            if self.streamer is not None and uses_own_streamer:
                 self.streamer.put(input_ids.cpu())
 
         return speculative_decode(
@@ -84,7 +86,7 @@ class Speculation:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
-            streamer=self.streamer if unread else streamer,
+            streamer=self.streamer if uses_own_streamer else streamer,
             policy=self.policy,
             monitor=self.monitor,
             on_start=start,
@@ -135,7 +137,7 @@ def speculate(
 def generate_speculatively(
     original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`model.generate(*args, **kwargs)` with our keywords: called by the patched `generate`, see `hf_specgen.patch`.
+    """`model.generate(*args, **kwargs)` with the keywords of this package; called by the `generate` of `patch`.
 
     Args:
         original: `GenerationMixin.generate` as it was before it was patched.
@@ -154,7 +156,7 @@ def generate_speculatively(
 def _generate(
     original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: Any
 ) -> Any:
-    """Call `generate` with our decoding method, seeing to the arguments that it does not pass on."""
+    """Call `generate` with our decoding method, handling the arguments that it does not pass on to that."""
     kwargs = by_name(original, args, kwargs)
     if reason := unsupported_argument(kwargs):
         raise ValueError(reason)
@@ -186,7 +188,11 @@ def unsupported_argument(arguments: dict[str, Any]) -> str | None:
 def _stop_strings_as_criteria(
     model: Any, config: GenerationConfig | None, tokenizer: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """`generate` builds the criterion for stop strings itself, but loses the tokenizer on the way to doing so."""
+    """The stop strings of a call as a stopping criterion, whose tokenizer `generate` drops with `custom_generate`.
+
+    Returns:
+        the arguments of `generate` to replace; none without stop strings.
+    """
     given = [kwargs.get("stop_strings"), config and config.stop_strings, model.generation_config.stop_strings]
     stop_strings = next((strings for strings in given if strings is not None), None)
     if stop_strings is None:

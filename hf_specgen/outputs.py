@@ -18,7 +18,7 @@ from hf_specgen.state import Call
 from hf_specgen.verification.result import VerificationResult
 
 BUILT_IN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
-"""Criteria that `GenerationState` applies itself."""
+"""Criteria that are not called: `GenerationState.stop_ids` and `max_length` say the same."""
 
 
 class OutputCollector:

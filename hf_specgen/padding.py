@@ -73,7 +73,7 @@ class PaddingReader:
         return merge_trees([tree, DraftTree.chains(chains)])
 
     def paths(self, result: VerificationResult) -> list[list[int] | None]:
-        """The nodes of each row to keep in the cache: the accepted ones, or the padding of the decided columns."""
+        """The nodes of each row to keep in the cache: accepted ones; in an ended row, padding of decided columns."""
         if not self._call.processes_padding:
             return result.paths
         columns = [len(scores) for scores in result.scores]

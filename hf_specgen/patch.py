@@ -18,13 +18,13 @@ from typing import Any
 GENERATION = "transformers.generation.utils"
 """The module that defines `GenerationMixin`."""
 ATTACHMENT = "_hf_specgen_attachment"
-"""Attribute of a model that a strategy is attached to, see `hf_specgen.attachment`."""
+"""Name of the attribute that holds the strategy attached to a model, see `hf_specgen.attachment`."""
 
 
 def install() -> None:
-    """Add our keywords to `GenerationMixin.generate`: candidate_generator, verification, policy, monitor. Idempotent.
+    """Add the keyword `candidate_generator=` to `GenerationMixin.generate`, and those of `speculate`. Idempotent.
 
-    Without the keyword, `generate` does exactly what it did before. `import hf_specgen` calls this.
+    Without `candidate_generator`, `generate` does exactly what it did before. `import hf_specgen` calls this.
     """
     mixin = getattr(sys.modules.get(GENERATION), "GenerationMixin", None)
     if mixin is not None:

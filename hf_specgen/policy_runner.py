@@ -17,13 +17,13 @@ from hf_specgen.tree import DraftTree
 
 
 class PolicyRunner:
-    """Cuts the depths of a policy to k and to the room of each row; reports steps to the policy and to a monitor.
+    """Limits the depths of a policy to k and to the room of each row; reports steps to the policy and to a monitor.
 
     Args:
         call: the call; the forward passes of each step are added to its statistics.
         target: limits how far a row can be drafted.
         session: the policy's session.
-        monitor: receives every step too.
+        monitor: the monitor's session, if any; receives every step too.
         timer: of the call.
     """
 

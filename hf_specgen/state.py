@@ -187,7 +187,7 @@ class Call:
             None inside Transformers' own loop.
         depth: the policy's session; its `latency` is the latency model. Set for draft sessions only.
         encoder: what the encoder of an encoder-decoder target reads; None for other targets.
-        compiled: whether the target's passes behind the prompt are compiled.
+        compiled: whether the target's forward passes after the prefill are compiled.
     """
 
     model: PreTrainedModel | None

@@ -1,4 +1,4 @@
-"""What is counted of one decoding step: the outcome of each row, and the sizes of the forward passes."""
+"""Records of one decoding step: the outcome of each row, and the sizes of the forward passes."""
 
 from __future__ import annotations
 

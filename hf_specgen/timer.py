@@ -1,4 +1,4 @@
-"""The wall time of a call by part, without the time in which passes are compiled."""
+"""Measures the wall time of a call by part; time in which forward passes are compiled is counted separately."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class CallTotals:
         drafted: draft tokens (tree nodes) that the target verified.
         accepted: draft tokens that are part of the output.
         emitted: tokens in the output, over all rows.
-        emitted_in_steps: the same without tokens that a prefill gave without a draft.
+        emitted_in_steps: the same without first tokens from a prefill that verified no draft.
         drafted_per_position, accepted_per_position: how many drafts reached, and were accepted at, position 1, 2, …
         seconds: wall time of the calls.
 

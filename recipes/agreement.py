@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from answers import answer_batch, batches_by_domain
-from corpus import Batch, collate, encode_row, read_rows
+from corpus import Batch, collate, encode_row, rows_by_domain
 from distillation import target_states
 from hf_specgen.target.model_parts import output_logits
 
@@ -86,10 +86,7 @@ def measure_agreement(
     Returns:
         By name of the draft, then by domain.
     """
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for row in read_rows(prompts):
-        if len(rows.setdefault(row["domain"], [])) < per_domain:
-            rows[row["domain"]].append(row)
+    rows = rows_by_domain(prompts, per_domain)
     result: dict[str, dict[str, Agreement]] = {name: {domain: Agreement() for domain in rows} for name in predictors}
     for seed, members in enumerate(batches_by_domain([row for group in rows.values() for row in group], 32)):
         domain = members[0]["domain"]

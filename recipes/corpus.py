@@ -30,6 +30,15 @@ def read_rows(source: str, streaming: bool = False) -> Any:
     return load_dataset(source, split="train", streaming=streaming)
 
 
+def rows_by_domain(source: str, per_domain: int) -> dict[str, list[dict[str, Any]]]:
+    """The first `per_domain` rows of each domain of a file or dataset, as for `read_rows`."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in read_rows(source):
+        if len(rows.setdefault(row["domain"], [])) < per_domain:
+            rows[row["domain"]].append(row)
+    return rows
+
+
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
     """The input of the model: the chat format up to the beginning of the answer, or the prompt without a template."""
     if not tokenizer.chat_template:
@@ -46,10 +55,10 @@ def chat_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str, 
         return response + str(tokenizer.eos_token or "")
     chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
     text = str(tokenizer.apply_chat_template(chat, tokenize=False))
-    asked = chat_prompt(tokenizer, prompt)
-    if not text.startswith(asked):
+    before = chat_prompt(tokenizer, prompt)
+    if not text.startswith(before):
         raise ValueError("the chat template changes a prompt once it has an answer, so answers cannot be marked")
-    return text[len(asked) :]
+    return text[len(before) :]
 
 
 def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], max_length: int) -> dict[str, Any]:
@@ -95,7 +104,8 @@ class LengthGroupedBatches(Sampler[list[int]]):
     batches; so the number of batches is a multiple of `group`.
     """
 
-    window = 32  # number of batches that are sorted by length together
+    window = 32
+    """Number of batches that are sorted by length together."""
 
     def __init__(self, lengths: Sequence[int], batch_size: int, group: int, seed: int):
         self.lengths, self.batch_size, self.seed = torch.tensor(lengths), batch_size, seed

@@ -47,10 +47,10 @@ def load_target(name: str, accelerator: Accelerator) -> tuple[PreTrainedModel, P
     return target.requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name)
 
 
-def answers(settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator) -> DataLoader:
+def answers(settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase) -> DataLoader:
     """The training data: batches of conversations with the answers marked."""
     rows = conversations(tokenizer, settings.data, settings.max_length, settings.streaming)
-    return shared_batches(rows, settings, accelerator, tokenizer.pad_token_id or 0)
+    return shared_batches(rows, settings, tokenizer.pad_token_id or 0)
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def target_states(
 
 
 def draft_states(draft: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """The first of the two for a draft, with gradients."""
+    """`[positions, hidden]` inputs of a draft model's output matrix at the predicting positions, with gradients."""
     return _read(draft, batch)
 
 

@@ -29,25 +29,10 @@ DECAY = 0.8
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
-def later_positions(rows: torch.Tensor, head: int) -> torch.Tensor:
-    """The positions whose next token is predicted at depth d, from what was known d + 1 positions earlier.
-
-    Args:
-        rows: `[positions]` index of the answer of each position.
-        head: d.
-
-    Example:
-        >>> later_positions(torch.tensor([0, 0, 0, 1, 1]), head=0).tolist()
-        [1, 2, 4]
-    """
-    later = torch.arange(head + 1, len(rows), device=rows.device)
-    return later[rows[later] == rows[later - head - 1]]
-
-
 def later_pairs(
     rows: torch.Tensor, depth: int, sources: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each source learns at a depth: indices of sources, and the position whose next token each of them predicts.
+    """The targets of a depth: indices of sources, and the position whose next token each of them predicts.
 
     Args:
         rows: `[positions]` index of the answer of each position.

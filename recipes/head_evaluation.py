@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from huggingface_hub import EvalResult
@@ -11,14 +10,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agreement import eval_result
 from answers import answer_batch, batches_by_domain
-from corpus import Batch, collate, encode_row, read_rows
+from corpus import Batch, collate, encode_row, rows_by_domain
 from draft_loss import later_pairs
 from head_training import DraftPass, HeadSettings, read_target
 from hf_specgen.heads.base import AttachedHead
 from hf_specgen.target.model_parts import output_logits
 
 NEW_TOKENS = 96
-BATCH = 8
+"""Longest answer."""
+BATCH_SIZE = 8
+"""Answers in a forward pass."""
 
 
 @dataclass
@@ -86,11 +87,8 @@ class HeadEvaluation:
 
     def _answered(self) -> dict[str, list[Batch]]:
         """The target's own answers to the held-out prompts, in batches by domain."""
-        rows: dict[str, list[dict[str, Any]]] = {}
         assert self._settings.evaluation is not None
-        for row in read_rows(self._settings.evaluation):
-            if len(rows.setdefault(row["domain"], [])) < self._settings.evaluation_per_domain:
-                rows[row["domain"]].append(row)
+        rows = rows_by_domain(self._settings.evaluation, self._settings.evaluation_per_domain)
         result: dict[str, list[Batch]] = {}
         with torch.random.fork_rng():
             for seed, members in enumerate(batches_by_domain([row for group in rows.values() for row in group], 32)):
@@ -98,8 +96,8 @@ class HeadEvaluation:
                 answers = answer_batch(self._target, self._tokenizer, members, generation, NEW_TOKENS, seed)
                 encoded = [encode_row(self._tokenizer, row, self._settings.max_length) for row in answers]
                 encoded = [row for row in encoded if row["length"] > row["answer_start"]]
-                for first in range(0, len(encoded), BATCH):
-                    batch = collate(encoded[first : first + BATCH])
+                for first in range(0, len(encoded), BATCH_SIZE):
+                    batch = collate(encoded[first : first + BATCH_SIZE])
                     moved = {name: tensor.to(self._target.device) for name, tensor in batch.items()}
                     result.setdefault(members[0]["domain"], []).append(moved)
         return result

@@ -10,14 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from cards import push, write_card
-from corpus import Batch, batches, conversations
+from corpus import Batch, conversations
 from distillation import load_target
 from head_evaluation import HeadEvaluation, eval_results, evaluation_section
 from head_training import DraftPass, HeadSettings, HeadTraining
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.eagle import Eagle3Head
 from hf_specgen.heads.saving import save_head
-from training import start, train
+from training import shared_batches, start, train
 
 USAGE = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -44,9 +44,7 @@ def run(settings: HeadSettings, recipe: str, make_head: MakeHead, draft: DraftPa
     target, tokenizer = load_target(settings.target, accelerator)
     rows = conversations(tokenizer, settings.data, settings.max_length, settings.streaming)
     head = make_head(settings, target, rows)
-    group = settings.batch_size // settings.micro_batch_size
-    pad = tokenizer.pad_token_id or 0
-    loader = batches(rows, settings.micro_batch_size, group=group, seed=settings.seed, pad_token_id=pad)
+    loader = shared_batches(rows, settings, tokenizer.pad_token_id or 0)
     attached = [head.attach(target)]
 
     def loss_sum(module: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the recipes of EAGLE and block heads share: settings, new heads, the target's pass, what is trained."""
+"""Shared by the recipes of EAGLE and block heads: settings, new heads, the target's pass, the trained module."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Anchors(NamedTuple):
     numbers: torch.Tensor
 
 
-SMALL = 0.1
-"""Factor on the initial weights of what is added to copied ones."""
+NEW_WEIGHT_FACTOR = 0.1
+"""Factor on the random weights beside copied ones, so that a new head begins close to the copied layer."""
 DraftPass = Callable[[AttachedHead, Batch, torch.Tensor], Drafts]
 """Drafts from positions of a batch, given the features."""
 
@@ -202,7 +202,7 @@ def copy_layers(layers: Sequence[nn.Module], target: PreTrainedModel, sources: S
             if copied.shape == parameter.shape:
                 parameter.copy_(copied)
             else:
-                parameter.mul_(SMALL)
+                parameter.mul_(NEW_WEIGHT_FACTOR)
                 half = slice(None, copied.shape[1]) if "q_proj" in name else slice(-copied.shape[1], None)
                 parameter[:, half] = copied
 
@@ -216,5 +216,5 @@ def start_from_tap(fc: nn.Linear, tap: int) -> None:
         tap: which of the concatenated states.
     """
     width = fc.out_features
-    fc.weight.mul_(SMALL)
+    fc.weight.mul_(NEW_WEIGHT_FACTOR)
     fc.weight[:, tap * width : (tap + 1) * width] += torch.eye(width, device=fc.weight.device)

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     module = HeadsTraining(heads, lora)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=settings.learning_rate)
-    module, optimizer, loader = accelerator.prepare(module, optimizer, answers(settings, tokenizer, accelerator))
+    module, optimizer, loader = accelerator.prepare(module, optimizer, answers(settings, tokenizer))
     ratios: list[float] = []
     for step, batch in enumerate(loader):
         if step > settings.steps:

@@ -12,26 +12,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agreement import eval_result
 from answers import answer_batch, batches_by_domain
-from corpus import Batch, chat_prompt, collate, encode_row, read_rows
+from corpus import Batch, chat_prompt, collate, encode_row, rows_by_domain
 from distillation import DistillationSettings, target_states
+from draft_loss import later_pairs
 from hf_specgen import FixedDepth, MedusaCandidates
 from hf_specgen.evaluation.calibration import measure_acceptance, save_acceptance
 from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.heads.medusa_runner import MedusaRunner
-from medusa_loss import later_positions
 
-SHOWN = 5
-GENERATED_PER_DOMAIN = 4
-TUNED_PER_DOMAIN = 8
+SHOWN_RANKS = 5
+"""Draft tokens of each head, most likely first, that are compared with the answer."""
+GENERATED_PER_DOMAIN, TUNED_PER_DOMAIN = 4, 8
+"""Prompts of each domain for tokens per step and speedup, and for the acceptance that is stored with the heads."""
 NEW_TOKENS = 128
+"""Longest answer."""
 
 
 @dataclass
 class HeadScores:
     """Counts and times of one domain."""
 
-    hits: torch.Tensor  # [heads, SHOWN] how often the draft token of each rank was the answer's token
+    hits: torch.Tensor  # [heads, SHOWN_RANKS] how often the draft token of each rank was the answer's token
     seen: torch.Tensor  # [heads] number of predicted tokens
     tokens: int = 0
     steps: int = 0
@@ -72,11 +74,8 @@ class Evaluation:
     ):
         self._settings, self._heads, self._lora = settings, heads, lora
         self._target, self._tokenizer = target, tokenizer
-        self._rows: dict[str, list[dict[str, Any]]] = {}
         assert settings.evaluation is not None
-        for row in read_rows(settings.evaluation):
-            if len(self._rows.setdefault(row["domain"], [])) < settings.evaluation_per_domain:
-                self._rows[row["domain"]].append(row)
+        self._rows = rows_by_domain(settings.evaluation, settings.evaluation_per_domain)
 
     def summary(self) -> dict[str, float]:
         """Mean accuracy of each head over the domains, and mean tokens per step."""
@@ -92,41 +91,41 @@ class Evaluation:
         was_training = self._target.training
         self._target.eval()
         heads = cast(MedusaHeads, cast(Any, copy.deepcopy(self._heads)).to(self._target.dtype).eval())
-        reader = MedusaRunner(heads, self._target, self._lora)
+        runner = MedusaRunner(heads, self._target, self._lora)
         candidates = MedusaCandidates(heads, lora=self._lora, policy=FixedDepth())  # drafts in every step
         count = heads.config.num_heads
         result = {}
         for seed, (domain, rows) in enumerate(self._rows.items()):
-            scores = result[domain] = HeadScores(torch.zeros(count, SHOWN), torch.zeros(count))
+            scores = result[domain] = HeadScores(torch.zeros(count, SHOWN_RANKS), torch.zeros(count))
             for members in batches_by_domain(rows, 32):
                 generation = self._settings.generation
                 answers = list(answer_batch(self._target, self._tokenizer, members, generation, NEW_TOKENS, seed))
                 for first in range(0, len(answers), 8):
                     encoded = [encode_row(self._tokenizer, row, 4096) for row in answers[first : first + 8]]
-                    self._count(scores, reader, collate([r for r in encoded if r["length"] > r["answer_start"]]))
+                    self._count(scores, runner, collate([r for r in encoded if r["length"] > r["answer_start"]]))
             for number, row in enumerate(rows[:GENERATED_PER_DOMAIN]):
                 self._generate(scores, candidates, row, number)
         self._target.train(was_training)
         return result
 
-    def _count(self, scores: HeadScores, reader: MedusaRunner, cpu_batch: Batch) -> None:
+    def _count(self, scores: HeadScores, runner: MedusaRunner, cpu_batch: Batch) -> None:
         batch = {name: tensor.to(self._target.device) for name, tensor in cpu_batch.items()}
         hidden = target_states(self._target, batch)[0]  # [positions, hidden]
         following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
         rows = batch["predicts"].nonzero()[:, 0]
-        drafted = reader.logits(hidden, following).topk(SHOWN, dim=-1).indices  # [positions, heads, SHOWN]
+        drafted = runner.logits(hidden, following).topk(SHOWN_RANKS, dim=-1).indices  # [positions, heads, SHOWN_RANKS]
         for head in range(drafted.shape[1]):
-            later = later_positions(rows, head)
-            correct = drafted[later - head - 1, head] == following[later, None]
+            sources, later = later_pairs(rows, head)
+            correct = drafted[sources, head] == following[later, None]
             scores.hits[head] += correct.float().sum(dim=0).cpu()
             scores.seen[head] += len(later)
 
     def _generate(self, scores: HeadScores, candidates: MedusaCandidates, row: dict[str, Any], seed: int) -> None:
         ours = Variant("Medusa", lambda: {"candidate_generator": candidates})
-        sides = [Variant("plain", dict), ours]
+        variants = [Variant("plain", dict), ours]
         call = self._call(row)
         inputs = {name: call.pop(name) for name in ("input_ids", "attention_mask")}
-        samples = measure_round(self._target, inputs, sides, call, seed, first=seed)
+        samples = measure_round(self._target, inputs, variants, call, seed, first=seed)
         statistics = samples["Medusa"].speculation
         assert statistics is not None
         scores.steps += statistics.steps
@@ -161,15 +160,15 @@ def evaluation_section(prompts: str | None, results: dict[str, HeadScores]) -> s
     heads = range(len(next(iter(results.values())).seen))
     lines = [
         f"On the target's own answers to held-out prompts (`{prompts}`), with the decoding settings of each domain: "
-        f"how often the answer's token was the first draft token of each head, and among its first {SHOWN}. *Tokens "
-        "per step* (including the target's own token) and *speedup* over plain `generate` are those of "
+        f"how often the answer's token was the first draft token of each head, and among its first {SHOWN_RANKS}. "
+        "*Tokens per step* (including the target's own token) and *speedup* over plain `generate` are those of "
         f"{GENERATED_PER_DOMAIN} real generations per domain with `MedusaCandidates`, on the machine of the "
         "training.\n",
         "| domain | " + " | ".join(f"head {head}" for head in heads) + " | tokens per step | speedup |",
         "|---" * (len(heads) + 3) + "|",
     ]
     for domain, scores in results.items():
-        pairs = zip(scores.accuracy(1), scores.accuracy(SHOWN), strict=True)
+        pairs = zip(scores.accuracy(1), scores.accuracy(SHOWN_RANKS), strict=True)
         cells = " | ".join(f"{first:.0%} / {several:.0%}" for first, several in pairs)
         lines.append(f"| {domain} | {cells} | {scores.tokens_per_step:.2f} | {scores.speedup:.2f}x |")
     return "\n".join(lines)

@@ -11,11 +11,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from distillation import CHUNK
-from draft_loss import draft_loss, gradient_at_once, later_positions
+from draft_loss import draft_loss, gradient_at_once
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.target.model_parts import output_logits, output_matrix
-
-__all__ = ["answer_loss", "later_positions", "medusa_loss"]
 
 
 def medusa_loss(

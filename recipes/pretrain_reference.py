@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
     model = make_model(settings, tokenizer)
     blocks = packed_blocks(tokenizer, settings.data, settings.max_length, settings.seed)
-    loader = shared_batches(blocks, settings, accelerator, tokenizer.pad_token_id or 0)
+    loader = shared_batches(blocks, settings, tokenizer.pad_token_id or 0)
     progress, _ = train(accelerator, model, loader, loss_sum, settings, make_optimizers(settings, model))
     if accelerator.is_main_process:
         save(settings, model, tokenizer, progress.losses)

@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     accelerator = start(settings, "train_draft")
     target, tokenizer = load_target(settings.target, accelerator)
     draft, adapted = make_draft(settings, target, tokenizer)
-    loader = answers(settings, tokenizer, accelerator)
+    loader = answers(settings, tokenizer)
 
     def loss_sum(module: nn.Module, batch: Batch) -> torch.Tensor:
         return cast(torch.Tensor, module(batch, [target], target_states(target, batch)[0]))

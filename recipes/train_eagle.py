@@ -3,8 +3,8 @@
     accelerate launch recipes/train_eagle.py --config recipes/configs/eagle_reference.yaml
 
 At the first draft step the head reads the target's hidden states; at each further step its own output of the step
-before, as when it drafts, together with the true next token. All answers' positions are drafted from at once: at step s
-position i attends to the keys of the true features up to i, and to its own of the steps 1 to s.
+before, as when it drafts, together with the true next token. One pass of step s drafts from all chosen positions of the
+answers (`anchors`): position i attends to the keys of the true features up to i, and to its own of the steps 1 to s.
 
     keys of true features  |  step 1  |  step 2           of position i of 3, at step 2
         x  x  x            |  .  .  x |  .  .  x

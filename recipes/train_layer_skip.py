@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     accelerator = start(settings, "train_layer_skip")
     target, tokenizer = load_target(settings.target, accelerator)
     exits = Exits(target, settings.exit_layers, settings.rank).to(accelerator.device)
-    loader = answers(settings, tokenizer, accelerator)
+    loader = answers(settings, tokenizer)
 
     def loss_sum(module: nn.Module, batch: Batch) -> torch.Tensor:
         last, states = target_states(target, batch, tuple(settings.exit_layers))

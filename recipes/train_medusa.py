@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     target, tokenizer = load_target(settings.target, accelerator)
     heads, lora = make_heads(settings, target, tokenizer)
     settings = replace(settings, **{name: getattr(heads.config, name) for name in SHAPE})  # of loaded heads
-    loader = answers(settings, tokenizer, accelerator)
+    loader = answers(settings, tokenizer)
     module, optimizers = prepare(settings, target, heads, lora)
 
     def loss_sum(module: nn.Module, batch: Batch) -> torch.Tensor:

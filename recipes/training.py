@@ -109,8 +109,8 @@ def _cpu_has_bf16() -> bool:
     return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
 
 
-def shared_batches(rows: Any, settings: TrainingSettings, accelerator: Accelerator, pad_token_id: int) -> DataLoader:
-    """Micro-batches of encoded rows (see `corpus`), as many as whole steps need."""
+def shared_batches(rows: Any, settings: TrainingSettings, pad_token_id: int) -> DataLoader:
+    """Micro-batches of encoded rows (see `corpus`), in a number that makes whole steps for any number of processes."""
     group = settings.batch_size // settings.micro_batch_size
     return batches(rows, settings.micro_batch_size, group=group, seed=settings.seed, pad_token_id=pad_token_id)
 

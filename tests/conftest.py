@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specgen  # noqa: F401  (installs the keyword)
 from tests.helpers import shared_draft, tiny_model
+from tests.helpers.comparison import seed
 from tests.helpers.encoder_decoder import encoder_decoder
 from tests.helpers.head_fixtures import find_fixtures, target_of
+from tests.helpers.models import SHARED
 from tests.helpers.multimodal import multimodal_model
 from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
 from tests.helpers.stateful import stateful_model
@@ -83,7 +85,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--all-architectures", action="store_true", help="run every strategy on every architecture, which takes an hour"
     )
-    group.addoption("--thread-seconds", type=float, default=20, help="how long the threads of tests/slow run")
+    group.addoption("--thread-seconds", type=float, default=8, help="how long the threads of tests/slow run")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -99,7 +101,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _isolated(_profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fixed seed, and no latency profile of the user or of another test."""
     monkeypatch.setenv("HF_SPECGEN_CACHE", str(_profiles / str(next(_profile_directories))))
-    torch.manual_seed(0)
+    seed(0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,7 +114,9 @@ def _models_of_the_file() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def reference_model():
-    return AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32).eval()
+    SHARED.add(model)
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -114,7 +114,8 @@ class Bench:
         found["sampled"] = bool(unit.generation.get("do_sample"))
         found["identical"] = torch.equal(plain.ids, sample.ids)
         if sample.speculation is not None:
-            difference = None if found["identical"] else first_difference(self.model, plain, sample)
+            mask = unit.inputs["attention_mask"]
+            difference = None if found["identical"] else first_difference(self.model, plain, sample, mask)
             found["difference"] = asdict(difference) if difference else None
             rows = sample.speculation.rows
             found["steps"] = [[s.drafted, s.depth, s.accepted, s.emitted] for row in rows for s in row]

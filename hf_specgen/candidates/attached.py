@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class AttachedModules(Generic[T]):
-    """What a strategy has loaded for each target that it was used with. May be shared by threads.
+    """Modules that a strategy has loaded, by target. May be shared by threads.
 
     A target that is freed takes its modules with it; one that is moved or cast gets new ones.
     """

@@ -26,8 +26,8 @@ from hf_specgen.heads.loading import FORMATS, head_format, holds_medusa, specula
 from hf_specgen.heads.mtp_format import has_mtp_layers
 
 Build = Callable[..., Candidates]
-DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja")
-"""Configs, tensors and tokenizers; no code."""
+DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja")
+"""Files of a repository that are downloaded: configs, tensors and tokenizers; no code."""
 
 
 class AutoCandidates:
@@ -50,7 +50,7 @@ class AutoCandidates:
         cache_dir: str | Path | None = None,
         **settings: Any,
     ) -> Candidates:
-        """The strategy that drafts with a checkpoint; which one is seen from its config.json and its tensors.
+        """The strategy that drafts with a checkpoint, determined from its config.json and its tensors.
 
         Args:
             name_or_path: a folder, or a repository of the Hub.
@@ -120,7 +120,7 @@ def _exit_adapter(name: str, **settings: Any) -> LayerSkipCandidates:
 
 
 def _local_name(source: Source) -> str:
-    """A folder or name that stands for the checkpoint without further options."""
+    """The folder or Hub id of the checkpoint; with further options, the folder that it is downloaded to."""
     name, subfolder = source.path_or_id, source.subfolder or ""
     if not Path(name).is_dir():
         if source == Source(name):
@@ -130,6 +130,6 @@ def _local_name(source: Source) -> str:
             revision=source.revision,
             token=source.token,
             cache_dir=source.cache_dir,
-            allow_patterns=[f"{subfolder}/{kind}" if subfolder else kind for kind in DOWNLOADED],
+            allow_patterns=[f"{subfolder}/{kind}" if subfolder else kind for kind in DOWNLOAD_PATTERNS],
         )
     return str(Path(name) / subfolder) if subfolder else name

@@ -50,14 +50,14 @@ class DraftSession(ABC):
     """
 
     passes: Sequence[int] | None = None
-    """Tokens, over all rows, in each forward pass of the drafter for the last draft, without the pass that reads its
-    prompt. Empty if drafting needs no forward pass; None if unknown: then one pass for each level of the draft is
-    assumed, with one token per row."""
+    """Tokens, over all rows, in each forward pass of the drafter for the last draft, without the drafter's prefill.
+    Empty if drafting needs no forward pass; None if unknown: then one pass for each level of the draft is assumed, with
+    one token per row."""
     knows_successors: bool = False
     """Whether `successors` can take the place of `draft` where strategies are combined."""
     top_tokens: int = 0
-    """How many of the target's most likely tokens after every token that it read `observe` receives, with
-    `VerificationResult.top_tokens`; if any, `observe` is called after a prefill without a draft too."""
+    """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
+    `VerificationResult.top_tokens`; if not 0, `observe` is called after a prefill without a draft too."""
 
     def __init__(self, call: Call):
         self.call = call
@@ -95,8 +95,8 @@ class DraftSession(ABC):
     def successors(self, token: int) -> tuple[Sequence[int], Sequence[float]]:
         """Likely next tokens after any token, and the probability of each, most likely first.
 
-        For strategies that know no more than that. Only called if `knows_successors`; the drafts of other strategies
-        are extended with it.
+        For strategies whose proposals depend on the last token alone. Only called if `knows_successors`, to extend the
+        drafts of other strategies.
         """
         return (), ()
 

@@ -1,4 +1,4 @@
-"""What sessions that draft with confidences share: calibrated acceptance, and counting what came of their trees."""
+"""Base class of sessions that draft with confidences: calibrates acceptance probabilities, and counts outcomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_specgen.candidates.tree_shape import MAX_CHILDREN, TreeShape, tree_shape
 from hf_specgen.depth.calibration import Calibration, calibration_memory
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import VerificationResult
+from hf_specgen.verification.result import VerificationResult, judged_nodes
 
 
 class CalibratedSession(DraftSession):
@@ -33,15 +33,16 @@ class CalibratedSession(DraftSession):
         known = call.model if self.remembers else None
         self.calibrations: list[Calibration] = [calibration_memory.recall(known, key) for key in self._keys]
         self._tree = DraftTree.empty(call.state.batch)
+        # For each row the rank, confidence and depth of its nodes.
         self._features: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
 
     def verified(self, tree: DraftTree, builder: TreeBuilder, nodes: Sequence[list[int]], confidence: Any) -> DraftTree:
-        """Note which tree is verified; returns it.
+        """Record the tree that is verified; returns it with its joint probabilities.
 
         Args:
             tree: the draft.
             builder: that it was chosen from.
-            nodes: the builder's index of each of its nodes, by row.
+            nodes: for each row, the builder's index of each node of the draft.
             confidence: `[rows, nodes of the builder]`.
         """
         self._features = [
@@ -58,19 +59,12 @@ class CalibratedSession(DraftSession):
         return self._tree
 
     def observe(self, result: VerificationResult) -> None:
-        """Count the children of each row's last token and of its accepted nodes: which of them were accepted?"""
+        """Count which nodes were accepted, among the children of each row's last token and of its accepted nodes."""
         for row, path in enumerate(result.paths):
             if path is None or not self._features or not self._tree.parents[row]:
                 continue
-            emitted = result.tokens[row]
-            place = {-1: 0} | {node: index + 1 for index, node in enumerate(path)}
-            judged = [
-                (node, place[parent])
-                for node, parent in enumerate(self._tree.parents[row])
-                if place.get(parent, len(emitted)) < len(emitted)
-            ]
-            tokens = self._tree.tokens[row].tolist()
-            accepted = np.array([tokens[node] == emitted[step] for node, step in judged], dtype=bool)
+            judged = judged_nodes(self._tree.tokens[row].tolist(), self._tree.parents[row], result.tokens[row])
+            accepted = np.array([is_accepted for _, is_accepted in judged], dtype=bool)
             rank, confidence, depth = (values[[node for node, _ in judged]] for values in self._features[row])
             for index, calibration in enumerate(self.calibrations):
                 chosen = slice(None) if len(self.calibrations) == 1 else depth == index + 1

@@ -22,12 +22,17 @@ class ChainSession(DraftSession):
         self.top_tokens = session.top_tokens
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
-        self._tree = self._session.draft(budget)
-        self.passes = self._session.passes
-        return self._tree.leftmost_chain()
+        return self._leftmost_chain(self._session.draft(budget))
+
+    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
+        return self._leftmost_chain(self._session.draft_at_prefill(budget))
 
     def observe(self, result: VerificationResult) -> None:
         self._session.observe(result_for(result, self._tree))
 
     def end(self) -> None:
         self._session.end()
+
+    def _leftmost_chain(self, tree: DraftTree) -> DraftTree:
+        self._tree, self.passes = tree, self._session.passes
+        return tree.leftmost_chain()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MIN_SPEEDUP_WITHOUT_NETWORK = 1.25
-"""Relative gain in expected tokens per second for which a network is left out: drafts that seem good are overestimated.
+"""Speedup from leaving out a network at which it is left out; above 1, since drafts that look good are overestimated.
 The projected speed of n-grams and a draft model is 4.60x of plain decoding with it, 4.54x with 1.1 and 4.43x with 1."""
 RATE_UPDATE = 0.1
 """Weight of the newest step in the mean of what steps with a network's draft yield and take."""
@@ -41,7 +41,7 @@ class CombinedCandidates(Candidates):
     """Combines the drafts of several strategies: n-grams where the text repeats itself, other drafts elsewhere.
 
     Args:
-        strategies: the members. Left out, they are n-grams and Token Recycling: the best that needs nothing.
+        strategies: the members. Left out, they are n-grams and Token Recycling, which need no model and no training.
         tree: how many draft tokens are verified: "auto" the tree with the highest expected tokens per second, if the
             policy has a latency model; a number is the size of every tree; None all that is proposed.
         policy: chooses the depth of all members, step by step.
@@ -104,7 +104,12 @@ class _Member:
         """Expected seconds of the passes of the present draft."""
 
     def measure(self, accepted: int, nodes: int) -> None:
-        """Note the outcome of a step with its draft, in which the others took part as well."""
+        """Update the means with a step that had its draft.
+
+        Args:
+            accepted: draft tokens of all members, over all rows.
+            nodes: of a row in the verified tree.
+        """
         self.steps += 1
         self.gain += max(RATE_UPDATE, 1 / (EXPECTED_GAIN_STEPS + self.steps)) * (accepted - self.gain)
         share = max(RATE_UPDATE, 1 / self.steps)
@@ -112,7 +117,7 @@ class _Member:
         self.seconds += share * (self.spent - self.seconds)
 
     def skip(self) -> None:
-        """Note a step in which its passes were left out: what was measured before it counts less."""
+        """Count a step without its passes: the mean gain moves towards the prior."""
         self.gain += SKIPPED_UPDATE * (self._expected_gain - self.gain)
 
 
@@ -124,7 +129,7 @@ class _CombinedSession(DraftSession):
         self._settings = settings
         self._members = [_Member(one, one.start(call), call.state.batch) for one in settings.strategies]
         self.top_tokens = max(member.session.top_tokens for member in self._members)
-        # An early-exit target has run its first layers on the drafted chain; other nodes cannot join it.
+        # An early-exit target has run its first layers on the nodes of one member; others cannot be added to its draft.
         self._merges = not isinstance(call.target, EarlyExitTarget)
         self._wants_q = call.verification is not None and call.verification.wants_q
         self._key = (settings.profile_key(), "combined", call.do_sample, round(call.temperature, 2))
@@ -150,7 +155,7 @@ class _CombinedSession(DraftSession):
         for member in self._members:
             if member.has_passes and member.draft.nodes and self._verified:
                 member.measure(sum(result.accepted), self._verified)
-            # After a prefill without drafts only those are called that read more than the outcome of a draft.
+            # After a prefill without drafts only members that use more than the outcome of a draft are called.
             if not self._in_prefill or member.draft.nodes or member.session.top_tokens or self._has_drafted:
                 member.session.observe(result_for(result, member.draft))
 
@@ -174,15 +179,15 @@ class _CombinedSession(DraftSession):
             member.draft = DraftTree.empty(len(budget))
         # Members whose drafts cost nothing come first: where their drafts are long, no pass of a network is made.
         for member in sorted(self._members, key=lambda member: member.has_passes and ranks):
-            found = not self._merges and any(other.draft.nodes for other in self._members)
-            waits = (
-                found
+            has_draft = not self._merges and any(other.draft.nodes for other in self._members)
+            is_left_out = (
+                has_draft
                 or (extends and member.session.knows_successors)
                 or (ranks and member.has_passes and self._is_slower(member, shape, budget, is_prefill))
             )
-            if waits and member.has_passes and any(budget):
+            if is_left_out and member.has_passes and any(budget):
                 member.skip()
-            depth = [0 if waits else min(depth, member.k) for depth in budget]
+            depth = [0 if is_left_out else min(depth, member.k) for depth in budget]
             member.draft = method(member.session)(depth)
             member.spent = 0.0
             if any(depth) and member.has_passes and isinstance(shape, FastestSize):

@@ -1,8 +1,8 @@
 """DFlash and JetSpec: a head of a few layers drafts a whole block of tokens in one pass.
 
 The head attends to the target's hidden states of the accepted text, so a draft costs one small pass, however long it
-is. The tokens of a block do not know each other: each depth has one distribution, and the most likely combinations form
-the draft tree.
+is. The tokens of a block are predicted independently of each other: each depth has one distribution, and the most
+probable combinations form the draft tree.
 
 Sources: DFlash (2026), https://arxiv.org/abs/2602.06036; JetSpec (2026), https://arxiv.org/abs/2606.18394.
 """

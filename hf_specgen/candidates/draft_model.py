@@ -1,4 +1,4 @@
-"""Draft model: a smaller model of the same tokenizer reads what the target has read, and drafts continuations.
+"""Draft model: a smaller model reads the same text as the target, and drafts continuations.
 
 The draft keeps a per-row cache of its own from step to step. After a step it keeps what it computed for accepted nodes
 and drops the rest, so it reads at most two new tokens: an accepted leaf of its tree, and the bonus token.
@@ -40,7 +40,7 @@ from hf_specgen.target.support import check_model, is_causal_kernel, position_ta
 from hf_specgen.tree import DraftTree
 
 MAX_DEPTH = 16
-"""Maximum depth of k="auto": text that is copied is accepted that far, and passes that cost too much are not made."""
+"""Maximum depth of k="auto": drafts of copied text are accepted that far; elsewhere trees stop growing earlier."""
 
 
 class DraftModelCandidates(Candidates):
@@ -55,7 +55,7 @@ class DraftModelCandidates(Candidates):
         tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
             per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
             k the draft is a chain of k tokens.
-        confidence_threshold: do not draft behind a token with a lower probability; 0 never stops.
+        confidence_threshold: do not draft after a token with a lower probability; 0 never stops.
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
             checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
             `Int8WeightOnlyConfig()`.
@@ -162,7 +162,7 @@ class DraftModelCandidates(Candidates):
 
 
 def _auto_class(target: PreTrainedModel | None) -> Any:
-    """What loads a draft of the target's kind."""
+    """The Auto class that loads a draft of the target's kind."""
     if target is None or not target.config.is_encoder_decoder:
         return AutoModelForCausalLM
     speech = type(target.config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
@@ -187,22 +187,29 @@ def _without_wrapper(model: Any) -> PreTrainedModel:
 
 
 class _DraftModelSession(AutoregressiveSession):
-    """`_read[b]` generated tokens of row b are in the draft's cache."""
+    """The state of one call.
+
+    Args:
+        settings: of the strategy.
+        draft: the draft model.
+        reader: runs its forward passes.
+        call: the call.
+    """
 
     def __init__(self, settings: DraftModelCandidates, draft: PreTrainedModel, reader: Target, call: Call):
         vocab, tree = vocabulary_size(call.model or draft), None if reader.verifies_chains_only else settings.tree
         super().__init__(call, settings.k, tree, settings.confidence_threshold, vocab)
-        self._state, self._draft, self._model = call.state, draft, reader
+        self._state, self._draft, self._reader = call.state, draft, reader
         self._table = position_table(text_config(draft))
         self._has_read_prompt = False
-        self._read = [0] * call.state.batch
-        self._reads = [True] * call.state.batch
+        self._read = [0] * call.state.batch  # generated tokens of each row in the draft model's cache
+        self._drafts = [True] * call.state.batch  # the rows that draft in this step
 
     def room(self, row: int) -> int:
         """How many positions the draft model has left; none where its cache slots may run out."""
         state = self._state
         longest = max(map(len, state.prompts)) + max(map(len, state.generated))
-        if longest + MAX_DRAFT_SLOTS > self._model.slot_limit:
+        if longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
             return 0
         return max(0, self._table - len(self._state.prompts[row]) - len(self._state.generated[row]))
 
@@ -212,39 +219,38 @@ class _DraftModelSession(AutoregressiveSession):
         The prompt is read before the first draft, so that a call that never drafts does not read it.
         """
         if not self._has_read_prompt:
-            logits = self._model.prefill(DraftTree.empty(len(self._read)))
+            logits = self._reader.prefill(DraftTree.empty(len(self._read)))
             self._has_read_prompt = True
             if not any(self._state.generated):
-                self._reads = [True] * len(self._read)
+                self._drafts = [True] * len(self._read)
                 return logits[:, -1]
         rows = range(len(self._read))
-        self._model.drop_rows([not self._state.has_ended(row) for row in rows])
-        self._reads = [self.budget[row] > 0 and self.room(row) > 0 for row in rows]
-        texts = list(zip(self._state.generated, self._read, self._reads, strict=True))
-        unread = _known([text[read:] if reads else text[-1:] for text, read, reads in texts], self._draft)
+        self._reader.drop_rows([not self._state.has_ended(row) for row in rows])
+        self._drafts = [self.budget[row] > 0 and self.room(row) > 0 for row in rows]
+        texts = list(zip(self._state.generated, self._read, self._drafts, strict=True))
+        unread = _known([text[read:] if drafts else text[-1:] for text, read, drafts in texts], self._draft)
         tree = DraftTree.chains([tokens[1:] for tokens in unread])
-        self.passes.append(sum(self._reads) * (1 + tree.nodes))
-        logits = self._model.forward(tree, [tokens[0] for tokens in unread], self._reads)
-        self._model.commit(
-            [list(range(len(tokens) - 1)) if reads else None for tokens, reads in zip(unread, self._reads, strict=True)]
-        )
-        self._read = [len(text) if reads else read for text, read, reads in texts]
+        self.passes.append(sum(self._drafts) * (1 + tree.nodes))
+        logits = self._reader.forward(tree, [tokens[0] for tokens in unread], self._drafts)
+        kept = zip(unread, self._drafts, strict=True)
+        self._reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
+        self._read = [len(text) if drafts else read for text, read, drafts in texts]
         last = torch.tensor([len(tokens) - 1 for tokens in unread], device=logits.device)
         return logits[torch.arange(len(unread), device=logits.device), last]
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        return self._model.grow(tree, new, self._reads)
+        return self._reader.grow(tree, new, self._drafts)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """What was accepted has been read already, unless it was not expanded."""
-        self._model.commit(paths)
+        """Keep accepted nodes in the cache; those that were not expanded are read by the next `first_scores`."""
+        self._reader.commit(paths)
         for row, path in enumerate(paths):
-            if self._reads[row]:
+            if self._drafts[row]:
                 self._read[row] += len(path)
 
 
 def _known(texts: list[list[int]], draft: PreTrainedModel) -> list[list[int]]:
-    """Replace tokens from the padding of a larger target's embedding table, which the draft model cannot read."""
+    """Replace token ids beyond the draft's embedding table, which a larger, padded table of the target allows, by 0."""
     size = int(cast(Any, draft.get_input_embeddings()).weight.shape[0])
     return [[token if token < size else 0 for token in tokens] for tokens in texts]
 

@@ -1,4 +1,4 @@
-"""What a draft model reads before the first draft: the prompts, and for an encoder-decoder what its encoder returns."""
+"""Prepares the input of a draft model's prefill: the prompts, and for an encoder-decoder the encoder's outputs."""
 
 from __future__ import annotations
 
@@ -41,22 +41,20 @@ def draft_prompt(
     Args:
         draft: the draft model.
         call: the call of the target.
-        prompts: token ids of each row, which the draft knows.
+        prompts: token ids of each row, within the draft's vocabulary.
         share_encoder: whether the draft reads the target's encoder outputs; None if its encoder has the same weights.
 
     Raises:
         ValueError: if an encoder is to be shared whose outputs the draft cannot read, or there is nothing to read.
     """
-    input_ids, mask = left_padded(prompts, compat.input_device(draft))
     if not reads_encoder(draft):
         if share_encoder is not None:
             raise ValueError(f"share_encoder={share_encoder} is for encoder-decoder models; leave it out")
-        config = draft_config(call, input_ids.shape[1])
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+        input_ids, config, arguments = decoder_prompt(draft, call, prompts)
         if compat.supports_logits_to_keep(draft):
             arguments["logits_to_keep"] = 1
         return input_ids, config, arguments
+    input_ids, mask = left_padded(prompts, compat.input_device(draft))
     read = call.encoder
     if read is None:
         raise ValueError(
@@ -78,8 +76,29 @@ def draft_prompt(
     return compat.prepared_call(draft, generation_config=config, decoder_input_ids=input_ids, **moved)
 
 
-def draft_config(call: Call, prompt: int) -> GenerationConfig:
-    """The settings of a draft model's passes: as long as the target's text can become behind a prompt of its own."""
+def decoder_prompt(
+    draft: PreTrainedModel, call: Call, prompts: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
+    """The prompts of a decoder-only draft model, its generation config, and the arguments of its forward pass.
+
+    Args:
+        draft: the draft model.
+        call: the call of the target.
+        prompts: token ids of each row, within the draft's vocabulary.
+    """
+    input_ids, mask = left_padded(prompts, compat.input_device(draft))
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+    return input_ids, _draft_config(call, input_ids.shape[1]), arguments
+
+
+def _draft_config(call: Call, prompt: int) -> GenerationConfig:
+    """The generation config of a draft model: its `max_length` allows all tokens of the call after its own prompt.
+
+    Args:
+        call: the call of the target.
+        prompt: tokens of the draft model's prompt.
+    """
     longest = prompt + call.max_new_tokens
     chunk = call.config.prefill_chunk_size
     return GenerationConfig(prefill_chunk_size=chunk, max_length=int(longest) if isfinite(longest) else None)

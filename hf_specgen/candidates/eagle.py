@@ -1,4 +1,4 @@
-"""EAGLE: a head of one or a few layers drafts from the target's hidden states, one token at a time.
+"""EAGLE: drafts with a head of one or a few layers on the target's hidden states, one token at a time.
 
 The head reads each accepted token with the hidden states that the target computed for it in verification, so drafting
 costs no forward pass of a model and no second reading of the prompt by the target. Beyond the accepted text the head

@@ -1,4 +1,4 @@
-"""What a draft head has not read yet: the target's hidden states of accepted tokens, and the tokens after them."""
+"""Collects the inputs of draft heads: the target's hidden states of accepted tokens, and the tokens after them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_specgen.target.hidden_states import HiddenStateTarget
 
 
 class UnreadFeatures:
-    """Collects the target's hidden states step by step; a head takes them when it drafts.
+    """The hidden states of each row that the head has not read yet; a head takes them when it drafts.
 
     Args:
         call: the call.
@@ -40,7 +40,7 @@ class UnreadFeatures:
         return any(len(new) for row, features in unread if not self._state.has_ended(row) for new in features)
 
     def receive(self) -> None:
-        """Note what the target computed for the tokens that the last step kept."""
+        """Add the hidden states that the target computed for the tokens kept by the last step."""
         states = self._target.committed_states(self._taps)
         if self.is_empty:
             # The target has read everything but the last token; positions that a given cache held have no features.

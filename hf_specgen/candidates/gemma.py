@@ -37,7 +37,7 @@ class GemmaAssistantCandidates(HeadCandidates):
     """
 
     max_depth = 8
-    """Maximum depth of k="auto": beyond, little is left of what the passed-on state knows of the drafted tokens."""
+    """Maximum depth of k="auto": without a cache, one hidden state and the last token stand for all draft tokens."""
 
     def check(self, head: DraftHead) -> None:
         if not isinstance(head, AssistantHead):

@@ -1,4 +1,4 @@
-"""What strategies share that draft with a head of any format: loading it, attaching it to the target, settings."""
+"""Base class of strategies with a draft head of any format: settings, loading, attaching the head to the target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _next_number = count()
 
 
 def _number_of(head: DraftHead) -> int:
-    """A number that tells a loaded head apart from all others of this process, also from those that were freed."""
+    """A number unique to a loaded head in this process; freed heads keep theirs."""
     return _numbers.setdefault(head, next(_next_number))
 
 
@@ -99,7 +99,7 @@ class HeadCandidates(Candidates):
         return self.begin(call, call.target, self._on(call.model))
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        """A head that was given loaded is told apart from every other one, whatever its class."""
+        """By name; a head that was given loaded is identified by the object, as its name is only that of its class."""
         which = self._name if self._head is None else f"{self._name} {_number_of(self._head)}"
         return ("head", which, self.k, str(self.tree), str(self.taps))
 

@@ -1,4 +1,4 @@
-"""Layer skip: the target's own first layers draft. No second model, one cache, nothing is computed twice.
+"""Layer skip: drafts with the target's own first layers, whose states and cache entries verification uses again.
 
 Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding" (2024), section 4.3.
 """
@@ -30,7 +30,7 @@ class LayerSkipCandidates(Candidates):
 
     Args:
         exit_layer: how many layers draft.
-        k: greatest length of a draft, in tokens; "auto" adapts it to acceptance and latency.
+        k: maximum depth of a draft, in tokens; "auto" adapts it to acceptance and latency.
         adapter: folder or Hub id of a trained exit adapter, or a module that turns states into logits.
         tree: how many draft tokens are verified, as in `DraftModelCandidates`.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
@@ -70,7 +70,7 @@ class LayerSkipCandidates(Candidates):
         return _LayerSkipSession(call, call.target, self.k, self.tree, vocab, self._head_on(call.model))
 
     def _head_on(self, model: PreTrainedModel) -> nn.Module | None:
-        """The adapter on this model, in its present dtype on its present device."""
+        """The adapter for this model, in its dtype on its device; None without an adapter."""
         if not isinstance(self.adapter, str):
             return self.adapter
         adapter = self.adapter

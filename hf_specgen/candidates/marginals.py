@@ -1,7 +1,7 @@
-"""Drafting with heads that predict several depths at once: each depth has one distribution, whatever the path before.
+"""Drafting with heads that predict several depths at once: one distribution per depth, whatever the path.
 
-The best combinations of the depths' tokens form a tree; since nothing has to be run for a node, the whole tree is
-chosen after one pass of the head.
+The most probable combinations of the depths' tokens form a tree. Nodes need no forward passes of their own, so
+the whole tree is chosen after one pass of the head.
 
 Sources: Cai et al., "Medusa" (2024), section 2.3.3, for trees of heads; DDTree (2026), https://arxiv.org/abs/2604.12989,
 for best-first trees over the distributions of a block.

@@ -82,7 +82,7 @@ class MedusaCandidates(Candidates):
 
     @classmethod
     def from_pretrained(cls, heads: str, tree: str | int | Paths = "auto") -> MedusaCandidates:
-        """`MedusaCandidates(heads, tree)`, in the words of Transformers; the heads are loaded at the first call."""
+        """`MedusaCandidates(heads, tree)`, named as in Transformers; the heads are loaded at the first call."""
         return cls(heads, tree)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
@@ -154,7 +154,7 @@ class MedusaSession(MarginalSession):
         return self._reader.logits(self._target.states_of((OUTPUT_STATE,)), pending).float()
 
     def acceptance(self, confidence: Floats) -> Floats:
-        """By calibration, starting from the acceptance that was measured with the heads, if it was."""
+        """By calibration; the prior is the acceptance measured with the heads, where their config contains it."""
         if self._prior is None:
             return super().acceptance(confidence)
         heads = []
@@ -166,7 +166,7 @@ class MedusaSession(MarginalSession):
         return np.stack(heads, axis=1)
 
     def _fixed(self, paths: RankTree, budget: Sequence[int], tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
-        """The same tree of ranks in every step."""
+        """The draft with a fixed tree of ranks, cut to each row's depth."""
         trees = [paths.cut(depth) for depth in budget]
         if self.wants_q:
             trees = [tree.drawn_in_order for tree in trees]

@@ -1,7 +1,7 @@
-"""MTP: the multi-token prediction layer that lies in the target's own checkpoint drafts, like an EAGLE head.
+"""MTP: drafts with the multi-token prediction layer in the target's own checkpoint, like an EAGLE head.
 
-Transformers ignores these tensors when it loads the target; here they are read from the same checkpoint. One layer is
-applied to its own output again for each further token.
+Transformers ignores these tensors when it loads the target; here they are read from the same checkpoint. The
+layer is applied to its own output again for each further token.
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), sections 2.2 and 5.4.3.
 """
@@ -24,6 +24,7 @@ from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 
 OWN_CHECKPOINT = ""
+"""The name that stands for the checkpoint from which the target was loaded."""
 
 
 class MTPCandidates(HeadCandidates):

@@ -31,7 +31,7 @@ class NativeCandidates(Candidates):
         super().__init__(64, FixedDepth())
         if generator.requires_model_outputs:
             raise ValueError(
-                f"{type(generator).__name__} reads the target's outputs, which only Transformers' own loop gives it"
+                f"{type(generator).__name__} reads the target's outputs, which only Transformers' own loop provides"
             )
         self.generator = generator
 

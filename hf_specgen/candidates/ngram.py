@@ -1,4 +1,4 @@
-"""N-gram candidates: the text goes on as it did after earlier occurrences of its last tokens.
+"""N-gram candidates: proposes what followed earlier occurrences of the last tokens of the text.
 
 All occurrences vote, each with odds that depend on how long its match is and that are learnt from the outcome of the
 steps. So a long match gives a long chain, occurrences that disagree give a tree with both continuations, and a short
@@ -38,8 +38,8 @@ class NgramCandidates(Candidates):
 
     With an encoder-decoder, the text that the encoder reads counts as the beginning of the row's own.
 
-    Costs no model and no training. Drafting is fastest where output repeats input: editing, summaries, retrieval, code,
-    JSON.
+    Needs no model and no training. The speedup is largest where output repeats input: editing, summaries, retrieval,
+    code, JSON.
 
     Args:
         k: maximum depth of a draft, in tokens; "auto" for as many as are expected to be faster.
@@ -116,7 +116,7 @@ class _NgramSession(DraftSession):
             for source, prompt in zip(call.encoder_texts(), call.state.prompts, strict=True)
         ]
         self._trees: list[NgramTree] = []
-        self._read = [0] * call.state.batch
+        self._read = [0] * call.state.batch  # generated tokens of each row that its text contains
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         return self._draft(budget, self._settings.branches)

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 FILE_NAME = "ngram_history.safetensors"
 FORMAT = "hf_specgen n-gram history 1"
 MAX_TOKENS_OF_FILE = 2**28
-"""Tokens of a file at most: 10 GB in memory."""
+"""Maximum number of tokens in a file: 10 GB in memory."""
 
 
 class NgramHistory(Locked):
     """Texts of earlier calls, and any corpus of yours, for `NgramCandidates` to look into. May be shared by threads.
 
     Takes 37 bytes a token. When it is full, every new token overwrites the oldest one, so that nothing has to be
-    rebuilt. Generated text counts more than prompts: it is what a target writes.
+    rebuilt. Generated text has higher odds than prompts, since it is the target's own.
 
     Args:
         max_tokens: how many tokens are remembered.

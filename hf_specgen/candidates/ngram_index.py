@@ -1,4 +1,4 @@
-"""Where did the last tokens of a text occur before? Hash chains over a growing or a bounded text.
+"""Finds earlier occurrences of the last tokens of a text: hash chains over a growing or a bounded text.
 
 For each of a few n-gram lengths, a table maps the hash of an n-gram to where it ended last, and a link leads from every
 position to the one before it with the same hash: the structure by which LZ77 compressors find repetitions. All of it
@@ -22,31 +22,31 @@ from numpy.typing import NDArray
 ORDERS = (1, 2, 4, 8)
 """Lengths of the n-grams that are indexed; a match of any other length contains one of them."""
 MAX_MATCH_LENGTH = 64
-"""Matches are compared so far back: longer ones are accepted as often."""
+"""Tokens that are compared at most; drafts after longer matches are accepted as often."""
 SEPARATOR = -1
-"""A token that is no token: put between texts, so that no match reaches across."""
-BULK = 64
-"""From so many tokens on, numpy indexes them faster than one by one."""
+"""Marker between texts, which is no token id, so that no match spans two texts."""
+MIN_BULK_TOKENS = 64
+"""From this number of tokens on, numpy indexes them faster than one by one."""
 INITIAL_CAPACITY = 1024
-NOTHING: Mapping[int, int] = {}
+"""Tokens that the arrays of a text without limit hold at first; they grow by doubling."""
+NO_OCCURRENCES: Mapping[int, int] = {}
 BASE = 0x9E3779B1
 """Base of the polynomial hash: a prime close to the golden ratio of 2^32, so that close tokens get distant hashes."""
 POWERS = tuple(pow(BASE, exponent, 2**32) for exponent in range(ORDERS[-1]))
 """A hash is a sum of eight tokens times these: below 2^64, as numpy's integers require."""
 RANGES = tuple(range(shorter, order) for shorter, order in zip((0, *ORDERS), ORDERS, strict=False))
-"""By which tokens, counted back from the last, an n-gram is longer than the one before."""
+"""For each order, which tokens, counted back from the last, its n-grams have beyond those of the previous order."""
 
 
 class NgramIndex:
     """An index of the n-grams of one text.
 
     Args:
-        max_tokens: what is added beyond so many tokens overwrites the oldest ones; None for a text without limit.
+        max_tokens: further tokens overwrite the oldest ones; None for a text without limit.
 
     Attributes:
-        tokens: the text; of a bounded one a ring, in which `end` is the place of the next token. A match never reaches
-            across the end of the array, nor across the place of the next token.
-        end: see above.
+        tokens: the text; a ring buffer if it is bounded. No match spans the end of the array, nor `end`.
+        end: the index of the next token in `tokens`.
 
     Example:
         >>> index = NgramIndex()
@@ -90,7 +90,7 @@ class NgramIndex:
             if self.end == self._capacity:
                 self._make_room(len(tokens) - first)
             part = tokens[first : first + self._capacity - self.end]
-            if len(part) >= BULK:
+            if len(part) >= MIN_BULK_TOKENS:
                 self._append_in_bulk(part)
             else:
                 self._append(part)
@@ -98,19 +98,19 @@ class NgramIndex:
             first += len(part)
 
     def occurrences(
-        self, tail: Sequence[int], limit: int, known: Mapping[int, int] = NOTHING, grown: int = 0
+        self, tail: Sequence[int], limit: int, known: Mapping[int, int] = NO_OCCURRENCES, grown: int = 0
     ) -> dict[int, int]:
         """Where the end of a text occurs in this one: the longest indexed n-grams first, and then the most recent.
 
         Args:
-            tail: the last tokens of the text that is looked for, which may be this one.
-            limit: how many occurrences are returned, and of each n-gram length visited, at most.
-            known: what was returned for the same text before its last `grown` tokens: match lengths grow from there
-                instead of being compared anew.
-            grown: see above.
+            tail: the last tokens of the text whose end is looked up, which may be this text.
+            limit: maximum number of occurrences that are returned, and that are visited for each n-gram length.
+            known: what was returned before the last `grown` tokens of `tail` were appended: match lengths grow from
+                there instead of being compared anew.
+            grown: number of tokens.
 
         Returns:
-            the position of the token that followed, and the length of the match, at most `MAX_MATCH_LENGTH`.
+            by the position of the token that followed, the length of the match, at most `MAX_MATCH_LENGTH`.
         """
         found: dict[int, int] = {}
         tokens, end, capacity, is_ring = self.tokens, self.end, self._capacity, self._max_tokens is not None
@@ -128,7 +128,7 @@ class NgramIndex:
                     age = (end - 1 - place) % capacity
                 following = place + 1
                 if following not in found and following != end and following < capacity:
-                    # The place that is overwritten next, and the beginning of the array, end every match.
+                    # Matches end at `end`, which is overwritten next, and at the beginning of the array.
                     longest = following if following <= end else following - end
                     length = 0
                     for token in backwards:
@@ -213,7 +213,7 @@ class NgramIndex:
 
 
 def _enter(hashes: NDArray[np.uint64], first: int, links: memoryview, heads: memoryview) -> None:
-    """Enter the n-grams with these hashes, which end at the places from `first` on."""
+    """Add n-grams to one table, given by their hashes; they end at the positions from `first` on."""
     link, head = np.frombuffer(links, dtype=np.int32), np.frombuffer(heads, dtype=np.int32)
     buckets = (hashes % np.uint64(len(head))).astype(np.int64)
     order = np.argsort(buckets, kind="stable")

@@ -1,4 +1,4 @@
-"""How likely the text goes on as it did after an earlier occurrence: odds by kind and length of the match, learnt.
+"""Odds that the text continues as it did after an earlier occurrence, learnt by kind and length of the match.
 
 Every occurrence of the last tokens votes for the token that followed it, with the odds of its class. The probability of
 a token is the sum of the odds of its occurrences, divided by the odds of all occurrences and of a token that none of
@@ -17,10 +17,11 @@ from math import exp
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH
 
 OWN, NEAR, HISTORY_PROMPT, HISTORY_OUTPUT = range(4)
-"""Kinds of occurrences: in the row's own text; there, close to where it was copied from last; in earlier texts."""
+"""Kinds of occurrences: in the row's own text; in it, close to where tokens were copied from last; in the prompt, or in
+the generated part, of earlier texts."""
 BUCKETS = 11
 BUCKET_OF_LENGTH = (0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, *[8] * 8, *[9] * 8, *[10] * (MAX_MATCH_LENGTH - 31))
-"""By match length; length 0 is a place that follows a mismatch where the text was being copied."""
+"""Bucket of each match length up to `MAX_MATCH_LENGTH`. Length 0 is a position after a mismatch in a copied passage."""
 PRIOR_ODDS = (
     (0.0, 0.35, 1.3, 1.5, 2.3, 2.8, 3.5, 4.0, 5.0, 6.0, 8.0),
     (0.2, 3.5, 14.0, 14.0, 18.0, 21.0, 24.0, 28.0, 35.0, 50.0, 140.0),
@@ -31,14 +32,12 @@ PRIOR_ODDS = (
 NEW_TOKEN_ODDS, NEW_TOKEN_ODDS_PER_TOKEN = 1.0, 0.65
 """Odds of a token that no occurrence proposes: these, and more for each different token that is proposed."""
 FREQUENT_SHARE = 0.25
-"""Which part of the probability of a token that no occurrence proposes goes to the text's most frequent tokens."""
+"""Share of the probability of a token that no occurrence proposes that goes to the text's most frequent tokens."""
 FREQUENT = 4 * BUCKETS
 """The class of tokens proposed for being frequent."""
 CLASSES = FREQUENT + 1
-LONGEST = len(BUCKET_OF_LENGTH) - 1
-"""Match lengths with a class of their own; longer matches count as that long."""
-CHAIN = 64
-"""Tokens that are added to a chain at once: the tables by match length continue so far beyond `LONGEST`."""
+MAX_CHAIN_CHUNK = 64
+"""Tokens added to a chain at once: the tables by match length go this far beyond `MAX_MATCH_LENGTH`."""
 LEARNING_RATE = 0.2
 """Step of the odds' logarithm; 0.1 to 0.2 fit best, and none at all costs 4% of the tokens per step."""
 MAX_FACTOR = 20.0
@@ -46,10 +45,10 @@ MAX_FACTOR = 20.0
 
 
 CLASSES_BY_LENGTH = tuple(
-    tuple(kind * BUCKETS + bucket for bucket in (*BUCKET_OF_LENGTH, *BUCKET_OF_LENGTH[-1:] * CHAIN))
+    tuple(kind * BUCKETS + bucket for bucket in (*BUCKET_OF_LENGTH, *BUCKET_OF_LENGTH[-1:] * MAX_CHAIN_CHUNK))
     for kind in range(FREQUENT // BUCKETS)
 )
-"""By kind and match length."""
+"""`[kinds][match length]` the class of occurrences; a class is a bucket of a kind, or `FREQUENT`."""
 
 
 class MatchOdds:
@@ -57,16 +56,16 @@ class MatchOdds:
 
     Attributes:
         values: `[CLASSES]` present odds.
-        by_length: `[kinds, LONGEST + 1 + CHAIN]` the same by kind and match length.
-        alone: `[kinds, LONGEST + 1 + CHAIN]` probability of a token that one occurrence proposes and no other differs.
+        by_length: `[kinds][match length]` the same, up to a length of `MAX_MATCH_LENGTH + MAX_CHAIN_CHUNK`.
+        alone: `[kinds][match length]` probability of a token that is proposed by one occurrence, the only one.
 
     Example:
         >>> odds = MatchOdds()
-        >>> kind = OWN * BUCKETS + BUCKET_OF_LENGTH[4]
-        >>> odds.values[kind]
+        >>> match_class = OWN * BUCKETS + BUCKET_OF_LENGTH[4]
+        >>> odds.values[match_class]
         2.3
-        >>> odds.observe(kind, expected=0.7, accepted=False)
-        >>> round(odds.values[kind], 2)
+        >>> odds.observe(match_class, expected=0.7, accepted=False)
+        >>> round(odds.values[match_class], 2)
         2.0
     """
 
@@ -77,24 +76,25 @@ class MatchOdds:
         self.by_length = [[self.values[place] for place in classes] for classes in CLASSES_BY_LENGTH]
         self.alone = [[_alone(value) for value in values] for values in self.by_length]
 
-    def observe(self, kind: int, expected: float, accepted: bool) -> None:
+    def observe(self, match_class: int, expected: float, accepted: bool) -> None:
         """Learn from a verified token.
 
         Args:
-            kind: the class of the occurrence that voted for it with the largest odds.
+            match_class: the class of the occurrence that voted for it with the largest odds.
             expected: its probability, given that its parent was accepted.
             accepted: whether it was.
         """
-        factor = self._factors[kind] * exp(LEARNING_RATE * (accepted - expected))
-        self._factors[kind] = factor = min(MAX_FACTOR, max(1 / MAX_FACTOR, factor))
-        self.values[kind] = value = self._prior[kind] * factor
-        if kind < FREQUENT:
-            first, last = _LENGTHS[kind % BUCKETS]
-            self.by_length[kind // BUCKETS][first:last] = [value] * (last - first)
-            self.alone[kind // BUCKETS][first:last] = [_alone(value)] * (last - first)
+        factor = self._factors[match_class] * exp(LEARNING_RATE * (accepted - expected))
+        self._factors[match_class] = factor = min(MAX_FACTOR, max(1 / MAX_FACTOR, factor))
+        self.values[match_class] = value = self._prior[match_class] * factor
+        if match_class < FREQUENT:
+            kind, bucket = divmod(match_class, BUCKETS)
+            first, last = _LENGTHS[bucket]
+            self.by_length[kind][first:last] = [value] * (last - first)
+            self.alone[kind][first:last] = [_alone(value)] * (last - first)
 
     def copy(self) -> MatchOdds:
-        """Odds that learn on their own from here on."""
+        """Odds with the same values, which learn independently."""
         return MatchOdds(self._factors)
 
 
@@ -105,7 +105,7 @@ def _alone(odds: float) -> float:
 def _lengths(bucket: int) -> tuple[int, int]:
     """The first match length of a bucket, and the first one beyond it."""
     first = BUCKET_OF_LENGTH.index(bucket)
-    last = LONGEST + 1 + CHAIN if bucket == BUCKETS - 1 else BUCKET_OF_LENGTH.index(bucket + 1)
+    last = MAX_MATCH_LENGTH + 1 + MAX_CHAIN_CHUNK if bucket == BUCKETS - 1 else BUCKET_OF_LENGTH.index(bucket + 1)
     return first, last
 
 

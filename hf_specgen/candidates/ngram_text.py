@@ -1,4 +1,4 @@
-"""The text of one row: where its end occurred before, which text is being copied, and what it proposes to follow."""
+"""Proposes continuations of one row from its text: what followed earlier occurrences of its end."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from hf_specgen.candidates.ngram_tree import Limits, NgramTree, Occurrence, grow
 from hf_specgen.verification.result import judged_nodes
 
 MAX_OCCURRENCES = 24
-"""Occurrences that vote at most, in the row's text and in the history each: with 16, edits take 10% more steps."""
+"""Maximum number of occurrences that vote, in the row's text and in the history each: with 16, edits take 10% more
+steps."""
 NEAR_TOKENS = 16
-"""An occurrence counts as near if it is so many tokens or less behind the place that was copied from last."""
+"""An occurrence counts as near if it is at most this many tokens after the position that was copied from last."""
 MAX_SKIPPED = 3
-"""Tokens in a row that differ from the text being copied, after which it is given up."""
+"""Maximum number of consecutive tokens that differ from the copied passage; after more, copying does not resume."""
 FREQUENT_TOKENS, FREQUENT_OCCURRENCES = 24, 4
-"""The most frequent tokens that are proposed, and the occurrences that vote for what follows one of them."""
+"""How many of the most frequent tokens are proposed, and how many occurrences vote on what follows each of them."""
 RECOUNT_EVERY = 32
 """Tokens between counts of the most frequent ones."""
 
@@ -62,9 +63,11 @@ class RowText:
         self.index.extend(prompt)
         self._odds, self._history, self._lengths = odds, history, lengths
         self._tail = list(prompt[-MAX_MATCH_LENGTH:])
+        # Occurrences (position -> match length) at the last proposal, and how many tokens were appended since.
         self._known: dict[int, int] = {}
         self._known_history: dict[int, int] = {}
         self._grown = 0
+        # The position after the token that was copied last, -1 for none; and the differing tokens appended since.
         self._source, self._skipped = -1, 0
         self._counts = Counter(prompt)
         self._frequent: list[tuple[int, float]] = []
@@ -98,7 +101,7 @@ class RowText:
             for position, length in known.items()
             if length >= least
         ]
-        if least == 1 and self._skipped:
+        if least == 1:
             found += [(index.tokens, index.end, place, 0, NEAR) for place in self._resumed() if place not in known]
         if self._history is not None:
             self._known_history, others = self._history.find(
@@ -114,11 +117,11 @@ class RowText:
         return grow_tree(found, self._odds, limits, frequent, self._find)
 
     def learn(self, tree: NgramTree, emitted: Sequence[int]) -> None:
-        """Learn the odds of occurrences from the tokens that followed in fact.
+        """Learn the odds of occurrences from the tokens that followed.
 
         Args:
             tree: what was proposed.
-            emitted: the tokens; the children of a node are judged if the text has reached the node.
+            emitted: the tokens that followed.
         """
         for node, accepted in judged_nodes(tree.tokens, tree.parents, emitted):
             self._odds.observe(tree.classes[node], tree.expected(node), accepted)
@@ -127,14 +130,14 @@ class RowText:
         return self._source >= 0 and 0 <= position - self._source <= NEAR_TOKENS
 
     def _resumed(self) -> list[int]:
-        """Where to go on copying after a mismatch: the tokens that differed were replaced, or inserted."""
+        """Positions at which copying may resume after a mismatch: the differing tokens were replaced, or inserted."""
         if not self._skipped:
             return []
         places = (self._source + self._skipped, self._source)
         return [place for place in places if place < self.index.end]
 
     def _follow_source(self, tokens: Sequence[int]) -> None:
-        """Note where the new tokens were copied from: the occurrence that proposed most of them, and is the nearest."""
+        """Update `_source`: the occurrence that agrees with most of the new tokens, the nearest one if several do."""
         places = [
             (self._agreement(position, tokens), self._is_near(position), length, position)
             for position, length in self._known.items()
@@ -150,7 +153,7 @@ class RowText:
             self._skipped = 0
 
     def _agreement(self, position: int, tokens: Sequence[int]) -> int:
-        """How many of the tokens follow at a position."""
+        """How many of the tokens equal those of the text from a position on."""
         text, room = self.index.tokens, self.index.end - position
         agreed = 0
         while agreed < min(len(tokens), room) and text[position + agreed] == tokens[agreed]:
@@ -167,7 +170,7 @@ class RowText:
     def _find(self, token: int) -> list[Occurrence]:
         """Occurrences of a frequent token, as they were when frequencies were counted last.
 
-        They are placed one back, where they would have proposed the token itself: it is at depth 1 of the tree.
+        Their positions are those of the token itself, one before the token that followed, since it is at depth 1.
         """
         if token not in self._following:
             text, end = self.index.tokens, self.index.end

@@ -1,7 +1,7 @@
-"""The most probable continuations of a text, by what followed earlier occurrences of its end: a tree, best-first.
+"""Grows a tree of the most probable continuations of a text: what followed earlier occurrences of its end.
 
-Most of a tree are chains that a single occurrence proposes. They are added as a whole, by slices of its text and of the
-tables in `MatchOdds`, up to the node where another continuation becomes more probable.
+Most nodes belong to chains that a single occurrence proposes. These are added as a whole, by slices of its text and of
+the tables in `MatchOdds`, up to the node where another continuation becomes more probable.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from itertools import accumulate, islice
 from operator import mul
 from typing import NamedTuple
 
-from hf_specgen.candidates.ngram_index import SEPARATOR
+from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR
 from hf_specgen.candidates.ngram_odds import (
-    CHAIN,
     CLASSES_BY_LENGTH,
     FREQUENT,
-    LONGEST,
+    MAX_CHAIN_CHUNK,
     NEW_TOKEN_ODDS,
     NEW_TOKEN_ODDS_PER_TOKEN,
     MatchOdds,
@@ -27,13 +26,13 @@ from hf_specgen.candidates.ngram_odds import (
 from hf_specgen.tree import Parents
 
 MAX_VOTERS = 8
-"""Occurrences that go on voting after a token that they all proposed: with all of them instead, as many tokens are
-accepted per step."""
+"""Occurrences of a token that also vote on what follows it: with all of them, as many tokens are accepted per step."""
 
 Occurrence = tuple["array[int]", int, int, int, int]
 """A place after tokens that equal the last ones of a row: the text, where it ends, the position of the token that
 followed, the length of the match, and its kind (see `MatchOdds`). A plain tuple, since every draft makes dozens."""
 Frequent = Sequence[tuple[int, float]]
+"""The most frequent tokens of a text and their shares of it, in descending order."""
 _Child = tuple[int, float, int, Sequence[Occurrence]]
 """Token, probability, class of the strongest vote, and the occurrences that voted for it."""
 
@@ -86,14 +85,15 @@ def grow_tree(
     frequent: Frequent = (),
     find: Callable[[int], Sequence[Occurrence]] = lambda token: (),
 ) -> NgramTree:
-    """Grow the most probable tree: in each step the most probable node that is known is added, and its children become
-    known.
+    """Grow the most probable tree, best-first.
+
+    Again and again the most probable known node is added, and its children become known.
 
     Args:
         occurrences: of the end of the text, those with the longest matches first.
         odds: of the occurrences.
         limits: of the tree.
-        frequent: the most frequent tokens and their shares of the text; proposed where occurrences leave doubt.
+        frequent: the most frequent tokens; they share a part of the probability that occurrences leave.
         find: looks up the occurrences of one frequent token, each with the position of the token itself, to continue.
 
     Example:
@@ -109,17 +109,17 @@ def grow_tree(
     others = ((token, share * part, FREQUENT, ()) for token, part in frequent if token not in proposed)
     growth = _Growth(odds, limits, find, others)
     if limits.depth > 0:
-        growth.wait(-1, 1.0, 0, [*children, *islice(others, 1)])
+        growth.push(-1, 1.0, 0, [*children, *islice(others, 1)])
         growth.run()
     return growth.tree
 
 
 class _Growth:
-    """A tree that grows, and the nodes that wait to be added.
+    """A tree under construction, and a heap of the nodes that may be added next.
 
     Args:
         odds, limits, find: see `grow_tree`.
-        others: frequent tokens, the most probable first; each waits when the one before has been added.
+        others: frequent tokens, the most probable first; each is pushed when the one before has been added.
     """
 
     def __init__(
@@ -135,16 +135,16 @@ class _Growth:
         self._heap: list[tuple[float, int, int, int, int, int, Sequence[Occurrence]]] = []
         self._age = 0
 
-    def wait(self, parent: int, joint: float, depth: int, children: list[_Child]) -> None:
-        """Add what is known about the children of a node."""
+    def push(self, parent: int, joint: float, depth: int, children: list[_Child]) -> None:
+        """Push the children of a node, which has this joint probability and depth, to the heap."""
         heap, (_, _, min_joint, leaves), age = self._heap, self._limits, self._age
         if leaves == 1 and children:
             children = [max(children, key=_probability)]  # a chain: its siblings will not be added
-        for token, probability, kind, voters in children:
+        for token, probability, match_class, voters in children:
             value = joint * probability
             if value > min_joint:
                 age += 1  # breaks ties
-                heapq.heappush(heap, (-value, age, parent, depth + 1, token, kind, voters))
+                heapq.heappush(heap, (-value, age, parent, depth + 1, token, match_class, voters))
         self._age = age
 
     def run(self) -> None:
@@ -155,7 +155,7 @@ class _Growth:
         inner: set[int] = {-1}
         leaves = 0
         while heap and len(tokens) < max_nodes:
-            negative, _, parent, depth, token, kind, voters = heapq.heappop(heap)
+            negative, _, parent, depth, token, match_class, voters = heapq.heappop(heap)
             if parent in inner:
                 if leaves == max_leaves:
                     continue
@@ -165,9 +165,9 @@ class _Growth:
             tokens.append(token)
             tree.parents.append(parent)
             tree.joint.append(-negative)
-            tree.classes.append(kind)
-            if kind == FREQUENT:
-                self.wait(-1, 1.0, 0, list(islice(self._others, 1)))
+            tree.classes.append(match_class)
+            if match_class == FREQUENT:
+                self.push(-1, 1.0, 0, list(islice(self._others, 1)))
                 voters = self._find(token)
             if depth == max_depth:
                 continue
@@ -175,14 +175,14 @@ class _Growth:
                 self._add_chain(voters[0], node, depth)
                 inner.update(range(node, len(tokens) - 1))
             else:
-                self.wait(node, -negative, depth, _vote(voters, depth, self._odds))
+                self.push(node, -negative, depth, _vote(voters, depth, self._odds))
 
     def _add_chain(self, voter: Occurrence, node: int, depth: int) -> None:
-        """Add what a single occurrence proposes below the newest node, while that is the most probable."""
+        """Add what a single occurrence proposes below the newest node, while no node on the heap is more probable."""
         tree, heap, limits = self.tree, self._heap, self._limits
         text, end, position, length, kind = voter
-        first, length = position + depth, min(length + depth, LONGEST)
-        count = min(end - first, limits.depth - depth, CHAIN)
+        first, length = position + depth, min(length + depth, MAX_MATCH_LENGTH)
+        count = min(end - first, limits.depth - depth, MAX_CHAIN_CHUNK)
         if count <= 0:
             return
         alone, classes = self._odds.alone[kind], CLASSES_BY_LENGTH[kind]
@@ -199,7 +199,7 @@ class _Growth:
             tree.joint.extend([-joint for joint in joints[1 : added + 1]])
             tree.classes.extend(classes[length : length + added])
             following = joints[added + 1] if added < count else 0.0
-        if added == CHAIN:
+        if added == MAX_CHAIN_CHUNK:
             self._add_chain(voter, node + added, depth + added)
         elif following < -limits.min_joint and (token := text[first + added]) != SEPARATOR:
             self._age += 1
@@ -210,7 +210,7 @@ class _Growth:
 def _vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[_Child]:
     """The tokens that occurrences propose at a depth: token, probability, class of the strongest vote, and its voters.
 
-    An occurrence that followed the path so far has a match that is longer by the depth.
+    An occurrence that continues along the path so far has a match that is longer by the depth.
     """
     votes: dict[int, list[Occurrence]] = {}
     values: dict[int, float] = {}
@@ -220,7 +220,7 @@ def _vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[_Ch
         position += depth
         if position < end:
             token, length = text[position], length + depth
-            value = by_length[kind][length if length < LONGEST else LONGEST]
+            value = by_length[kind][length if length < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
             if token in votes:
                 values[token] += value
                 votes[token].append(voter)
@@ -236,7 +236,9 @@ def _vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[_Ch
 
 def _strongest(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> int:
     """The class of the occurrence with the largest odds."""
-    classes = [CLASSES_BY_LENGTH[kind][min(length + depth, LONGEST)] for _, _, _, length, kind in voters[:MAX_VOTERS]]
+    classes = [
+        CLASSES_BY_LENGTH[kind][min(length + depth, MAX_MATCH_LENGTH)] for _, _, _, length, kind in voters[:MAX_VOTERS]
+    ]
     return classes[0] if len(classes) == 1 else max(classes, key=odds.values.__getitem__)
 
 

@@ -18,7 +18,7 @@ from hf_specgen.verification import VerificationResult
 
 
 class ParallelDraft(Protocol):
-    """A head's cache and its pass; see `BlockReader` and `ParallelReader`."""
+    """Reads text and drafts with a head that drafts in one pass: `BlockReader` or `ParallelReader`."""
 
     def draft(
         self,
@@ -27,7 +27,13 @@ class ParallelDraft(Protocol):
         needed: Sequence[bool],
         depth: int,
     ) -> torch.Tensor:
-        """Read new positions and draft behind them; `[batch, depth, vocab]` logits."""
+        """Read new positions, and draft the tokens after them; `[batch, depth, vocab]` logits.
+
+        Args:
+            features, next_tokens: as `UnreadFeatures.take` returns them.
+            needed: rows that have not ended.
+            depth: how many tokens to draft.
+        """
 
 
 class ParallelSession(MarginalSession):
@@ -37,7 +43,7 @@ class ParallelSession(MarginalSession):
         call: the call.
         target: keeps the hidden states of its passes.
         attached: the head on its target.
-        reader: its passes.
+        reader: the head's cache, and its passes.
         depth: how many tokens are drafted at most.
         tree: number of nodes; "auto"; None for chains.
     """
@@ -71,7 +77,7 @@ class ParallelSession(MarginalSession):
     def depth_logits(self, depth: int) -> torch.Tensor:
         """Read the text since the last draft with the target's features, and draft; ended rows are dropped.
 
-        Only rows that draft read: one that waits for slower rows has no new token to draft behind.
+        Only rows that draft read: the others, which are ahead of slower rows, may have no new token to continue.
         """
         features, tokens = self._unread.take(self._drafting)
         needed = unfinished_rows(self.call)

@@ -77,7 +77,11 @@ class RecyclingCandidates(Candidates):
         self._tables = WeakKeyDictionary()
 
     def table(self, model: PreTrainedModel) -> RecyclingTable:
-        """The table that calls with this target use: to save it, for instance."""
+        """The table that calls with this target use and update, for example to save it.
+
+        Raises:
+            ValueError: if the table that was given belongs to another vocabulary.
+        """
         vocab_size = vocabulary_size(model)
         if self._given is None:
             return self._tables.setdefault(model, RecyclingTable(vocab_size))
@@ -136,7 +140,7 @@ class RecyclingSession(DraftSession):
         return tokens, [CENTERS[place] for place in bins]
 
     def observe(self, result: VerificationResult) -> None:
-        """Count which ranks and confidences were accepted, and learn the successors of every token that was read."""
+        """Count acceptance by rank and confidence, and learn the successors of every input token of the step."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
             judged = judged_nodes(tree.tokens, tree.parents, emitted)
             for node, accepted in judged:
@@ -208,7 +212,7 @@ def grow_tree(
     pushed = 0
 
     def push(parent: int, level: int, rank: int, above: float, row: tuple[list[int], list[int]]) -> None:
-        """A node waits with its next sibling behind it: successors come in the order of their probability."""
+        """Push one successor; its next sibling, which is less probable, is pushed when it is added."""
         nonlocal pushed
         if rank < min(children, len(row[0])):
             value = above * min(MAX_JOINT, acceptance[min(rank, RANKS - 1)][row[1][rank]])
@@ -220,8 +224,8 @@ def grow_tree(
     if depth:
         push(-1, 1, 0, 1.0, table.row(token))
     while heap and len(tree.tokens) < nodes:
-        negative, _, parent, place, above, row = heapq.heappop(heap)
-        level, rank = divmod(place, SUCCESSORS)
+        negative, _, parent, level_and_rank, above, row = heapq.heappop(heap)
+        level, rank = divmod(level_and_rank, SUCCESSORS)
         node = len(tree.tokens)
         tree.tokens.append(row[0][rank])
         tree.parents.append(parent)

@@ -1,4 +1,4 @@
-"""For every token the most likely tokens after it, as the target saw them last: what Token Recycling drafts from."""
+"""The table of Token Recycling: for every token the most likely next tokens, as the target last predicted them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FORMAT = "hf_specgen token recycling 1"
 SUCCESSORS = 8
 """Tokens kept after each token, as in the paper: the eighth is accepted in about 1% of the cases."""
 MAX_RECENT = 4096
-"""Rows that are also kept as lists, which are read ten times as fast: 2 MB."""
+"""Number of recent rows that are also kept as lists, which are read ten times as fast: 2 MB."""
 MAX_VOCAB = 2**21
-"""Tokens of a file at most: 84 MB."""
+"""Maximum vocabulary size, also of a file: 84 MB."""
 
 
 class RecyclingTable(Locked):
@@ -63,7 +63,7 @@ class RecyclingTable(Locked):
         return self._successors.nbytes + self._bins.nbytes
 
     def update(self, top: TopTokens) -> None:
-        """Overwrite the successors of every token that the target has read; of one read twice the last ones stay.
+        """Overwrite the successors of every input token of a step; of a token that occurs twice the last ones stay.
 
         There may be fewer than `SUCCESSORS` of each token, as in a smaller vocabulary.
         """
@@ -134,5 +134,5 @@ def _read(path: str | os.PathLike[str]) -> tuple[NDArray[Any], NDArray[Any]]:
     if successors.min() < -1 or successors.max() >= vocab_size or bins.max() > len(EDGES):
         raise ValueError("it has tokens outside its vocabulary")
     if (np.diff(successors < 0, axis=1) & (successors[:, 1:] >= 0)).any():
-        raise ValueError("it has successors behind the last one of a token")
+        raise ValueError("it has successors after the last one of a token")
     return successors, bins

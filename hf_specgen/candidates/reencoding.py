@@ -1,8 +1,8 @@
 """A draft model with another tokenizer: its text is encoded again in the target's vocabulary.
 
 The draft reads the text of the row in its own tokens and continues it greedily; what it writes is decoded, encoded by
-the target's tokenizer and proposed. Only proposals are translated, so verification is as exact as ever. Text near the
-end of a row may be divided otherwise once more of it is known; only the last few tokens are encoded anew::
+the target's tokenizer and proposed. Only proposals are translated, so verification stays exact. Text near the end of
+a row may be tokenized differently once more of it is known, so the last few tokens are encoded anew::
 
     target    The| cat| s                 "The cat s"                 ►  at| on           proposed
     draft     T|he c|at s            ►    T|he c|at s| a|t on    ►   "at on"
@@ -15,23 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen import compat
 from hf_specgen.candidates.base import DraftSession
-from hf_specgen.candidates.draft_prompt import draft_config
+from hf_specgen.candidates.draft_prompt import decoder_prompt
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
 from hf_specgen.target.compiled import CompiledPasses
 from hf_specgen.tree import DraftTree
 
 UNSTABLE_TOKENS = 8
-"""Tokens at the end of a text that are encoded anew when it grows: merges do not reach further in practice."""
+"""Tokens at the end of a text that are encoded anew when it grows; earlier ones do not change in practice."""
 INCOMPLETE = "\ufffd"
-"""What a decoder writes for the first bytes of a character."""
+"""The replacement character: what a tokenizer decodes the first bytes of a character to."""
 
 
 @lru_cache(maxsize=8)
@@ -50,12 +48,12 @@ class Codec:
         self._hidden = {index for index, token in special if other.convert_tokens_to_ids(token) in unknown}
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; the others' special tokens are left out."""
+        """The text of tokens; special tokens that the other tokenizer does not know are left out."""
         shown = [token for token in tokens if token not in self._hidden]
         return str(self._tokenizer.decode(shown, clean_up_tokenization_spaces=False))
 
     def encode(self, text: str, begins: bool = False) -> list[int]:
-        """The tokens of a text; of one that `begins`, with what the tokenizer puts first."""
+        """The tokens of a text; with the tokenizer's special tokens, such as BOS, if it `begins` a sequence."""
         return list(self._tokenizer.encode(text, add_special_tokens=begins))
 
 
@@ -76,18 +74,18 @@ class Reencoder:
         complete = len(prompt)
         while complete and target.decode(prompt[:complete]).endswith(INCOMPLETE):
             complete -= 1
-        self._text, self._waiting = list(prompt[:complete]), list(prompt[complete:])
+        self._text, self._incomplete = list(prompt[:complete]), list(prompt[complete:])
         self.tokens: list[int] = draft.encode(target.decode(self._text), begins=True) or [0]
         self.stable = 1
         self.stable = self._first_unstable()
 
     def extend(self, new: Sequence[int]) -> bool:
-        """Append target tokens; returns False, and waits for more, while a character is incomplete."""
-        new = [*self._waiting, *new]
+        """Append target tokens; returns False, and keeps them for the next call, while a character is incomplete."""
+        new = [*self._incomplete, *new]
         window = self._text[-UNSTABLE_TOKENS:]
         before, after = self._target.decode(window), self._target.decode([*window, *new])
-        self._waiting = new if after.endswith(INCOMPLETE) else []
-        if self._waiting:
+        self._incomplete = new if after.endswith(INCOMPLETE) else []
+        if self._incomplete:
             return False
         kept = self._first_unstable()
         tail = self._draft.decode(self.tokens[kept:])
@@ -97,14 +95,14 @@ class Reencoder:
         return True
 
     def _first_unstable(self) -> int:
-        """Where the tokens that are encoded anew begin: at the beginning of a character."""
+        """Index of the first token that is encoded anew; a character begins there."""
         place = max(self.stable, len(self.tokens) - UNSTABLE_TOKENS)
         while place > self.stable and self._draft.decode(self.tokens[place:]).startswith(INCOMPLETE):
             place -= 1
         return place
 
     def translate(self, continuation: Sequence[int]) -> list[int]:
-        """Draft tokens behind the text to target tokens."""
+        """Draft tokens that continue the text, as target tokens; none if they contain no complete character."""
         tail = self.tokens[-UNSTABLE_TOKENS:]
         before, after = self._draft.decode(tail), self._draft.decode([*tail, *continuation])
         text = after[len(before) :].split(INCOMPLETE)[0] if after.startswith(before) else ""
@@ -115,7 +113,7 @@ class Reencoder:
         longer = self._target.encode(known + text)
         if longer[: len(base)] == base:
             return longer[len(base) :]
-        return self._target.encode(text)  # the row's last token would have been longer
+        return self._target.encode(text)  # encoded together, the text's last token would be longer
 
 
 class ReencodingSession(DraftSession):
@@ -170,13 +168,13 @@ class ReencodingSession(DraftSession):
         return DraftTree.chains([row.translate(tokens)[:depth] if tokens else [] for row, tokens, depth in drafts])
 
     def _catch_up(self, row: int) -> bool:
-        """Translate what was generated since the last draft; whether all of it could be."""
+        """Translate what was generated since the last draft; False while its last character is incomplete."""
         new = self.call.state.generated[row][self._translated[row] :]
         self._translated[row] += len(new)
         return self._rows[row].extend(new)
 
     def _write(self, depths: Sequence[int]) -> list[list[int]]:
-        """The draft's own tokens behind each row's text."""
+        """Draft greedily: the tokens of the draft model that continue each row."""
         unread = [self._unread(row) if depth else [0] for row, depth in enumerate(depths)]
         read = [len(tokens) - prompt for tokens, prompt in zip(self._cached, self._prompts, strict=True)]
         self._target.rewind(read)
@@ -200,7 +198,7 @@ class ReencodingSession(DraftSession):
         return written
 
     def _unread(self, row: int) -> list[int]:
-        """The row's tokens that the draft has not read, at least one; what was read of other tokens is forgotten."""
+        """The row's tokens that the draft has not read, at least one; cached tokens that differ are dropped."""
         tokens, cached = self._rows[row].tokens, self._cached[row]
         pairs = enumerate(zip(cached, tokens, strict=False))
         common = next((place for place, (old, new) in pairs if old != new), min(len(cached), len(tokens)))
@@ -212,13 +210,4 @@ class ReencodingSession(DraftSession):
 def _reader(
     draft: PreTrainedModel, prompts: Sequence[Sequence[int]], call: Call, compiled: CompiledPasses | None
 ) -> Target:
-    width = max(map(len, prompts))
-    device = compat.input_device(draft)
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    arguments: dict[str, Any] = {
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-        "use_cache": True,
-    }
-    return Target(draft, ids, draft_config(call, width), arguments, compiled)
+    return Target(draft, *decoder_prompt(draft, call, prompts), compiled)

@@ -5,7 +5,7 @@ probability by calibration; the joint probability of a node is the product along
 of a step is one plus the sum of the joint probabilities of its nodes, so the best tree of a given size consists of the
 nodes with the highest ones. They form a tree, since no node is more likely than its parent.
 
-Drafters that run one forward pass per level (draft models, EAGLE heads) ask `frontier` which nodes to expand next.
+`frontier` selects the nodes that drafters with one forward pass per level (draft models, EAGLE heads) expand next.
 
 Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (2024), section 4; Chen et
 al., "Sequoia" (2024), section 3, for the best tree of a given size.

@@ -1,4 +1,4 @@
-"""How large a draft tree is built: a fixed number of nodes, or as many as promise the most tokens per second."""
+"""Chooses the size of a draft tree: a fixed number of nodes, or the number with the most expected tokens per second."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import numpy as np
 from hf_specgen.candidates.tree_builder import Floats, TreeBuilder
 from hf_specgen.depth.cost import CostCurve
 from hf_specgen.depth.latency import DraftLatency, StepLatency
+from hf_specgen.depth.schedules import context_length
 from hf_specgen.state import Call
 
 MAX_NODES = 64
-"""Nodes of a row at most: beyond, each of them adds to the latency even of a memory-bound target."""
+"""Maximum number of nodes of a row: beyond, each further one adds to the latency even of a memory-bound target."""
 MAX_BEAM = 8
-"""Nodes of a row that are expanded in one pass of the drafter at most."""
+"""Maximum number of nodes of a row that are expanded in one pass of the drafter."""
 MAX_CHILDREN = 8
-"""Children of a node at most: the eighth most likely token is accepted in about 1% of the cases."""
+"""Maximum number of children of a node: the eighth most likely token is accepted in about 1% of the cases."""
 MIN_GAIN = 0.001
 """Relative gain in expected tokens per second below which no pass of the drafter is made, even if it costs nothing."""
 MIN_PREFILL_JOINT = 0.3
 """Joint probability below which a token from the text is not verified with the prompt, whose pass is compute-bound:
-behind 60 chat prompts of five domains no draft was accepted."""
+after 60 chat prompts of five domains no draft token was accepted."""
 EXPECTED_CHILD = 0.6
 """Assumed probability that one of a node's children is accepted, before a node was expanded in this draft."""
 
@@ -71,10 +72,7 @@ class FixedSize:
 
     def beam(self, builder: TreeBuilder) -> int:
         beam = max(1, isqrt(self.size))
-        weakest = builder.sorted_joint(self.size)
-        # A child of a node that is not among the best `size` nodes cannot be among them either.
-        helps = weakest.shape[1] < self.size or (builder.frontier_joint(1)[:, 0] > weakest[:, -1]).any()
-        return beam if helps else 0
+        return beam if _may_improve(builder, self.size) else 0
 
     def nodes(self, builder: TreeBuilder) -> int:
         return self.size
@@ -115,11 +113,9 @@ class FastestSize:
     def beam(self, builder: TreeBuilder) -> int:
         self._measure_children(builder)
         tokens, rate, best = self._best(builder)
-        weakest = builder.sorted_joint(self.max_nodes)
-        helps = weakest.shape[1] < self.max_nodes or (builder.frontier_joint(1)[:, 0] > weakest[:, -1]).any()
         frontier = builder.frontier_joint(min(len(self._pass), self.max_nodes - self._expanded)).sum(axis=0)
         frontier = frontier[frontier > 0]  # expected rows that reach the j-th node to expand
-        if not helps or not len(frontier):
+        if not len(frontier) or not _may_improve(builder, self.max_nodes):
             return 0
         # A first draft token may cost far more than each further one, so several levels are considered at once.
         levels = np.arange(1, max(2, int(builder.limits.max() - builder.depth.max()) + 1))[:, None]
@@ -127,9 +123,9 @@ class FastestSize:
         gain = np.cumsum(self._child**levels, axis=0) * np.cumsum(frontier)
         nodes = np.minimum(best + levels * width, self.max_nodes)
         seconds = self._target[nodes] + self._spent + levels * self._pass[: len(frontier)]
-        promised = ((tokens + gain) / seconds).max(axis=0)
-        beam = int(np.argmax(promised)) + 1
-        if promised[beam - 1] <= rate * (1 + MIN_GAIN):
+        expected_rate = ((tokens + gain) / seconds).max(axis=0)  # by width
+        beam = int(np.argmax(expected_rate)) + 1
+        if expected_rate[beam - 1] <= rate * (1 + MIN_GAIN):
             return 0
         self._spent += float(self._pass[beam - 1])
         self._expanded += beam
@@ -139,7 +135,7 @@ class FastestSize:
         return self._best(builder)[2]
 
     def of_grown(self, joint: Sequence[Sequence[float]], drafting: float = 0.0) -> tuple[int, float]:
-        """How many nodes of trees that are grown already are verified, and the expected tokens per second.
+        """How many nodes of complete trees to verify, and the expected tokens per second with them.
 
         Args:
             joint: joint probabilities of each row's nodes, in descending order.
@@ -170,7 +166,7 @@ class FastestSize:
         return float(tokens[best]), float(rates[best]), best
 
     def _measure_children(self, builder: TreeBuilder) -> None:
-        """How likely one of the children of the nodes that were expanded last is accepted, given the nodes."""
+        """Estimate `_child`: P(one of a node's children is accepted | the node is), from the nodes expanded last."""
         new = slice(self._seen, builder.joint.shape[1])
         parents = builder.parents[:, new]
         row = np.arange(len(parents))[:, None]
@@ -181,6 +177,15 @@ class FastestSize:
             self._child = float(builder.joint[:, new].sum() / max(reached, 1e-9))
             self._child = min(self._child, 1.0)
         self._seen = builder.joint.shape[1]
+
+
+def _may_improve(builder: TreeBuilder, size: int) -> bool:
+    """Whether expanding the frontier may change the best tree of a row of `size` nodes.
+
+    A child of a node that is not among the best `size` nodes cannot be among them either.
+    """
+    best = builder.sorted_joint(size)
+    return best.shape[1] < size or bool((builder.frontier_joint(1)[:, 0] > best[:, -1]).any())
 
 
 @lru_cache(maxsize=64)
@@ -220,5 +225,4 @@ def tree_shape(
     if size is None or latency is None:
         return Chain()
     rows = sum(depth > 0 for depth in depths)
-    context = max(len(p) + len(g) for p, g in zip(call.state.prompts, call.state.generated, strict=True))
-    return FastestSize(latency.at(rows, context), rows, children=children, is_prefill=is_prefill)
+    return FastestSize(latency.at(rows, context_length(call)), rows, children=children, is_prefill=is_prefill)

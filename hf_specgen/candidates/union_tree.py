@@ -1,8 +1,8 @@
-"""The most probable tree of the proposals of several strategies: every node with the evidence of all of them.
+"""Grows the most probable tree from the proposals of several strategies; each node is rated by all of them.
 
-What strategies say about the same token is combined as if they were independent, and the result is calibrated: how
-often tokens were accepted is counted by which strategy proposed them and by the combined probability. Strategies that
-know the likely successors of any token extend the tree below every node, also below those of other strategies.
+The estimates of strategies for the same token are combined as if they were independent, and the result is calibrated:
+how often tokens were accepted is counted by which strategy proposed them and by the combined probability. Strategies
+that know the likely successors of any token extend the tree below every node, also below those of other strategies.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from hf_specgen.depth.calibration import BIN_CENTERS, EDGES, RANKS
 from hf_specgen.tree import DraftTree, Parents
 
 UNKNOWN_ACCEPTANCE = 0.6
-"""Assumed of a child, given its parent, where a strategy estimates nothing; calibration corrects it."""
+"""Assumed acceptance of a child, given its parent, where a strategy estimates none; calibration corrects it."""
 CENTERS: list[float] = BIN_CENTERS.tolist()
 BOUNDS: list[float] = EDGES.tolist()
 SEVERAL = RANKS - 1
-"""The class of tokens that several strategies proposed; those of one strategy have its number, up to this one."""
+"""The class of tokens that several strategies proposed; tokens of a single strategy have its index, if below this, as
+their class."""
 
 Row = tuple[Sequence[int], Sequence[float]]
 """Likely successors of a token and their probabilities, most likely first."""
@@ -97,7 +98,7 @@ def unite(
 
 
 class _Union:
-    """A tree that grows, and the nodes that wait to be added: see `unite`.
+    """A tree under construction, and a heap of the nodes that may be added next: see `unite`.
 
     Args:
         sources: the edges of each strategy's draft.
@@ -118,7 +119,8 @@ class _Union:
         self._kind = min(source, SEVERAL - 1)
         self._estimates: dict[float, tuple[float, int, float]] = {}
         self._only_chain = only_chain
-        # Joint probability (negative, so that the highest comes first), age, parent, depth, token, class, bin, weight.
+        # Joint probability (negative, so that the highest comes first), age, parent, depth, token, class, bin, weight,
+        # the drafts' nodes, and for successors of a token their siblings.
         self._heap: list[tuple[float, int, int, int, int, int, int, float, _Places, _Siblings | None]] = []
         self._age = 0
 
@@ -137,12 +139,12 @@ class _Union:
             tree.bins.append(place)
             tree.weights.append(weight)
             if siblings is not None and not self._only_chain:
-                self._wait_for_successor(parent, level, siblings)
+                self._push_successor(parent, level, siblings)
             if level < depth:
                 self._expand(node, level, token, -negative, places)
 
     def _expand(self, node: int, level: int, token: int, joint: float, places: _Places) -> None:
-        """The children of a node become known; of its successors the most likely one, others after it was added."""
+        """Push the children of a node that drafts propose, and the most likely successor of its token."""
         row = self._find(token)
         children = self._votes(places, row) if places else []
         if len(children) > 1:
@@ -156,7 +158,7 @@ class _Union:
                 self._age += 1  # breaks ties
                 entry = (-value, self._age, node, level + 1, child, kind, place, weight, below, None)
                 heapq.heappush(self._heap, entry)
-        self._wait_for_successor(node, level + 1, (row, 0, joint, [child[1] for child in children]))
+        self._push_successor(node, level + 1, (row, 0, joint, [child[1] for child in children]))
 
     def _votes(self, places: _Places, row: Row) -> list[tuple[float, int, int, int, float, _Places]]:
         """What the drafts propose after a node: probability, token, class, bin, weight, places."""
@@ -177,8 +179,8 @@ class _Union:
             children.append((value, child, kind, place, weight, below))
         return children
 
-    def _wait_for_successor(self, parent: int, level: int, siblings: _Siblings) -> None:
-        """The most likely successor that no draft proposed waits to be added, with the others behind it."""
+    def _push_successor(self, parent: int, level: int, siblings: _Siblings) -> None:
+        """Push the most likely successor that no draft proposed; the next one is pushed when it is added."""
         row, rank, joint, proposed = siblings
         tokens, probabilities = row
         while rank < len(tokens) and tokens[rank] in proposed:
@@ -191,8 +193,8 @@ class _Union:
         value = joint * estimate[0]
         if value > self._min_joint:
             self._age += 1
-            behind = row, rank + 1, joint, proposed
-            entry = (-value, self._age, parent, level, tokens[rank], self._kind, estimate[1], estimate[2], (), behind)
+            later = row, rank + 1, joint, proposed
+            entry = (-value, self._age, parent, level, tokens[rank], self._kind, estimate[1], estimate[2], (), later)
             heapq.heappush(self._heap, entry)
 
     def _calibrated(self, kind: int, probability: float) -> tuple[float, int, float]:
@@ -203,9 +205,9 @@ class _Union:
 
 
 def _share(probabilities: Sequence[float]) -> Callable[[float], float]:
-    """How likely siblings are if their estimates, which come from several strategies, add up to more than 1.
+    """Scales the estimates of siblings, which come from several strategies, to a sum of at most 1.
 
-    One of them is right: they share the probability 1 in proportion to their odds.
+    Where they add up to more, they share the probability 1 in proportion to their odds.
     """
     if sum(probabilities) <= 1:
         return float

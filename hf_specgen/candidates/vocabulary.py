@@ -1,7 +1,8 @@
-"""Tells whether a draft model and its target have the same tokenizer.
+"""Checks whether a draft model and its target have the same tokenizer.
 
-The sizes of their embedding tables do not tell: Qwen models have tables of 151,936 and 152,064 rows for one tokenizer,
-as the tables are padded. So the tokenizers are compared, if they can be loaded from where the models came from.
+The sizes of their embedding tables are no criterion: Qwen models have tables of 151,936 and 152,064 rows for one
+tokenizer, since the tables are padded. So the tokenizers are compared, if they can be loaded from where the models
+came from.
 """
 
 from __future__ import annotations

@@ -64,6 +64,11 @@ class Conversation:
         generation: arguments of `generate` for every answer.
         seed: of every answer, so that strategies give the same one.
         system: the system prompt; "" for none.
+
+    Attributes:
+        messages: of the conversation, in the format of chat templates.
+        read: `[1, tokens]` prompt and answer of the last `generate` call; None if its cache is not used again.
+        cache: returned by that call.
     """
 
     model: PreTrainedModel
@@ -160,9 +165,12 @@ class Chat:
                 self._command(*line[1:].split(maxsplit=1))
             elif line:
                 self.conversation.messages.append({"role": "user", "content": line})
-                self._answer()
+                if not self._answer():
+                    self.conversation.messages.pop()
 
-    def _answer(self) -> None:
+    def _answer(self) -> bool:
+        """Answer the last message and print the answer; returns False, and adds no message, if that fails."""
+
         def write(text: str, accepted: bool) -> None:
             self.console.print(
                 text, style=ACCEPTED if accepted else None, end="", markup=False, highlight=False, soft_wrap=True
@@ -171,22 +179,25 @@ class Chat:
         try:
             answer = self.conversation.answer(self.strategy, self.choices[self.strategy], write)
         except KeyboardInterrupt:
-            self.conversation.messages.pop()
             self.conversation.forget_cache()
-            self.console.print("\n[dim]interrupted; the question is forgotten[/]\n")
-            return
+            self.console.print("\n[dim]interrupted; the conversation is as before[/]\n")
+            return False
         except ValueError as error:
-            self.conversation.messages.pop()
             self.console.print(f"[red]error:[/] {self.strategy} cannot be used: {error}\n", highlight=False)
-            return
+            return False
         self.console.print(f"\n[dim]{answer.status()}[/]\n", highlight=False)
+        return True
 
     def _again(self) -> None:
+        """Answer the last question again; the answer before is kept if that fails."""
+        messages = list(self.conversation.messages)
         before = self.conversation.take_back_answer()
         if before is None:
             self.console.print("[dim]there is no answer to repeat[/]\n")
             return
-        self._answer()
+        if not self._answer():
+            self.conversation.messages = messages
+            return
         dtype = self.conversation.model.dtype
         if self.conversation.messages[-1]["content"] != before and dtype in (torch.bfloat16, torch.float16):
             name = str(dtype).removeprefix("torch.")

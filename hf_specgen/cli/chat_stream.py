@@ -1,4 +1,4 @@
-"""Streams text while it is generated, and tells accepted draft tokens from the target's own."""
+"""Streams text while it is generated, and distinguishes accepted draft tokens from the target's own."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ INCOMPLETE = "\ufffd"
 class ColouredStreamer(BaseStreamer):
     """Writes the text of one row piece by piece.
 
-    With the monitor, tokens wait for the report of their step, which says how many of them were draft tokens; without
-    it, every token is written at once as the target's own.
+    With the monitor, tokens are held until their step is reported with the number of accepted draft tokens; without it,
+    every token is written at once as the target's own.
 
     Args:
         tokenizer: of the target.
         write: receives each piece of text, and whether its last token is an accepted draft token.
 
     Attributes:
-        monitor: for `generate(monitor=…)`; None is right for plain generation.
+        monitor: for `generate(monitor=…)`; not used in plain generation.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], None]):
         self._tokenizer, self._write = tokenizer, write
         self._has_prompt = False
-        self._waiting: list[int] = []
-        self._line: list[int] = []
-        self._written = ""
-        self._waits = False
+        self._held: list[int] = []  # tokens whose step was not reported yet
+        self._line: list[int] = []  # tokens of the current line
+        self._written = ""  # what has been written of it
+        self._holds_tokens = False
         self.monitor = _StepMonitor(self)
 
     def put(self, value: torch.Tensor) -> None:
@@ -46,8 +46,8 @@ class ColouredStreamer(BaseStreamer):
         if not self._has_prompt:
             self._has_prompt = True
             return
-        self._waiting += value.flatten().tolist()
-        if not self._waits:
+        self._held += value.flatten().tolist()
+        if not self._holds_tokens:
             self._flush(0, 0)
 
     def end(self) -> None:
@@ -57,18 +57,18 @@ class ColouredStreamer(BaseStreamer):
 
     def wait_for_steps(self) -> None:
         """From now on, hold tokens until `step`."""
-        self._waits = True
+        self._holds_tokens = True
 
     def step(self, accepted: int, emitted: int) -> None:
         """The last `emitted` tokens are those of a step that accepted so many draft tokens."""
         self._flush(accepted, emitted)
 
     def _flush(self, accepted: int, emitted: int) -> None:
-        before = len(self._waiting) - emitted
-        for place, token in enumerate(self._waiting):
+        before = len(self._held) - emitted
+        for place, token in enumerate(self._held):
             self._line.append(token)
             self._decode(before <= place < before + accepted)
-        self._waiting = []
+        self._held = []
 
     def _decode(self, accepted: bool, *, final: bool = False) -> None:
         """Write what the last token adds to the text, once its characters are complete."""

@@ -55,12 +55,12 @@ class Target:
     Args:
         title: above its column.
         dtype: of its weights.
-        totals: by variant.
+        totals: measurements by variant.
         domains: the same, by domain and variant.
         prompts: how many were answered by every variant that can.
         length: maximum tokens of each answer.
-        answers: how many answers of ours must be those of plain `generate`.
-        differences: (variant, difference): those that are not.
+        answers: number of compared answers, which must have the tokens of plain `generate`.
+        differences: (variant, first difference) of each answer that has other tokens.
     """
 
     title: str
@@ -164,7 +164,7 @@ def _measure(
                 target.totals[variant.name].add(sample, plain)
                 if variant.name not in (PLAIN, PEER) and exact:
                     target.answers += 1
-                    difference = first_difference(model, plain, sample)
+                    difference = first_difference(model, plain, sample, inputs["attention_mask"])
                     target.differences += [(variant.name, difference)] if difference else []
         target.prompts += len(texts)
         slowest = max(slowest, perf_counter() - started)
@@ -199,7 +199,7 @@ def answer_length(longest: int, seconds: float, speed: float, compared: int) -> 
 
 
 def _order(compared: Sequence[Variant], number: int, rows: int) -> list[Variant]:
-    """Plain `generate` first, then the others; who begins changes from prompt to prompt."""
+    """Plain `generate` first, then the others in an order that rotates from prompt to prompt."""
     plain, *others = (variant for variant in compared if variant.batched or rows == 1)
     first = number % max(1, len(others))
     return [plain, *others[first:], *others[:first]]
@@ -263,13 +263,13 @@ def _alternating(domains: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
 
 
 def _batches(prompts: Sequence[tuple[str, str]], size: int) -> Iterator[tuple[str, list[str]]]:
-    """Prompts of one domain at a time."""
-    waiting: dict[str, list[str]] = {}
+    """Batches of `size` prompts of one domain; the rest of each domain at the end."""
+    incomplete: dict[str, list[str]] = {}
     for domain, prompt in prompts:
-        waiting.setdefault(domain, []).append(prompt)
-        if len(waiting[domain]) == size:
-            yield domain, waiting.pop(domain)
-    yield from waiting.items()
+        incomplete.setdefault(domain, []).append(prompt)
+        if len(incomplete[domain]) == size:
+            yield domain, incomplete.pop(domain)
+    yield from incomplete.items()
 
 
 def _millions(parameters: int) -> str:

@@ -52,7 +52,7 @@ def comparison(targets: Sequence[Measured], now: str = "") -> RenderableType:
 
 
 def closing_lines(targets: Sequence[Measured], widened: bool) -> Iterator[str]:
-    """What the numbers say: the fastest strategy, whether tokens were the same, what the second target is."""
+    """The conclusion: the fastest strategy, whether tokens were the same, what the second target is."""
     for target in targets:
         totals = target.totals
         best = _ordered(totals)[-1]
@@ -75,7 +75,7 @@ def closing_lines(targets: Sequence[Measured], widened: bool) -> Iterator[str]:
 
 
 def one_answer(totals: dict[str, Total], tokenizer: PreTrainedTokenizerBase) -> RenderableType:
-    """The answer of the fastest strategy that has the most tokens per step, its accepted draft tokens coloured."""
+    """The answer with the most tokens per step of the fastest strategy, its accepted draft tokens coloured."""
     name = next((name for name in reversed(_ordered(totals)) if _samples(totals[name])), None)
     if name is None:
         return ""
@@ -96,7 +96,7 @@ def coloured(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Text:
 
 
 def _ordered(totals: dict[str, Total]) -> list[str]:
-    """Plain, the peer, then ours in increasing order of speed; before anything is measured as given."""
+    """Plain, Transformers' prompt lookup, then our strategies by increasing speed; unmeasured ones as given."""
     ours = [name for name in totals if name not in (PLAIN, PEER)]
     return [PLAIN, PEER, *sorted(ours, key=lambda name: totals[name].tokens_per_second)]
 
@@ -125,7 +125,7 @@ def _colour(speedup: float) -> str:
 
 
 def _speedup(totals: dict[str, Total], name: str) -> float:
-    """Over plain `generate`. Every variant runs on the same prompts."""
+    """Throughput relative to plain `generate` on the same prompts."""
     plain = totals[PLAIN].tokens_per_second
     return totals[name].tokens_per_second / plain if plain else 0.0
 

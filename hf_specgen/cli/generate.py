@@ -45,7 +45,7 @@ def show(settings: GenerateSettings) -> None:
         _begin(parts, settings)
     processes.wait_for_everyone()
     known = read_answers(parts)
-    processes.wait_for_everyone()  # nobody writes before all have read, so that all divide the same batches
+    processes.wait_for_everyone()  # no process writes before all have read, so that all divide the same batches
     dtype = "auto" if settings.dtype == "auto" else torch_dtype(settings.dtype)
     model, tokenizer = load_model(settings.model, dtype, settings.device or str(processes.device))
     batches = make_batches(rows, tokenizer, settings)

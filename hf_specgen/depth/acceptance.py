@@ -144,9 +144,10 @@ class AcceptanceEstimator:
         return self._cumulative(2)
 
     def _cumulative(self, first: int) -> Array:
+        """`[rows, k]` running product of the success rates; `first` is the index of the trials in `Snapshot.counts`."""
         trials, successes = self._counts[:, first], self._counts[:, first + 1]
         all_trials, all_successes = self.snapshot().counts[first : first + 2].tolist()
-        if all_trials == all_successes:
+        if all_trials == all_successes:  # no failure yet, as for strategies that propose every position
             return np.ones_like(trials)
         mean, pooled = all_successes[0] / all_trials[0], []
         for succeeded, tried in zip(all_successes, all_trials, strict=True):

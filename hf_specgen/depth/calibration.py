@@ -20,7 +20,7 @@ from typing_extensions import Self
 Floats = NDArray[np.floating[Any]]
 
 EDGES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95, 0.985])
-"""Bounds of the confidence bins: finer towards both ends, where a factor matters more than a difference."""
+"""Bounds of the confidence bins, narrower towards 0 and 1: relative errors matter there."""
 BIN_CENTERS = (np.append(0.0, EDGES) + np.append(EDGES, 1.0)) / 2
 RANKS = 4
 """Ranks with bins of their own; later ones share the last."""
@@ -42,6 +42,9 @@ REMEMBERED_KEYS = 64
 
 class Calibration:
     """Counts of accepted tokens by rank and confidence.
+
+    Attributes:
+        seen, accepted: `[RANKS, bins]` weight of all tokens that were counted, and of those that were accepted.
 
     Example:
         >>> calibration = Calibration()
@@ -84,12 +87,17 @@ class Calibration:
         np.add.at(self.accepted, place, accepted.astype(float))
 
     def count(self, rank: int, place: int, accepted: bool, weight: float = 1.0) -> None:
-        """Count one token whose parent was accepted, by its bin; half of what a bin has counted is forgotten at times.
+        """Count one token whose parent was accepted, by its bin; beyond `MAX_OBSERVATIONS` the bin's counts are halved.
 
-        With the confidence relative to the centre of its bin as the weight, `by_bin` is the acceptance at the centres.
+        So old tokens count less. This is for strategies that draft from the text alone, whose acceptance changes within
+        a text, as between a heading and a copied paragraph.
 
-        For strategies that draft from the text alone: what is accepted changes within a text, as between a heading and
-        a copied paragraph.
+        Args:
+            rank: row of the counts: a rank, or a class; below `RANKS`.
+            place: index of the confidence's bin.
+            accepted: whether the target accepted the token.
+            weight: of the token. If it is the confidence divided by the centre of its bin, `by_bin` returns the
+                acceptance at the centres.
         """
         self.seen[rank, place] += weight
         self.accepted[rank, place] += accepted
@@ -119,7 +127,7 @@ class CalibrationMemory(Generic[T]):
     """What calls with a target have learnt, for later calls. May be shared by threads.
 
     Args:
-        new: makes what a first call starts with.
+        new: makes what the first call with a target and key starts with.
     """
 
     def __init__(self, new: Callable[[], T]):
@@ -127,7 +135,7 @@ class CalibrationMemory(Generic[T]):
         self._known: WeakKeyDictionary[Any, OrderedDict[Hashable, T]] = WeakKeyDictionary()
 
     def recall(self, model: Any, key: Hashable) -> T:
-        """A calibration to start a call with; `model` may be None."""
+        """What was last stored for this target and key, or else what `new` makes; `model` may be None."""
         with self._lock:
             known = self._known[model].get(key) if model is not None and model in self._known else None
             return self._new() if known is None else known.copy()

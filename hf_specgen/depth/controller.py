@@ -1,4 +1,4 @@
-"""Adaptive draft depth, the policy behind `k="auto"`: acceptance x latency -> plan -> explore."""
+"""Adaptive draft depth, the policy of `k="auto"`: plans depths from acceptance and latency, and explores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPLAN_EVERY = 8
 REJECTED_DRAFT_WEIGHT = 4
 """Steps that a fully rejected draft counts for: two of them renew the plan."""
 REMEMBERED_TRIALS = 8.0
-"""Weight, in trials, of the acceptance in earlier calls: texts differ from call to call."""
+"""Maximum weight, in trials, of the acceptance in earlier calls: texts differ from call to call."""
 PROPOSED_PRIOR = 0.9
 """Probability that a strategy without a network has a draft token, before any draft: n-grams often have none."""
 EXPLORATION_SHARE = 0.015
@@ -107,15 +107,15 @@ class AdaptiveSession(PolicySession):
                 self._acceptance.restore(snapshot, REMEMBERED_TRIALS)
                 self._speed.restore(snapshot.speed)
                 self._exploration = snapshot.exploration
-        self._place = (0, 0)
+        self._slice_key = (0, 0)  # rows and context, as rounded by `slice_of`
         self._plan, self._active, self._renew = Plan([], 0.0, 1.0), [False], True
         self._plan_age = self._drafts = 0
-        self._new: list[StepRecord] = []
+        self._new: list[StepRecord] = []  # steps that `_acceptance` has not counted yet
         self._unread = max(map(len, call.state.prompts))  # tokens of the longest row that the drafter has not processed
         self._nodes_per_level = 1.0
 
     def depths(self, room: Sequence[int]) -> list[int]:
-        """The plan's depths if drafting is expected to be faster than plain steps, else 0 or a trial draft."""
+        """The plan's depths if they are expected to be faster than plain steps, else those of `_explore`."""
         active = [free > 0 for free in room]
         self._exploring = False
         if not any(active):
@@ -153,7 +153,7 @@ class AdaptiveSession(PolicySession):
     def observe(self, step: StepRecord) -> None:
         """Count acceptance, and pass the step's times to the latency model while that is being learnt."""
         if self._profile is not None and is_first_rank(self._group):
-            self._profile.add(step, self._place, self._unread)
+            self._profile.add(step, self._slice_key, self._unread)
         if not any(step.requested):
             self._speed.add_plain()
             self._unread += max((row.emitted for row in step.rows if row is not None), default=0)
@@ -176,13 +176,13 @@ class AdaptiveSession(PolicySession):
 
     def _look_up_latency(self, rows: int) -> None:
         """Update the latencies when the number of rows or the context changes, and in every step while learning."""
-        place = slice_of(rows, context_length(self._call))
-        if place == self._place and self._fixed:
+        key = slice_of(rows, context_length(self._call))
+        if key == self._slice_key and self._fixed:
             return
         if self._profile is not None:
-            view = from_first_rank(self._profile.view(place), self._group)
+            view = from_first_rank(self._profile.view(key), self._group)
             self.latency, self._fixed, self._wants_plain_step = view
-        self._place, self._latency, self._renew = place, self.latency.at(*place), True
+        self._slice_key, self._latency, self._renew = key, self.latency.at(*key), True
 
     def _make_plan(self, room: Sequence[int], active: list[bool]) -> None:
         if self._new:

@@ -23,11 +23,13 @@ ANY_KIND = "any"
 """The entry used for every kind of drafter without an entry of its own."""
 MAX_SLICES = 64
 """8 powers of two of rows times 8 powers of four of context: more than one target needs."""
-DEFAULT_SECOND, DEFAULT_TOKEN = {"cpu": 0.3}, {"cpu": 0.06}
-"""Before any measurement: the cost of the second token of a pass and of each further one, in plain steps. On two-core
-processors T(2) was 1.1 to 2.0 T(1), since kernels for one token are faster, and T(17) 1.25 to 2.9."""
-DEFAULT_ELSEWHERE, DEFAULT_PASS = 0.02, 0.10
-"""The same on accelerators, where decoding is bound by reading the weights; and a drafter's pass, in plain steps."""
+SECOND_TOKEN_COST, FURTHER_TOKEN_COST = {"cpu": 0.3}, {"cpu": 0.06}
+"""Before any measurement: the cost of the second token of a target's pass and of each further one, in plain steps, by
+device. On two-core CPUs T(2) was 1.1 to 2.0 T(1), since kernels for one token are faster, and T(17) 1.25 to 2.9."""
+ACCELERATOR_TOKEN_COST = 0.02
+"""The same on any other device: decoding is bound by reading the weights there."""
+DRAFTER_PASS_COST = 0.10
+"""Before any measurement: the cost of a drafter's pass, in plain steps."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class DraftLatency:
             raise ValueError(f"a drafter needs increasing tokens, and seconds for each, got {self}")
 
     def by_tokens(self, tokens: Array | float) -> Array:
-        """Seconds of one pass over so many tokens, all rows together."""
+        """Seconds of one pass over this many tokens, all rows together."""
         return interpolate(tokens, self.tokens, self.seconds)
 
     def draft(self, passes: Sequence[int]) -> float:
@@ -121,7 +123,7 @@ class LatencyModel:
             raise ValueError(f"a latency model needs 1 to {MAX_SLICES} slices, got {len(self.slices)}")
 
     def at(self, rows: int, context: int) -> StepLatency:
-        """Latencies for so many rows whose longest has `context` tokens."""
+        """Latencies for this many rows, the longest of which has `context` tokens."""
         wanted = rows, context = slice_of(rows, context)
         known = self._nearest.get(wanted)
         if known is not None:
@@ -165,8 +167,9 @@ class LatencyModel:
     @classmethod
     def default(cls, device: str, drafter: str, negligible_draft_cost: bool) -> LatencyModel:
         """The model assumed for a type of device before any measurement."""
-        second, token = (known.get(device, DEFAULT_ELSEWHERE) for known in (DEFAULT_SECOND, DEFAULT_TOKEN))
-        draft = DraftLatency(seconds=(0.0 if negligible_draft_cost else DEFAULT_PASS,))
+        by_device = SECOND_TOKEN_COST, FURTHER_TOKEN_COST
+        second, token = (costs.get(device, ACCELERATOR_TOKEN_COST) for costs in by_device)
+        draft = DraftLatency(seconds=(0.0 if negligible_draft_cost else DRAFTER_PASS_COST,))
         curve = CostCurve((1, 2, 3), (1.0, 1.0 + second, 1.0 + second + token), context=1, batch=1)
         return cls((Slice(curve, {drafter: draft}),), drafter)
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_specgen.depth import profiles
 from hf_specgen.depth.latency import MAX_SLICES, LatencyModel, Slice, StepLatency
-from hf_specgen.depth.recorder import CATCHING_UP, LatencyRecorder
+from hf_specgen.depth.recorder import MAX_CATCH_UP_TOKENS, LatencyRecorder
 
 if TYPE_CHECKING:
     from hf_specgen.depth.policy import StepRecord
     from hf_specgen.state import Call
 
-CONTRADICTION, CHECKED_STEPS = 2.0, 33
+MAX_DEVIATION, CHECKED_STEPS = 2.0, 33
 """Factor by which median times may deviate from the profile, and steps of each kind in a median."""
 MAX_PROFILES = 64
 """Profiles that a process keeps; the least recently used are dropped, and read from their files again."""
@@ -51,38 +51,47 @@ class Profile:
         self._check, self._reported = ProfileCheck(), False
         self._read_file()
 
-    def view(self, place: tuple[int, int]) -> View:
-        """Latencies at a number of rows and a context length, rounded by `slice_of`."""
+    def view(self, key: tuple[int, int]) -> View:
+        """Latencies at a number of rows and a context length, which are the `key` of a slice: see `slice_of`.
+
+        A full profile learns no further slices: the nearest one is used.
+        """
         with self._lock:
-            if place in self._fixed:
+            if key in self._fixed or self._is_full:
                 return View(self._model())
-            recorder = self._recorder(place)
+            recorder = self._recorder(key)
             return View(self._model(self._slice(recorder)), False, recorder.wants_plain_step)
 
-    def add(self, step: StepRecord, place: tuple[int, int], unread: int) -> None:
+    def add(self, step: StepRecord, key: tuple[int, int], unread: int) -> None:
         """Learn from the times of a step; once a slice has enough measurements, fix it and write the file.
 
         Steps of a fixed slice are compared with it.
+
+        Args:
+            step: the outcome of the step.
+            key: of its slice, as in `view`.
+            unread: tokens of each row that the drafter had not processed before the step.
         """
         with self._lock:
-            if place in self._fixed:
-                target, drafters = self._fixed[place]
+            if key in self._fixed:
+                target, drafters = self._fixed[key]
                 return self._compare(step, StepLatency(target, drafters[self._default.drafter]), unread)
-            if len(self._fixed) == MAX_SLICES - 1:
+            if self._is_full:
                 return
-            recorder = self._recorder(place)
+            recorder = self._recorder(key)
             recorder.add(step, unread)
             if not recorder.complete:
                 return
             self._read_file()  # slices that another process has fixed first are used, so that all decide alike
-            self._fixed.setdefault(place, self._slice(recorder))
+            if not self._is_full:
+                self._fixed.setdefault(key, self._slice(recorder))
             if self._description is not None:
                 profiles.save(self._description, self._model())
 
     def _compare(self, step: StepRecord, expected: StepLatency, unread: int) -> None:
         """Warn, once, if step times deviate from the profile."""
-        factor = self._check.departure(step, expected, unread)
-        if factor <= CONTRADICTION or self._reported or self._description is None:
+        factor = self._check.deviation(step, expected, unread)
+        if factor <= MAX_DEVIATION or self._reported or self._description is None:
             return
         self._reported = True
         key = profiles.key_of(self._description)
@@ -93,6 +102,10 @@ class Profile:
             stacklevel=2,
         )
 
+    @property
+    def _is_full(self) -> bool:
+        return len(self._fixed) >= MAX_SLICES
+
     def _model(self, *more: Slice) -> LatencyModel:
         return LatencyModel((*self._fixed.values(), *more), self._default.drafter)
 
@@ -100,16 +113,16 @@ class Profile:
         target, drafter = recorder.estimate()
         return Slice(target, {self._default.drafter: drafter})
 
-    def _recorder(self, place: tuple[int, int]) -> LatencyRecorder:
-        if place not in self._recorders:
-            prior = (self._model() if self._fixed else self._default).at(*place)
-            self._recorders[place] = LatencyRecorder(*place, prior, measured=bool(self._fixed))
-        return self._recorders[place]
+    def _recorder(self, key: tuple[int, int]) -> LatencyRecorder:
+        if key not in self._recorders:
+            prior = (self._model() if self._fixed else self._default).at(*key)
+            self._recorders[key] = LatencyRecorder(*key, prior, measured=bool(self._fixed))
+        return self._recorders[key]
 
     def _read_file(self) -> None:
         stored = None if self._description is None else profiles.load(profiles.key_of(self._description))
         for one in stored.slices if stored is not None else ():
-            if self._default.drafter in one.drafters:
+            if self._default.drafter in one.drafters and not self._is_full:
                 self._fixed.setdefault((one.target.batch, one.target.context), one)
 
 
@@ -119,16 +132,16 @@ _profiles_lock = Lock()
 
 def profile_of(call: Call) -> Profile:
     """The profile of a call's target and strategy, shared by all such calls of the process."""
-    key = call.candidates.profile_key()
+    strategy = call.candidates.profile_key()
     device = getattr(getattr(call.model, "device", None), "type", "cpu")
-    default = LatencyModel.default(device, str(key[0]), call.candidates.negligible_draft_cost)
+    default = LatencyModel.default(device, str(strategy[0]), call.candidates.negligible_draft_cost)
     if call.model is None:
         return Profile(default)
-    description = profiles.describe(call.model, key, call.temperature > 0, call.compiled)
-    place = str(profiles.directory()), profiles.key_of(description)
+    description = profiles.describe(call.model, strategy, call.temperature > 0, call.compiled)
+    file = str(profiles.directory()), profiles.key_of(description)
     with _profiles_lock:
-        profile = _profiles.pop(place, None) or Profile(default, description)
-        _profiles[place] = profile
+        profile = _profiles.pop(file, None) or Profile(default, description)
+        _profiles[file] = profile
         if len(_profiles) > MAX_PROFILES:
             _profiles.popitem(last=False)
         return profile
@@ -144,10 +157,10 @@ class ProfileCheck:
     def __init__(self) -> None:
         self._ratios: tuple[deque[float], deque[float]] = deque(maxlen=CHECKED_STEPS), deque(maxlen=CHECKED_STEPS)
 
-    def departure(self, step: StepRecord, expected: StepLatency, unread: int) -> float:
+    def deviation(self, step: StepRecord, expected: StepLatency, unread: int) -> float:
         """Add a step; returns the factor by which the two kinds of steps deviate from each other, 1.0 if unknown."""
         drafted = any(step.requested)
-        if "forward" not in step.seconds or (drafted and unread > CATCHING_UP):
+        if "forward" not in step.seconds or (drafted and unread > MAX_CATCH_UP_TOKENS):
             return 1.0
         seconds = float(expected.target.by_tokens(step.batch * step.tokens_per_row))
         seconds += expected.drafter.draft(step.passes) if drafted else 0.0

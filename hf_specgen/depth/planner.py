@@ -16,7 +16,7 @@ class Plan(NamedTuple):
     Args:
         depths: `[rows]`; 0 for a plain step.
         tokens_per_second: of the batch.
-        speedup: over plain steps.
+        speedup: ratio to the tokens per second of plain steps.
     """
 
     depths: list[int]
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
 def plan_depths(
     accepted: Array, proposed: Array, seconds: Array, room: Sequence[int], empty_draft: float = 0.0
 ) -> Plan:
-    """Maximise expected tokens over expected time of a step. With a depth d_r for each row r,
+    """The depths that maximise the expected tokens per second of a step. With a depth d_r for each row r,
 
         tokens_r = 1 + sum over i <= d_r of P(positions 1 to i of row r are accepted)
         time     = C(0) + E + sum over i of P(some row's draft reaches i) (C(i) - C(i - 1))
@@ -69,7 +69,17 @@ def plan_depths(
 
 
 def _one_by_one(tokens: Array, reaches: Array, seconds: Array, empty: float, depths: Array) -> tuple[Array, float]:
-    """Give each row its best depth while the others keep theirs."""
+    """Give each row its best depth while the others keep theirs; changes `depths` in place.
+
+    Args:
+        tokens: `[rows, k + 1]` expected tokens of each row by its depth.
+        reaches: `[rows, k]` probability that the row's draft reaches each position.
+        seconds, empty: as in `plan_depths`.
+        depths: `[rows]` to start from.
+
+    Returns:
+        `[rows]` depths, and the tokens per second of the batch.
+    """
     rows, k = reaches.shape
     options = np.arange(k + 1)
     misses = np.where(options[1:] <= depths[:, None], 1 - reaches, 1.0)  # [rows, k] P(no draft to i in this row)

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from hf_specgen.depth.policy import StepRecord
 
 GRID = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
-"""Sizes (tokens per row) that times are binned by. Small ones are told apart, since kernels differ: on a processor with
-AVX2, a step of 3 or 7 tokens in float32 takes 1.4 times as long as one of 4 or 8."""
-KEPT = 7
-"""Measurements that a median is taken over: three of them may be outliers."""
+"""Sizes (tokens per row) that times are binned by. Small ones have a bin each, as kernels differ: on a CPU with AVX2,
+a step of 3 or 7 tokens in float32 takes 1.4 times as long as one of 4 or 8."""
+MEDIAN_WINDOW = 7
+"""Newest measurements that a median is taken over: three of them may be outliers."""
 PRIOR_SPREAD = 8.0
 """Weight of the prior in the slope of a regression: as much as that of two sizes four tokens apart."""
 PLAIN_NEEDED, DRAFTED_NEEDED = 5, 12
 """Measured plain steps, and steps with a draft, after which a slice is fixed: a call of 128 tokens has more."""
 PLAIN_EVERY = 8
-"""One step in so many is plain until enough plain steps are measured."""
-CATCHING_UP = 16
-"""Tokens that a drafter can catch up on in about the time of one pass; more are measured as its prefill."""
+"""One step in this many is plain until enough plain steps are measured."""
+MAX_CATCH_UP_TOKENS = 16
+"""Unread tokens that a drafter processes in about the time of one pass; more are measured as its prefill."""
 
 
 class LatencyRecorder:
@@ -43,9 +43,9 @@ class LatencyRecorder:
 
     def __init__(self, rows: int, context: int, prior: StepLatency, measured: bool):
         self.rows, self.context, self._prior, self._measured = rows, context, prior, measured
-        self._target: dict[int, deque[float]] = {}
-        self._drafts: dict[int, deque[tuple[float, int]]] = {}  # by tokens of a pass: seconds, and passes
-        self._empty: deque[float] = deque(maxlen=KEPT)
+        self._target: dict[int, deque[float]] = {}  # size in `GRID` -> seconds of a step without drafting
+        self._drafts: dict[int, deque[tuple[float, int]]] = {}  # tokens of a pass -> seconds and passes of a draft
+        self._empty: deque[float] = deque(maxlen=MEDIAN_WINDOW)
         self._steps = self._drafted = 0
         self._has_drafted = False
         self._prefill_seconds = self._prefill_tokens = 0.0
@@ -59,20 +59,20 @@ class LatencyRecorder:
             if size in self._target:  # the first step of each size, a warm-up, is dropped
                 self._target[size].append(sum(step.seconds.values()) - draft)
                 self._drafted += step.tokens_per_row > 1
-            self._target.setdefault(size, deque(maxlen=KEPT))
+            self._target.setdefault(size, deque(maxlen=MEDIAN_WINDOW))
         if any(step.requested):
             if self._has_drafted:  # the first draft is dropped too
                 self._add_draft(step.passes, draft, unread, step.batch)
             self._has_drafted = True
 
     def _add_draft(self, passes: Sequence[int], seconds: float, unread: int, rows: int) -> None:
-        if unread > CATCHING_UP:
+        if unread > MAX_CATCH_UP_TOKENS:
             usual = self._drafter(self._prior.drafter.scaled(0.0)).draft(passes)
             self._prefill_seconds += max(0.0, seconds - usual)
             self._prefill_tokens += unread * rows
         elif sum(passes):
-            width = 1 << round(log2(sum(passes) / len(passes)))
-            self._drafts.setdefault(width, deque(maxlen=KEPT)).append((seconds, len(passes)))
+            tokens = 1 << round(log2(sum(passes) / len(passes)))
+            self._drafts.setdefault(tokens, deque(maxlen=MEDIAN_WINDOW)).append((seconds, len(passes)))
         else:
             self._empty.append(seconds)
 
@@ -123,12 +123,12 @@ class LatencyRecorder:
         if self._empty or self._drafts:
             latency = replace(latency, overhead=median_low(self._empty) if self._empty else 0.0)
         if self._drafts:
-            by_width = {
-                width: median(max(0.0, seconds - latency.overhead) / passes for seconds, passes in drafts)
-                for width, drafts in sorted(self._drafts.items())
+            by_tokens = {
+                tokens: median(max(0.0, seconds - latency.overhead) / passes for seconds, passes in drafts)
+                for tokens, drafts in sorted(self._drafts.items())
             }
-            rising = np.maximum.accumulate(list(by_width.values())).tolist()  # more tokens never take less time
-            latency = replace(latency, tokens=tuple(by_width), seconds=tuple(rising))
+            rising = np.maximum.accumulate(list(by_tokens.values())).tolist()  # more tokens never take less time
+            latency = replace(latency, tokens=tuple(by_tokens), seconds=tuple(rising))
         if self._prefill_tokens:
             latency = replace(latency, prefill=self._prefill_seconds / self._prefill_tokens)
         return latency

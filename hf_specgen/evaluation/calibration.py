@@ -70,7 +70,7 @@ class Counts:
 
 
 class _Recording(MedusaCandidates):
-    """Counts which of the heads' tokens were generated."""
+    """Medusa heads whose draft tokens, by rank, are compared with the generated tokens at the end of each call."""
 
     def __init__(self, heads: MedusaHeads, counts: Counts, lora: Any):
         super().__init__(heads, tree=PROBE_NODES, lora=lora)

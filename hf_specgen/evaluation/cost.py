@@ -20,6 +20,7 @@ from hf_specgen.target.base import Target
 from hf_specgen.tree import DraftTree
 
 QUERIES = (1, 2, 4, 8, 16, 32)
+"""Tokens per row of the timed passes: up to a draft of 31 tokens and the pending token."""
 
 
 def measure_cost_curve(
@@ -60,15 +61,16 @@ def measure_cost_curve(
     times: dict[int, list[float]] = {q: [] for q in queries}
     with torch.no_grad():
         target = _read(model, tokens)
-        for turn in range(repeats + 1):
+        for repeat in range(repeats + 1):
             for q in queries:
                 seconds = _forward(target, tokens, q)
-                if turn:
+                if repeat:
                     times[q].append(seconds)
     return CostCurve(tuple(queries), tuple(median(times[q]) for q in queries), context, batch)
 
 
 def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
+    """The target with `tokens`, `[batch, context]`, in its cache."""
     tokens = tokens.to(compat.input_device(model))
     positions = torch.arange(tokens.shape[1], device=compat.input_device(model))[None].expand(len(tokens), -1)
     arguments = {"attention_mask": torch.ones_like(tokens), "position_ids": positions, "use_cache": True}

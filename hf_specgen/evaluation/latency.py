@@ -1,8 +1,8 @@
 """Measures the latency profile of a target and a strategy in advance, instead of learning it from the first calls.
 
 Two kinds of calls are timed in the decoding loop. In the first, a strategy that proposes arbitrary tokens makes the
-target verify drafts of every size; in the second, the strategy itself drafts at every depth. Both feed the recorder
-that also learns from ordinary calls, so that measured and learnt profiles have the same content.
+target verify drafts of every size; in the second, the strategy itself drafts at every depth. Both pass their steps to
+the recorder that estimates latencies in ordinary calls, so both kinds of profiles have the same content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_specgen.candidates.tree_shape import MAX_NODES
 from hf_specgen.depth import profiles
 from hf_specgen.depth.latency import LatencyModel, Slice, slice_of
 from hf_specgen.depth.policy import Policy, PolicySession, StepRecord
-from hf_specgen.depth.recorder import GRID, KEPT, LatencyRecorder
+from hf_specgen.depth.recorder import GRID, MEDIAN_WINDOW, LatencyRecorder
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 
@@ -66,7 +66,7 @@ def measure_slice(model: PreTrainedModel, candidates: Candidates, *, rows: int, 
             raise ValueError(f"{name} must be at least 1, got {value}")
     largest = MAX_NODES if candidates.adaptive_tree else candidates.k
     depths = [size - 1 for size in GRID if size <= largest + 1]
-    steps = (KEPT + 1) * len(depths)
+    steps = (MEDIAN_WINDOW + 1) * len(depths)
     if context + steps > limit:
         raise ValueError(f"a context of {context} and {steps} steps need more than the model's {limit} positions")
     kind, negligible = str(candidates.profile_key()[0]), candidates.negligible_draft_cost

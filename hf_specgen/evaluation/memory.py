@@ -38,8 +38,8 @@ def peak_memory(device: torch.device) -> Peak:
         >>> peak_memory(torch.device("cpu")).device is None
         True
     """
-    held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Peak(_host_peak(), held)
+    allocated = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Peak(_host_peak(), allocated)
 
 
 def _host_peak() -> int | None:

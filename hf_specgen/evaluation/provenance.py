@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from hf_specgen.version import __version__
+
 PACKAGE = Path(__file__).resolve().parents[1]
 RECORDED = ("benchmarks/results", "benchmarks/README.md")
+"""Recorded results: changes in them do not change what is measured."""
 
 
 def provenance() -> dict[str, Any]:
@@ -22,11 +25,11 @@ def provenance() -> dict[str, Any]:
         `commit`: of the repository that this package is a checkout of, with "+changes" if anything but recorded results
         differs from it; None for an installed package. `argv`, `versions` and `machine` of this process.
     """
-    packages = ("hf-specgen", "torch", "transformers")
+    versions = {"python": platform.python_version(), "hf-specgen": __version__}
     return {
         "commit": _commit(),
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
+        "versions": versions | {name: version(name) for name in ("torch", "transformers")},
         "machine": {
             "processor": _processor(),
             "threads": torch.get_num_threads(),

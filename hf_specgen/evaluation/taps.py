@@ -17,6 +17,7 @@ from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.depth import FixedDepth
 
 SHIFTS = (0, -1, 1)
+"""Compared taps, in layers relative to the configured ones."""
 DEPTH = 4
 """Draft tokens per step: enough to compare acceptance, and no more than any published head drafts."""
 

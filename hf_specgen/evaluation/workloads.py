@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import nan
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import compat
@@ -40,7 +42,7 @@ NOT_INSTALLED = (
 )
 PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
 EAGLE, PEAGLE, DFLASH, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "DFlash", "MTP", "Gemma assistant"
-OURS = (NGRAM, DRAFT, SKIP, MEDUSA, EAGLE, PEAGLE, DFLASH, MTP, ASSISTANT)
+"""Names of variants in tables; PEER is the prompt lookup of Transformers."""
 
 # Greedy decoding of a small model falls into repetition where the answer is open, which favours every n-gram method:
 # those domains are sampled with a seed, so that tokens can still be compared one by one.
@@ -49,6 +51,10 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "prose": SAMPLED}
 OWN_PROMPTS = "prompts"
 """Domain of prompts that name none."""
+
+
+NO_TOKEN = -1
+"""In place of a token after the end of an output that is shorter than the other; its logit is NaN."""
 
 
 @dataclass(frozen=True)
@@ -190,14 +196,25 @@ def encode(
         yield {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
-def first_difference(model: PreTrainedModel, plain: Sample, ours: Sample) -> Difference | None:
-    """The first token at which `ours` differs from `plain`; None if they are identical."""
-    width = min(plain.ids.shape[1], ours.ids.shape[1])
-    differs = (plain.ids[:, :width] != ours.ids[:, :width]).nonzero()
+def first_difference(
+    model: PreTrainedModel, plain: Sample, ours: Sample, attention_mask: torch.Tensor | None = None
+) -> Difference | None:
+    """The first token at which `ours` differs from `plain`; None if they are identical.
+
+    Args:
+        model: the target.
+        plain, ours: of the same prompts.
+        attention_mask: `[batch, prompt]` of the prompts, which are left-padded; None: no padding.
+    """
+    width = max(plain.ids.shape[1], ours.ids.shape[1])
+    plain_ids, our_ids = (pad(s.ids, (0, width - s.ids.shape[1]), value=NO_TOKEN) for s in (plain, ours))
+    differs = (plain_ids != our_ids).nonzero()
     if len(differs) == 0:
         return None
     row, position = min(((int(r), int(p)) for r, p in differs), key=lambda place: place[1])
+    padding = 0 if attention_mask is None else int(attention_mask[row].argmax())
+    text = plain_ids[row : row + 1, padding:position].to(compat.input_device(model))
     with torch.no_grad():
-        logits = model(plain.ids[row : row + 1, :position].to(compat.input_device(model))).logits[0, -1].float()
-    tokens = int(plain.ids[row, position]), int(ours.ids[row, position])
-    return Difference(row, position, *tokens, *(float(logits[token]) for token in tokens))
+        logits = model(text).logits[0, -1].float()
+    tokens = int(plain_ids[row, position]), int(our_ids[row, position])
+    return Difference(row, position, *tokens, *(nan if t == NO_TOKEN else float(logits[t]) for t in tokens))

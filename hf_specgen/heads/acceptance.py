@@ -1,11 +1,11 @@
 """Acceptance rates of Medusa heads by confidence and rank: the prior by which draft trees are built.
 
-A head is right more often when its confidence is high, so acceptance is kept by confidence: entry `[h][c][r]` is the
-share of steps in which the token of rank r of head h was right, of those in which the head's confidence lay in bin c
-and the tokens before it were right.
+Tokens of a head are accepted more often when its confidence (the probability of its most likely token) is high, so
+acceptance is kept by confidence: entry `[h][c][r]` is the share of steps in which the token of rank r of head h was
+accepted, of those in which the head's confidence was in bin c and the tokens before it were accepted.
 
-Source: Cai et al., "Medusa" (2024), section 2.3.3 (acceptance by rank); Li et al., "EAGLE-2" (2024), (by confidence)
-section 4.1.
+Source: Cai et al., "Medusa" (2024), section 2.3.3 (acceptance by rank); Li et al., "EAGLE-2" (2024), section 4.1
+(acceptance by confidence).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.8, 0.95)
+"""Probabilities between the bins of confidence."""
 RANKS = 10
-"""Tokens of each head that are counted: the tenth of the embedded heads' first head is right in about 1% of steps."""
+"""Tokens of each head that are counted: the tenth of head 0 of the embedded heads is accepted in about 1% of steps."""
 HEAD_DECAY = 0.8
 """Assumed acceptance of each head relative to the one before."""
 
@@ -68,10 +69,10 @@ class Acceptance:
 
     @classmethod
     def untuned(cls, heads: int) -> Acceptance:
-        """The assumption for heads that were not measured: a token is right as often as its head is confident.
+        """The assumption for heads that were not measured: rank 0 is accepted with the confidence as probability.
 
-        The remaining probability is shared out over the further ranks, each half as likely as the one before (and never
-        more likely); every head is `HEAD_DECAY` times as reliable as the one before.
+        Rank r > 0 is accepted with (1 - confidence) / 2^r, but no more than rank 0; every head is accepted `HEAD_DECAY`
+        times as often as the one before.
         """
         edges = (0.0, *CONFIDENCE_EDGES, 1.0)
         confidences = [(low + high) / 2 for low, high in pairwise(edges)]
@@ -91,5 +92,5 @@ class Acceptance:
         return len(self.table)
 
     def cut(self, ranks: int) -> Acceptance:
-        """The same for the first ranks only."""
+        """The same table, reduced to the first `ranks` ranks."""
         return Acceptance(tuple(tuple(row[:ranks] for row in bins) for bins in self.table))

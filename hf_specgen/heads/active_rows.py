@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.row_layout import spread_rows
 
 T = TypeVar("T")
 
@@ -55,8 +56,4 @@ class ActiveRows:
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """`[active, …]` values to `[batch, …]`, with zeros for rows that were dropped."""
-        if len(self.rows) == self.batch:
-            return values
-        result = values.new_zeros(self.batch, *values.shape[1:])
-        result[self.rows] = values
-        return result
+        return spread_rows(values, self.rows, self.batch)

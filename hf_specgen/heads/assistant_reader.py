@@ -1,7 +1,7 @@
 """Runs a Gemma 4 assistant over a batch: with the target's own keys and values, and no cache of its own.
 
 All draft tokens of a step have the position of the last known token, and attend to the target's keys and values of the
-text before it; what was drafted before is known through the state that is passed on.
+text before it; earlier draft tokens influence later ones only through the state that is passed on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from hf_specgen.heads.base import AttachedHead, HeadOutput
 from hf_specgen.heads.gemma_assistant import KeysValues, source_layers
 from hf_specgen.target.base import Target
+from hf_specgen.target.row_layout import spread_rows
 from hf_specgen.tree import DraftTree
 
 
@@ -45,7 +46,7 @@ class AssistantReader:
         hidden = states[rows][:, None].to(self._like)
         output = self._run(torch.tensor([[pending[row]] for row in rows]), hidden)
         self._hidden = output.hidden
-        return self._spread(self.attached.target_logits(output.output[:, 0]), len(pending))
+        return spread_rows(self.attached.target_logits(output.output[:, 0]), rows, len(pending))
 
     def expand(self, tree: DraftTree, new: int) -> torch.Tensor:
         """Draft below the last `new` nodes of each row; `[batch, new, vocab]` logits.
@@ -60,7 +61,7 @@ class AssistantReader:
         places = torch.arange(len(parents), device=device)[:, None]
         output = self._run(chosen.tokens[:, known:], self._hidden[places, parents + 1])
         self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
-        return self._spread(self.attached.target_logits(output.output), tree.batch)
+        return spread_rows(self.attached.target_logits(output.output), self._target.rows, tree.batch)
 
     def _run(self, tokens: torch.Tensor, hidden: torch.Tensor) -> HeadOutput:
         """One pass; `tokens` `[rows, length]`, `hidden` `[rows, length, hidden]`."""
@@ -78,11 +79,3 @@ class AssistantReader:
         head: Any = self.attached.head
         embeddings = self.attached.embed(tokens)
         return cast(HeadOutput, head(embeddings, hidden, positions, shared, lengths, padding, dropped))
-
-    def _spread(self, values: torch.Tensor, batch: int) -> torch.Tensor:
-        """`[present, …]` to `[batch, …]`, with zeros for rows that were dropped."""
-        if len(values) == batch:
-            return values
-        result = values.new_zeros(batch, *values.shape[1:])
-        result[self._target.rows] = values
-        return result

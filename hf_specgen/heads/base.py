@@ -24,7 +24,7 @@ from hf_specgen.heads import taps
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """Configuration that all heads have in common: sizes, and what the head expects of its target.
+    """Configuration that all heads have in common: their sizes, and those of the target that they fit.
 
     Args:
         hidden_size: width of the states that the head passes from step to step.

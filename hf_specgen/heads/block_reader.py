@@ -50,15 +50,15 @@ class BlockReader:
         needed: Sequence[bool],
         depth: int,
     ) -> torch.Tensor:
-        """Read new positions of each row's text, then run a block behind it.
+        """Read new positions of each row's text, then run a block after it.
 
         Args:
             features: for each row `[new, taps * target_hidden]`; rows may have different numbers of them.
             next_tokens: for each row the token after each of these positions; the last one is the anchor. Without any,
                 the row's logits mean nothing.
             needed: the rows that have not ended; the others are dropped.
-            depth: draft tokens; a head whose attention inside the block goes both ways drafts `self.depth` whatever is
-                asked for, since masks see each other.
+            depth: draft tokens to return. Unless attention inside the block is causal, a whole block is computed for
+                any depth: its mask tokens attend to each other.
 
         Returns:
             `[batch, depth, vocab]` logits over the target's vocabulary; zeros for rows that were dropped.

@@ -1,14 +1,12 @@
 """Reading untrusted checkpoints: config.json, and tensors whose shapes are known before anything is allocated.
 
-Safetensors files state their shapes in a header that is checked against the size of the file. Pickled files are read by
-`torch.load(weights_only=True)`, memory-mapped, and no tensor may be larger than the file that holds it. So the memory
-that a checkpoint can take is bounded by its size on disk, whatever its config.json says.
+Safetensors files state their shapes in a header that is checked against the size of the file; pickled files are read by
+`hf_specgen.heads.files`. So the memory that a checkpoint can take is bounded by its size on disk, whatever its
+config.json says.
 """
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,14 +24,14 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 
+from hf_specgen.heads.files import first_line, read_json, unpickled_tensors
+
 CONFIG, INDEX, SINGLE, PICKLED = (
     "config.json",
     "model.safetensors.index.json",
     "model.safetensors",
     "pytorch_model.bin",
 )
-MAX_JSON_BYTES = 64 * 2**20
-"""The largest index files of published models have a few megabytes."""
 
 
 class TensorInfo(NamedTuple):
@@ -90,7 +88,7 @@ class Source:
                 raise FileNotFoundError(
                     f"{self.path_or_id} is not a folder, and as a repository it is neither cached nor within reach"
                 ) from None
-            return None  # offline, a file that is not in the cache counts as one that the repository has not got
+            return None  # offline, a file that is not in the cache counts as missing
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Checkpoint:
     """A config and the tensors beside it.
 
     Args:
-        source: how messages call it.
+        source: its name in messages.
         config: config.json.
         tensors: shape and dtype of each tensor; empty if there is no file of tensors.
     """
@@ -119,7 +117,7 @@ class Checkpoint:
         result: dict[str, torch.Tensor] = {}
         with ExitStack() as opened:
             for path, wanted in files.items():
-                tensors: Any = _unpickle(path) if path.suffix == ".bin" else opened.enter_context(_header(path))
+                tensors: Any = unpickled_tensors(path) if path.suffix == ".bin" else opened.enter_context(_header(path))
                 read = tensors.__getitem__ if path.suffix == ".bin" else tensors.get_tensor
                 # A clone, since a view into the file would keep the whole of it mapped.
                 result.update({name: read(name).clone() for name in wanted})
@@ -143,25 +141,6 @@ def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name:
         raise ValueError(f"{where} has no {CONFIG}, so it is not a checkpoint")
     infos = _tensor_infos(source, where, wanted)
     return Checkpoint(where, read_json(path), {name: info for name, info in infos.items() if wanted(name)})
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: if it is too large, too deeply nested, not JSON, or not an object.
-    """
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than any {path.name}; it is damaged")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply to be a {path.name}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {type(content).__name__}, not an object")
-    return content
 
 
 def _tensor_infos(source: Source, where: str, wanted: Callable[[str], bool]) -> dict[str, TensorInfo]:
@@ -208,7 +187,7 @@ def _header(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors ({_first_line(error)}); download it again") from None
+        raise ValueError(f"{path} cannot be read as safetensors ({first_line(error)}); download it again") from None
 
 
 def _safetensors_infos(path: Path) -> dict[str, TensorInfo]:
@@ -222,29 +201,7 @@ def _safetensors_infos(path: Path) -> dict[str, TensorInfo]:
     return infos
 
 
-def _unpickle(path: Path) -> dict[str, torch.Tensor]:
-    size = path.stat().st_size
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                if sum(entry.file_size for entry in archive.infolist()) > size:
-                    raise ValueError("it unpacks to more than its size")
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read as tensors ({_first_line(error)}); download it again") from None
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise ValueError(f"{path} does not hold a dictionary of tensors")
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or tensor.layout != torch.strided or tensor.numel() * tensor.element_size() > size:
-            raise ValueError(
-                f"{path}: tensor {str(name)[:80]!r} of shape {tuple(tensor.shape)} does not fit in the file"
-            )
-    return tensors
-
-
 def _pickled_infos(path: Path) -> dict[str, TensorInfo]:
-    return {name: TensorInfo(tuple(tensor.shape), tensor.dtype, path) for name, tensor in _unpickle(path).items()}
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+    return {
+        name: TensorInfo(tuple(tensor.shape), tensor.dtype, path) for name, tensor in unpickled_tensors(path).items()
+    }

@@ -178,7 +178,7 @@ class Eagle3Head(DraftHead):
             hidden: `[batch, length, hidden]` combined features, or `HeadOutput.hidden` of the parent.
             position_ids: `[batch, length]` the position of each feature.
             attention_mask: `[batch, 1, length, cached + length]` bool, True where a query sees a cache slot; None is
-                causal behind a cache whose rows are equally long.
+                causal, after a cache whose rows are equally long.
             cache: receives the keys and values of all layers.
 
         Returns:

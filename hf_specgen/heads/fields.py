@@ -1,4 +1,4 @@
-"""Reading numbers and options from a config.json that nobody has checked."""
+"""Checked reading of numbers and options from an untrusted config.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-LARGEST = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
+"""Largest accepted integer, far beyond any size of a model: rejects damaged configs before anything is allocated."""
 
 
 class Fields:
@@ -32,8 +33,8 @@ class Fields:
     def optional_integer(self, name: str, low: int = 0) -> int | None:
         """A whole number that is at least `low`, or None."""
         value = self.get(name)
-        if value is not None and (type(value) is not int or not low <= value <= LARGEST):
-            raise ValueError(f"{name} must be a whole number between {low} and {LARGEST}, got {_short(value)}")
+        if value is not None and (type(value) is not int or not low <= value <= MAX_INTEGER):
+            raise ValueError(f"{name} must be a whole number between {low} and {MAX_INTEGER}, got {_short(value)}")
         return value
 
     def integer(self, name: str, low: int = 1) -> int:

@@ -122,7 +122,7 @@ def tensor_shapes(path: Path) -> dict[str, Shape]:
         ValueError: if the file is damaged, or holds something else.
     """
     if path.suffix != ".safetensors":
-        return {name: tuple(tensor.shape) for name, tensor in _unpickle(path).items()}
+        return {name: tuple(tensor.shape) for name, tensor in unpickled_tensors(path).items()}
     with _read_errors(path), safe_open(path, framework="pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no mapping)
 
@@ -134,13 +134,15 @@ def read_tensors(path: Path) -> Tensors:
         ValueError: if the file is damaged, or holds something else.
     """
     if path.suffix != ".safetensors":
-        return {name: tensor.clone() for name, tensor in _unpickle(path).items()}  # a view would keep the file mapped
+        return {
+            name: tensor.clone() for name, tensor in unpickled_tensors(path).items()
+        }  # a view would keep the file mapped
     with _read_errors(path), safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message (at most 300 characters); the type of an error without a message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
@@ -152,7 +154,12 @@ def _read_errors(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read as tensors ({first_line(error)}); download it again") from None
 
 
-def _unpickle(path: Path) -> Tensors:
+def unpickled_tensors(path: Path) -> Tensors:
+    """The tensors in a pickled file, by name, as views of the memory-mapped file if it is a zip archive.
+
+    Raises:
+        ValueError: if the file is damaged, holds something else, or a tensor is larger than the file.
+    """
     size, zipped = path.stat().st_size, zipfile.is_zipfile(path)
     with _read_errors(path):
         if zipped:

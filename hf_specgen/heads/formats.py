@@ -43,12 +43,12 @@ VLLM_LAYER = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
 VLLM_OUTPUT = re.compile(r"^lm_heads\.(\d+)\.weight$")
 
 
-class Checkpoint(NamedTuple):
+class MedusaCheckpoint(NamedTuple):
     """A set of heads on disk, checked but not loaded.
 
     Args:
         source: folder or Hub id.
-        config: the shape of the heads.
+        config: sizes and options of the heads.
         files: those that hold the tensors.
         names: for each tensor that is used, its name in `MedusaHeads`.
     """
@@ -97,7 +97,7 @@ def load_medusa(path_or_id: str | Path, target: PreTrainedModel | None = None) -
     return heads.eval()
 
 
-def inspect_medusa(path_or_id: str | Path) -> Checkpoint:
+def inspect_medusa(path_or_id: str | Path) -> MedusaCheckpoint:
     """Read a set of heads' config and the shapes of its tensors, without building or loading anything.
 
     Raises:
@@ -122,7 +122,7 @@ def inspect_medusa(path_or_id: str | Path) -> Checkpoint:
         _check_shapes(config, state, biases_required=own)
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{source}: its tensors do not make a whole set of heads: {first_line(error)}") from None
-    return Checkpoint(source, config, files, names)
+    return MedusaCheckpoint(source, config, files, names)
 
 
 def native_names(names: Iterable[str]) -> dict[str, str]:

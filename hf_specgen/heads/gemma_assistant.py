@@ -2,7 +2,7 @@
 
 Every layer reads the keys and values that the target's last full-attention layer, or its last sliding one, has in its
 cache. So the assistant needs no prefill and no cache: the same position, that of the last known token, is used for all
-draft tokens of a round, and what was drafted before is known only through the state that is passed on.
+draft tokens of a step, and earlier draft tokens influence later ones only through the state that is passed on.
 
 Source: Google, "Gemma 4" (2026), as implemented by `transformers.models.gemma4_assistant`.
 """
@@ -115,7 +115,7 @@ class AssistantLayer(nn.Module):
 
 
 class CentroidOutput(nn.Module):
-    """An output matrix that scores only the tokens of the best few groups; all others get less than any of these.
+    """An output matrix that scores only the tokens of the best few groups; all others get a lower score.
 
     Args:
         hidden_size, vocab_size: of the matrix.
@@ -189,7 +189,7 @@ class AssistantHead(DraftHead):
         Args:
             embeddings: `[batch, length, hidden]` the target's, of the last token of each path.
             hidden: `[batch, length, hidden]` the target's last state, or `HeadOutput.hidden` of the step before.
-            position_ids: `[batch, length]` the position of the last known token, for all steps of a round.
+            position_ids: `[batch, length]` the position of the last known token, for all draft tokens of a step.
             keys_values: what the target's last layer of each type has in its cache.
             lengths: `[batch]` how many keys of each row count; None: all.
             padding: `[batch]` how many of these, at the beginning, are padding; None: none.

@@ -97,7 +97,7 @@ class MedusaHeads(PreTrainedModel):
     formats of the original Medusa, TGI and vLLM.
 
     Args:
-        config: the shape.
+        config: sizes and options.
 
     Example:
         >>> heads = MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=20, num_heads=2))

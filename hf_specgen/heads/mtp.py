@@ -21,7 +21,8 @@ from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.layers import causal_default
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-"""What links a layer to the states before and after it, in the names of DeepSeek-V3."""
+"""Modules around the decoder layer, by their names in DeepSeek-V3: the norms of embedding and state, the projection of
+both, the final norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class MTPHead(DraftHead):
         Args:
             embeddings, hidden, position_ids, attention_mask, cache: as for `Eagle3Head.forward`; the layers have cache
                 entries of their own, with the same mask.
-            step: which draft step it is, starting with 0; the layers take turns.
+            step: number of the draft step, from 0; it runs layer `step % num_layers`.
 
         Returns:
             the layer's output after its final norm, for the next step and for the output matrix alike.

@@ -33,8 +33,8 @@ SHARED_LINKS = {
     "fc": "eh_proj",
     "norm": "shared_head.norm",
 }
-BORROWED = ("embed_tokens", "shared_head.head")
-"""Copies of the target's embedding and output matrix."""
+TARGET_COPIES = ("embed_tokens", "shared_head.head")
+"""Copies of the target's embedding and output matrix, which are not loaded: the target's own are used."""
 
 
 def load_mtp(
@@ -76,7 +76,7 @@ def load_mtp(
 def has_mtp_layers(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is that of a target with MTP layers of a known layout of its own.
 
-    They are seen from the tensors that link a layer to the state before it; heads of other formats have neither.
+    They are recognised by the tensor that projects embedding and state, which heads of other formats do not have.
     """
     if "speculators_model_type" in checkpoint.config:
         return False
@@ -106,7 +106,8 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
     else:
         shared = {}
         for name in checkpoint.tensors:
-            part = cast(re.Match[str], MTP_LAYER.match(name))["part"] if MTP_LAYER.match(name) else ""
+            match = MTP_LAYER.match(name)
+            part = match["part"] if match else ""
             if block := MTP_BLOCK.match(part):
                 layers.setdefault(int(block["layer"]), {})[block["part"]] = name
             elif part.rpartition(".")[0] in SHARED_LINKS:
@@ -173,7 +174,7 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) 
         f"layers.{index}.{part}": name
         for index, parts in enumerate(layers)
         for part, name in parts.items()
-        if not part.startswith((*LINKS, *BORROWED))
+        if not part.startswith((*LINKS, *TARGET_COPIES))
     }
     wrong = [name for name in names.values() if checkpoint.tensors[name].dtype.itemsize < 2]
     if wrong:

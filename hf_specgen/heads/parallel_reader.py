@@ -1,4 +1,4 @@
-"""Runs a P-EAGLE head over a batch: new positions and the masked ones behind them in one pass.
+"""Runs a P-EAGLE head over a batch: new positions and the masked ones after them in one pass.
 
     position           i-1    i             i+1      i+2
     feature            f      f             m        m          f: the target's, m: learned, for unknown ones
@@ -54,7 +54,7 @@ class ParallelReader:
         needed: Sequence[bool],
         depth: int,
     ) -> torch.Tensor:
-        """Read new positions of each row's text, and draft behind them in the same pass.
+        """Read new positions of each row's text, and draft after them in the same pass.
 
         Args:
             features: for each row `[new, taps * target_hidden]`; rows may have different numbers of them.
@@ -85,7 +85,7 @@ class ParallelReader:
         )
 
     def _run(self, rows: Sequence[tuple[torch.Tensor, list[int]]], masked: int) -> torch.Tensor:
-        """One pass over new features and tokens of each row and `masked` positions behind them, which are dropped.
+        """One pass over new features and tokens of each row and `masked` positions after them, which are dropped.
 
         Returns:
             `[rows, new + masked, hidden]` what the output matrix reads; shorter rows are padded.

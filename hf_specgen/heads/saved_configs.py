@@ -1,4 +1,4 @@
-"""The config.json of a head, as its fields are called by speculators, EAGLE, SpecForge and z-lab."""
+"""The config.json of a draft head in the formats of speculators, EAGLE, SpecForge and z-lab."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from hf_specgen.heads.taps import eagle_taps
 
 SPECULATORS_VERSION = "0.9.0"
 """The version of speculators whose fields are written."""
+DEFAULT_SPECULATIVE_TOKENS = 5
+"""Draft tokens per step that are recommended for an EAGLE head whose checkpoint recommends no number."""
 
 Config = dict[str, Any]
 
 
 def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
+    """Raise a `ValueError` that names those of the options that the head has and the format `what` lacks."""
     wrong = [name for name, present in unsupported.items() if present]
     if wrong:
         raise ValueError(f"{what} cannot express a head with {', '.join(wrong)}")
@@ -48,7 +51,8 @@ def _layer(layer: LayerConfig, num_layers: int, vocab: int) -> Config:
     }
 
 
-def _speculators(head: DraftHead, kind: str, architecture: str, layer: Config, tokens: int | None) -> Config:
+def _speculators(head: DraftHead, kind: str, architecture: str, layer: Config, tokens: int) -> Config:
+    """The fields that all speculators configs have; `tokens` are recommended if the head recommends no number."""
     methods = [{"proposal_type": "greedy", "speculative_tokens": head.config.speculative_tokens or tokens}]
     return {
         "architectures": [architecture],
@@ -67,7 +71,7 @@ def _speculators(head: DraftHead, kind: str, architecture: str, layer: Config, t
 
 
 def speculators_eagle(head: Eagle3Head) -> Config:
-    """Of speculators' `eagle3` or `peagle`."""
+    """The config of an EAGLE-3 or P-EAGLE head in the format of speculators (`eagle3`, `peagle`)."""
     config = head.config
     _refuse({"a bias of fc": config.projection_bias, "no fc": not config.projects_features}, "speculators' format")
     parallel = config.mask_token_id is not None
@@ -83,7 +87,7 @@ def speculators_eagle(head: Eagle3Head) -> Config:
         "embed_requires_grad": parallel,
     }
     return (
-        _speculators(head, kind, architecture, layer, tokens=5)
+        _speculators(head, kind, architecture, layer, DEFAULT_SPECULATIVE_TOKENS)
         | own
         | ({"mask_token_id": config.mask_token_id} if parallel else {})
     )
@@ -106,7 +110,7 @@ def _sliding(head: BlockHead) -> Config:
 
 
 def speculators_block(head: BlockHead) -> Config:
-    """Of speculators' `dflash`."""
+    """The config of a block head in the format of speculators (`dflash`)."""
     config = head.config
     _refuse({"no norms of queries and keys": not config.layer.qk_norm}, "speculators' format")
     sliding = [kind for kind in config.attention if kind.window is not None]
@@ -124,7 +128,7 @@ def speculators_block(head: BlockHead) -> Config:
 
 
 def zlab_block(head: BlockHead) -> Config:
-    """Of DFlash by z-lab, and of JetSpec."""
+    """The config of a block head in the layout of z-lab's DFlash and of JetSpec."""
     config = head.config
     causal = {kind.causal for kind in config.attention}
     unsupported = {
@@ -158,7 +162,7 @@ def _flat(layer: Config) -> Config:
 
 
 def original_eagle1(head: Eagle1Head) -> Config:
-    """Of the original EAGLE-1 and EAGLE-2."""
+    """The config of an EAGLE-1 or EAGLE-2 head in the original layout."""
     config = head.config
     _refuse({"norms of queries and keys": config.layer.qk_norm, "MLP biases": config.layer.mlp_bias}, "EAGLE's layout")
     layer = _flat(_layer(config.layer, config.num_layers, config.vocab_size))
@@ -166,7 +170,7 @@ def original_eagle1(head: Eagle1Head) -> Config:
 
 
 def flat_eagle3(head: Eagle3Head, to: str) -> Config:
-    """Of the original EAGLE-3 ("eagle"), or of SpecForge ("sglang")."""
+    """The config of an EAGLE-3 head in the original layout (`to="eagle"`) or that of SpecForge (`to="sglang"`)."""
     config = head.config
     default = config.num_target_layers and config.taps == eagle_taps(config.num_target_layers)
     unsupported = {

@@ -34,7 +34,7 @@ from hf_specgen.heads.saved_configs import (
     zlab_block,
 )
 
-TARGETS = ("eagle", "sglang", "vllm")
+PROGRAMS = ("eagle", "sglang", "vllm")
 
 
 def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
@@ -75,8 +75,8 @@ def export_head(head: DraftHead, folder: str | Path, to: str) -> list[Path]:
     Raises:
         ValueError: for another program, or a head that its layout cannot express.
     """
-    if to not in TARGETS:
-        raise ValueError(f"unknown export {to!r}; there are {', '.join(TARGETS)}")
+    if to not in PROGRAMS:
+        raise ValueError(f"unknown export {to!r}; there are {', '.join(PROGRAMS)}")
     if (Path(folder) / "config.json").exists():
         raise ValueError(f"{folder} holds a config.json already; export to a folder of its own")
     if to == "vllm":

@@ -1,7 +1,7 @@
 """Which hidden states of the target a draft head reads, counted as Transformers counts `hidden_states`.
 
 Index 0 is the embedding, index i the output of layer i - 1, and the last index the state after the final norm. Formats
-count differently; this file alone translates:
+count differently; only this file converts them:
 
 | field of config.json | written by | index |
 |---|---|---|
@@ -23,7 +23,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-# Before, a list of indices was counted without the embedding.
+# Earlier versions count a list of indices without the embedding.
 SELECTS_HIDDEN_STATES = Version(transformers.__version__) >= Version("5.23")
 
 FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (

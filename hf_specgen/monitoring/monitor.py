@@ -71,6 +71,7 @@ class SpeculationMonitor(Monitor):
         self.histogram: Counter[int] = Counter()
         """Number of drafts of which 0, 1, 2, … tokens were accepted, over all calls."""
         self.calls = 0
+        """Number of calls that were started."""
         self._counters = _counters(prometheus)
         self._lock = threading.Lock()
 
@@ -80,7 +81,7 @@ class SpeculationMonitor(Monitor):
         return _SpeculationMonitorSession(self, call)
 
     def record(self, call: Call, step: StepRecord) -> None:
-        """Record a step of any call; subclass and extend it to do more with each step."""
+        """Record a step of any call, in the thread of that call; subclass and extend it to do more with each step."""
         taken = [(depth, row) for depth, row in zip(step.requested, step.rows, strict=True) if row is not None]
         with self._lock:
             for depth, row in taken:
@@ -120,27 +121,36 @@ class SpeculationMonitor(Monitor):
     @property
     def acceptance_rate(self) -> float:
         """accepted / drafted, in the window."""
-        drafted = sum(row[1] for row in self.window)
-        return sum(row[2] for row in self.window) / drafted if drafted else 0.0
+        window = self._recorded()
+        drafted = sum(row[1] for row in window)
+        return sum(row[2] for row in window) / drafted if drafted else 0.0
 
     @property
     def tokens_per_step(self) -> float:
         """Emitted tokens per row step, in the window."""
-        return sum(row[3] for row in self.window) / len(self.window) if self.window else 0.0
+        window = self._recorded()
+        return sum(row[3] for row in window) / len(window) if window else 0.0
 
     @property
     def mean_depth(self) -> float:
         """Mean of the maximum depth, in the window; 0 if nothing is drafted."""
-        return sum(row[0] for row in self.window) / len(self.window) if self.window else 0.0
+        window = self._recorded()
+        return sum(row[0] for row in window) / len(window) if window else 0.0
 
     def summary(self) -> str:
         """One line about the window."""
-        if not any(row[1] for row in self.window):
-            return f"last {len(self.window)} row steps: nothing was drafted"
+        window = self._recorded()
+        if not any(row[1] for row in window):
+            return f"last {len(window)} row steps: nothing was drafted"
         return (
-            f"last {len(self.window)} row steps: {self.tokens_per_step:.2f} tokens per step, "
+            f"last {len(window)} row steps: {self.tokens_per_step:.2f} tokens per step, "
             f"{self.acceptance_rate:.0%} of draft tokens accepted, mean depth {self.mean_depth:.1f}"
         )
+
+    def _recorded(self) -> list[tuple[int, int, int, int]]:
+        """A copy of the window: other threads may append to it meanwhile."""
+        with self._lock:
+            return list(self.window)
 
     def plot(self, path: str | Path) -> None:
         """Draw the timeline and the histogram into an image (PNG, SVG, PDF).

@@ -67,7 +67,7 @@ def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
     timeline.set(title=monitor.summary(), xlabel="step", ylabel="tokens per row", xlim=(1, max(2, len(depths))))
     timeline.set_ylim(0, 1.3 * max(1, *depths))
     timeline.legend(frameon=False, ncols=3, loc="upper right")
-    counts = monitor.histogram
+    counts = monitor.histogram.copy()  # calls of other threads may add to it
     histogram.bar(
         range(max(counts, default=0) + 1), [counts[n] for n in range(max(counts, default=0) + 1)], color=ACCEPTED
     )

@@ -68,8 +68,11 @@ class RaggedCache(Cache):
         return layer.get_seq_length() if isinstance(layer, RaggedLayer) else max(self.lengths, default=0)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None, as before the first pass: models then pass their columns to `update_conv_state`, which returns the
-        window before them, and leave out kernels that overwrite the window in place."""
+        """Always None, so that models take the path of their first pass.
+
+        They then pass their columns to `update_conv_state`, which returns the window before them, and leave out kernels
+        that overwrite the window in place.
+        """
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The state, for one pass, which may overwrite it; the layer keeps a copy for a rollback."""

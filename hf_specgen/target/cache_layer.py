@@ -10,8 +10,8 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 MIN_SPARE_SLOTS, SPARE_SHARE = 64, 1 / 32
-"""A buffer that grows gets this many spare slots, or this share of its length: peak memory is at most 1.05 times that
-of a cache without spare slots from 2,000 tokens on, and a slot is copied 32 times at most."""
+"""A buffer that grows gets the larger of this many spare slots and this share of its length: from 2,000 tokens on, peak
+memory is at most 1.05 times that of a cache without spare slots, and a slot is copied 32 times at most."""
 MAX_PREFILL_DRAFT, MAX_ROLLBACK = 256, 64
 """Tokens that may be removed again: drafted ones in the prefill pass; in later steps, besides their own, accepted ones
 that a stopping criterion cuts off."""
@@ -108,7 +108,7 @@ class RaggedLayer(CacheLayerMixin):
             committed - MAX_ROLLBACK if self.protected is None else min(self.protected, committed - MAX_ROLLBACK)
         )
         invisible = reachable - self.window - self.first
-        if invisible > max(MIN_SPARE_SLOTS, self.window // 2):  # seldom, so that copying the window is negligible
+        if invisible > max(MIN_SPARE_SLOTS, self.window // 2):  # rarely true, so that copying the window is negligible
             filled = max(self.lengths) - self.first - invisible
             self.keys, self.values = _resized(self.keys, invisible, filled), _resized(self.values, invisible, filled)
             self.first += invisible

@@ -23,12 +23,13 @@ from hf_specgen.target.base import Target
 from hf_specgen.tree import DraftTree
 
 MAX_LEAD = 8
-"""A row that is so many tokens ahead of the slowest one waits. With 8 rows and 85% of the draft tokens accepted, a text
-of 80 tokens took 31 passes with 4, and 26 with 8, 16 and 32; a row read 222, 244, 408 and 459 tokens in them."""
+"""Tokens by which a row may be ahead of the slowest one; a row further ahead is left out of passes until then. With 8
+rows and 85% of the draft tokens accepted, 80 tokens per row took 31 passes with a lead of 4, and 26 with 8, 16 and 32;
+the tokens read per row were 222, 244, 408 and 459."""
 
 
 class AlignedTexts:
-    """The texts of the rows behind their prompts, and how much of them is cached.
+    """The tokens of each row after its prompt, and how many of them are cached.
 
     Args:
         batch: number of rows.
@@ -58,8 +59,9 @@ class AlignedTexts:
             new: tokens for each row; None for a row that takes no part.
 
         Returns:
-            Where the pass begins, counted from the end of the prompt, and what it reads of each row. A row that takes
-            no part reads its text too, as far as the pass is wide anyway, since its slots are overwritten.
+            Where the pass begins, counted in tokens from the end of the prompt, and the tokens that it reads of each
+            row. A row that takes no part reads its tokens too, up to the width of the pass, since the pass overwrites
+            its slots.
         """
         for row, tokens in enumerate(new):
             self.texts[row] += tokens or ()
@@ -132,7 +134,7 @@ class CommonLengthTarget(Target):
         return super().finish()
 
     def _set_length(self, length: int) -> None:
-        """Cut the cache to the prompt and so many tokens behind it."""
+        """Cut the cache to the prompt and so many tokens after it."""
         self.cache.set_lengths([slot + length for slot in self._layout.prompt_slots])
 
     def _read(self, new: list[list[int]], results: int, active: Sequence[bool] | None) -> torch.Tensor:

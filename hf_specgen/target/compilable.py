@@ -1,4 +1,4 @@
-"""Which models can run compiled passes, as far as can be told before; `CompiledPasses` finds out the rest."""
+"""Which models can run compiled passes, as far as is known before compiling; `CompiledPasses` checks the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from hf_specgen import compat
 from hf_specgen.target.state_layers import has_special_layers
 
 DEVICES = ("cpu", "cuda")
+"""Device types for which compiled passes are implemented."""
 IMPLEMENTATIONS = ("sdpa", "eager")
+"""Attention implementations for which compiled passes have masks of a fixed shape."""
 CPU_COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
 """What inductor calls unless the environment variable CXX names another compiler."""
 

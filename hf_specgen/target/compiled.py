@@ -55,7 +55,7 @@ class PassOutput:
 
     Args:
         logits: `[batch, tokens, vocab]`.
-        states: the hidden states that were asked for, `[batch, tokens, hidden]` each.
+        states: the requested hidden states, `[batch, tokens, hidden]` each.
     """
 
     logits: torch.Tensor
@@ -138,9 +138,9 @@ class CompiledPasses:
         cache: RaggedCache,
         columns: int,
         taps: tuple[int, ...],
-        marks: bool = False,
+        mark_dynamic: bool = False,
     ) -> PassOutput:
-        """Run a compiled function; `marks` declares what may change without a new compilation."""
+        """Run a compiled function; `mark_dynamic` declares the sizes that may change without a new compilation."""
         batch, width = arguments["input_ids"].shape
         masks = arguments["attention_mask"]
 
@@ -151,7 +151,7 @@ class CompiledPasses:
         starts = torch.tensor(cache.lengths, device=arguments["input_ids"].device)
         slots = starts[:, None] + torch.arange(width, device=starts.device)
         buffers = cache.buffers()
-        if marks and self._graph_buffers is None:
+        if mark_dynamic and self._graph_buffers is None:
             for mask in ready.values() if isinstance(ready, dict) else [ready]:
                 if mask is not None:
                     torch._dynamo.mark_dynamic(mask, 3)
@@ -189,7 +189,7 @@ class CompiledPasses:
         run = torch.compile(_own_copy(step), fullgraph=True, backend=self._backend, **options)  # type: ignore[call-overload]
         function = _Function(run, sizes.pop() if len(sizes) == 1 else 0)
         try:
-            output = self._call(function, model, arguments, cache, columns, taps, marks=True)
+            output = self._call(function, model, arguments, cache, columns, taps, mark_dynamic=True)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -203,7 +203,7 @@ class CompiledPasses:
 
 
 def _summary(error: Exception) -> str:
-    """The first two lines of an error, and the line in which the tracer says what it was about."""
+    """The first two lines of an error, and the line in which the tracer names its cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     context = [line for line in lines[2:] if line.startswith("Developer debug context:")]
     return f"{type(error).__name__}: {' '.join([*lines[:2], *context[:1]])}"

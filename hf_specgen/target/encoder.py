@@ -1,4 +1,4 @@
-"""What an encoder-decoder model takes beside the text: the encoder's outputs, its mask, and a cache in two parts.
+"""Inputs of an encoder-decoder model beside the text: the encoder's outputs, its mask, and a cache in two parts.
 
 `generate` runs the encoder once. Every pass of the decoder then receives the same encoder outputs; the keys and values
 that cross-attention computes from them in the first pass stay in a cache of their own, which no rollback touches.
@@ -35,7 +35,7 @@ class EncoderInput:
 
     @classmethod
     def of_call(cls, values: torch.Tensor | None, batch: int, model_kwargs: dict[str, Any]) -> EncoderInput | None:
-        """The encoder's input in a call; None if there is no encoder, or `generate` does not tell what it read.
+        """The encoder's input in a call; None if there is no encoder, or `generate` does not pass on what it read.
 
         Args:
             values: as given to `generate`, before rows are repeated for `num_return_sequences`.
@@ -100,7 +100,7 @@ class EncoderStepInputs(StepInputs):
 
     @property
     def divisible(self) -> bool:
-        """Whether rows can be dropped: of further tensors it is not known where the rows are."""
+        """Whether rows can be dropped: not if there are further tensors, whose batch dimension is unknown."""
         given = self._kwargs if self._extra is None else self._extra
         tensors = {name for name, value in given.items() if isinstance(value, torch.Tensor | dict)}
         return tensors <= {"encoder_outputs", "attention_mask", "position_ids", *self._names.values()}
@@ -136,7 +136,7 @@ class EncoderStepInputs(StepInputs):
         named = {self._names[name]: value for name, value in values.items()}
         return {**self.extra(cache, positions.shape[1]), **named, "past_key_values": cache}
 
-    def _behind_prompt(self, cache: Any) -> dict[str, Any]:
+    def _after_prompt(self, cache: Any) -> dict[str, Any]:
         kwargs = {name: value for name, value in self._kwargs.items() if name not in ("logits_to_keep", "position_ids")}
         mask_name = self._names["attention_mask"]
         if (mask := kwargs.get(mask_name)) is not None:
@@ -165,7 +165,7 @@ def reads_encoder(model: PreTrainedModel) -> bool:
 
 
 def _prefix(model: PreTrainedModel) -> str:
-    """How the decoder's arguments begin, where the names without it are the encoder's."""
+    """The prefix of the names of the decoder's arguments: without it they are the encoder's."""
     return "decoder_" if model.config.is_encoder_decoder else ""
 
 

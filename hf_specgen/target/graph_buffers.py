@@ -1,7 +1,7 @@
 """Buffers of keys and values that keep their addresses from call to call, as captured CUDA graphs require.
 
-A graph reads and writes the memory that it was captured with. So a call borrows the buffers of an earlier call of the
-same shape, and copies its prompt's keys and values there once.
+A graph reads and writes the memory that it was captured with. So a call uses the buffers of an earlier call of the same
+shape again, once that call has ended, and copies its prompt's keys and values there once.
 """
 
 from __future__ import annotations
@@ -17,72 +17,75 @@ from hf_specgen.target.cache import RaggedCache
 Buffers = list[tuple[torch.Tensor, torch.Tensor]]
 
 CAPACITY_BLOCK = 256
-"""Capacities are multiples of it, so that calls of similar lengths share graphs."""
+"""Capacities, in slots, are multiples of it, so that calls of similar lengths share graphs."""
 
 
 @dataclass
-class _Loan:
-    """Buffers, and the cache that uses them, if any."""
+class _Entry:
+    """Buffers of the pool, and the cache that uses them, if any."""
 
     buffers: Buffers
-    borrower: weakref.ref[RaggedCache] | None = None
+    cache: weakref.ref[RaggedCache] | None = None
 
     @property
     def is_free(self) -> bool:
-        return self.borrower is None or self.borrower() is None
+        return self.cache is None or self.cache() is None
 
 
 class GraphBuffers:
-    """The buffers of one model."""
+    """A pool of buffers for the calls of one model; buffers are never freed, since captured graphs use them."""
 
     def __init__(self) -> None:
-        self._loans: list[_Loan] = []
+        self._entries: list[_Entry] = []
 
     def adopt(self, cache: RaggedCache) -> int:
-        """Move the cache into lasting buffers, unless it is there; returns their capacity."""
+        """Move the cache into buffers of the pool, unless it is there; returns their capacity in slots."""
         capacity = -(-cache.buffers()[0][0].shape[2] // CAPACITY_BLOCK) * CAPACITY_BLOCK
-        loan = self._loan_of(cache)
-        if loan is None or loan.buffers[0][0].shape[2] < capacity:
+        entry = self._entry_of(cache)
+        if entry is None or entry.buffers[0][0].shape[2] < capacity:
             self.release(cache)
-            self._lend(cache, capacity)
+            self._move_in(cache, capacity)
         return int(cache.buffers()[0][0].shape[2])
 
     def release(self, cache: RaggedCache) -> None:
         """Give the cache buffers of its own again."""
-        loan = self._loan_of(cache)
-        if loan is not None:
-            cache.use_buffers([(keys.clone(), values.clone()) for keys, values in loan.buffers])
-            loan.borrower = None
+        entry = self._entry_of(cache)
+        if entry is not None:
+            cache.use_buffers([(keys.clone(), values.clone()) for keys, values in entry.buffers])
+            entry.cache = None
 
-    def _loan_of(self, cache: RaggedCache) -> _Loan | None:
-        return next((loan for loan in self._loans if loan.borrower is not None and loan.borrower() is cache), None)
+    def _entry_of(self, cache: RaggedCache) -> _Entry | None:
+        return next((entry for entry in self._entries if entry.cache is not None and entry.cache() is cache), None)
 
-    def _lend(self, cache: RaggedCache, capacity: int) -> None:
+    def _move_in(self, cache: RaggedCache, capacity: int) -> None:
+        """Copy the cache into free buffers of the same shapes, or into new ones."""
         own = cache.buffers()
-        wanted = [(_description(keys, capacity), _description(values, capacity)) for keys, values in own]
-        loan = next((loan for loan in self._loans if loan.is_free and _describe(loan.buffers) == wanted), None)
-        if loan is None:
-            loan = _Loan([(_lasting(keys, capacity), _lasting(values, capacity)) for keys, values in own])
-            self._loans.append(loan)
-        for (keys, values), (lasting_keys, lasting_values) in zip(own, loan.buffers, strict=True):
-            for source, lasting in ((keys, lasting_keys), (values, lasting_values)):
-                lasting.zero_()  # unwritten slots are masked, but a weight of 0 times NaN is NaN
-                lasting[:, :, : source.shape[2]] = source
-        loan.borrower = weakref.ref(cache)
-        cache.use_buffers(loan.buffers)
+        wanted = [(_kind(keys, capacity), _kind(values, capacity)) for keys, values in own]
+        entry = next((entry for entry in self._entries if entry.is_free and _kinds(entry.buffers) == wanted), None)
+        if entry is None:
+            entry = _Entry([(_static(keys, capacity), _static(values, capacity)) for keys, values in own])
+            self._entries.append(entry)
+        for pair, static_pair in zip(own, entry.buffers, strict=True):
+            for source, static in zip(pair, static_pair, strict=True):
+                static.zero_()  # unwritten slots are masked, but a weight of 0 times NaN is NaN
+                static[:, :, : source.shape[2]] = source
+        entry.cache = weakref.ref(cache)
+        cache.use_buffers(entry.buffers)
 
 
-def _description(buffer: torch.Tensor, capacity: int) -> tuple[Any, ...]:
+def _kind(buffer: torch.Tensor, capacity: int) -> tuple[Any, ...]:
+    """Shape with this capacity, dtype and device: buffers that agree in them are interchangeable."""
     batch, heads, _, size = buffer.shape
     return batch, heads, capacity, size, buffer.dtype, buffer.device
 
 
-def _describe(buffers: Buffers) -> list[tuple[Any, Any]]:
-    return [(_description(keys, keys.shape[2]), _description(values, values.shape[2])) for keys, values in buffers]
+def _kinds(buffers: Buffers) -> list[tuple[Any, Any]]:
+    return [(_kind(keys, keys.shape[2]), _kind(values, values.shape[2])) for keys, values in buffers]
 
 
-def _lasting(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
+def _static(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A new buffer of the same kind, at an address that graphs may rely on."""
     batch, heads, _, size = buffer.shape
-    lasting = buffer.new_zeros(batch, heads, capacity, size)
-    torch._dynamo.mark_static_address(lasting)
-    return lasting
+    static = buffer.new_zeros(batch, heads, capacity, size)
+    torch._dynamo.mark_static_address(static)
+    return static

@@ -97,6 +97,7 @@ def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
 ATTENTION_OF_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 """The kind of attention in layers that combine it with a recurrent state."""
 WITHOUT_ATTENTION = {"conv", "linear_attention", "moe", "mlp", "dummy"}
+"""Types of layers without attention."""
 
 
 def layer_kinds(config: Any) -> set[str]:

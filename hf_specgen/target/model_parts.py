@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "embedding_norm")
+"""Attributes of the decoder under which architectures keep their final norm."""
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -24,7 +25,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def mask_name(model: PreTrainedModel) -> str:
-    """The argument that tells which tokens of the generated text and its prompt are padding."""
+    """The name of the argument that marks padding among the tokens of the prompt and the generated text."""
     return "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
 
 
@@ -46,20 +47,23 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     for child in decoder(model).children():
         if isinstance(child, nn.ModuleList) and len(child) == count:
             return child
-    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers, so an exit cannot be placed.")
+    raise ValueError(
+        f"{type(model).__name__} has no list of {count} decoder layers, which exits and heads need; use another "
+        "candidate generator"
+    )
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
     """The normalisation between the last layer and the output matrix.
 
     Raises:
-        ValueError: if it goes by none of the known names.
+        ValueError: if the decoder has it under none of the known names.
     """
     for name in FINAL_NORMS:
         norm = getattr(decoder(model), name, None)
         if isinstance(norm, nn.Module):
             return norm
-    raise ValueError(f"{type(model).__name__} has no final norm under the names {', '.join(FINAL_NORMS)}.")
+    raise ValueError(f"{type(model).__name__} has no final norm under the names {', '.join(FINAL_NORMS)}")
 
 
 def output_matrix(model: PreTrainedModel) -> nn.Linear:
@@ -70,7 +74,7 @@ def output_matrix(model: PreTrainedModel) -> nn.Linear:
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise ValueError(f"{type(model).__name__} has no linear output matrix (lm_head) that a head could share.")
+        raise ValueError(f"{type(model).__name__} has no linear output matrix (lm_head) that a head could share")
     return head
 
 
@@ -102,9 +106,9 @@ def output_logits(
 
 @contextmanager
 def layer_outputs(model: PreTrainedModel, exits: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Collects the hidden states behind the first E layers, for each E of `exits`, of every forward pass inside.
+    """Collects the hidden states after the first E layers, for each E of `exits`, of every forward pass inside.
 
-    Only the states that were asked for are kept, unlike with `output_hidden_states=True`.
+    Only the requested states are kept, unlike with `output_hidden_states=True`.
 
     Yields:
         a dictionary that a forward pass fills: E to `[batch, length, hidden]`.

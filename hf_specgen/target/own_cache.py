@@ -97,5 +97,5 @@ def own_cache(given: Any, user_owned: bool, config: Any, slots: int | None, keep
 
 
 def max_slots(config: GenerationConfig) -> int | None:
-    """The number of cache slots that a call can fill: its maximum length and a draft behind it."""
+    """The number of cache slots that a call can fill: its maximum length and a draft after it."""
     return None if config.max_length is None else int(config.max_length) + MAX_DRAFT_SLOTS

@@ -1,4 +1,4 @@
-"""The prompt of a call: its tokens and what `generate` prepared for them, with room for a draft behind them."""
+"""The prompt of a call: its tokens and what `generate` prepared for them, and how a draft is appended to them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Prompt:
     Args:
         input_ids: `[batch, prompt]`, left-padded.
         config, kwargs: as prepared by `generate`.
-        last_position: how far the model's positions go.
-        mask: the name of the argument that tells which of these tokens are padding.
+        last_position: the last position of the model's position table.
+        mask: the name of the argument that marks padding among these tokens.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Prompt:
         return self.config.prefill_chunk_size is None and not nothing_unread
 
     def read(self, model: PreTrainedModel, cache: Any, draft: DraftTree) -> torch.Tensor:
-        """The logits of a pass over the prompt and the columns of draft tokens behind it."""
+        """The logits of a pass over the prompt and the columns of draft tokens after it."""
         kwargs = {**self.kwargs, "past_key_values": cache, **self.longer(draft.nodes)}
         input_ids = torch.cat([self.input_ids, draft.tokens.to(self.input_ids)], dim=1)
         config: Any = copy.copy(self.config)
@@ -67,7 +67,10 @@ class Prompt:
             )
 
     def longer(self, columns: int) -> dict[str, Any]:
-        """What goes with the prompt, with columns added."""
+        """Positions, attention mask and `logits_to_keep` of the prompt, extended by columns for draft tokens.
+
+        Only decoder-only models draft in prefill (`Target.supports_prefill_drafts`), so the mask is `attention_mask`.
+        """
         longer: dict[str, Any] = {}
         if columns == 0:
             return longer

@@ -34,7 +34,7 @@ class RowLayout:
         self._last_position = last_position
 
     def place_prompt(self, slots: Sequence[int], first_positions: Sequence[int]) -> None:
-        """Record how many slots each prompt fills, and the position of the first token behind it."""
+        """Record how many slots each prompt fills, and the position of the first token after it."""
         self.prompt_slots = tuple(slots)
         self.offsets = tuple(position - length for position, length in zip(first_positions, slots, strict=True))
 
@@ -50,11 +50,7 @@ class RowLayout:
 
     def spread(self, values: torch.Tensor, batch: int) -> torch.Tensor:
         """`[rows in the cache, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
-        if len(values) == batch:
-            return values
-        spread = values.new_zeros(batch, *values.shape[1:])
-        spread[self.rows] = values
-        return spread
+        return spread_rows(values, self.rows, batch)
 
     def positions(
         self, depths: torch.Tensor, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
@@ -96,3 +92,25 @@ class RowLayout:
         self.rows = [self.rows[place] for place in places]
         self.offsets = tuple(self.offsets[place] for place in places)
         self.prompt_slots = tuple(self.prompt_slots[place] for place in places)
+
+
+def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:
+    """The values of some rows of a batch as a tensor for the whole batch.
+
+    Args:
+        values: `[rows, …]`.
+        rows: their numbers in the batch.
+        batch: number of rows of the batch.
+
+    Returns:
+        `[batch, …]`, with zeros for the other rows; `values` itself if there are none.
+
+    Example:
+        >>> spread_rows(torch.tensor([[1], [3]]), [0, 2], batch=3).tolist()
+        [[1], [0], [3]]
+    """
+    if len(values) == batch:
+        return values
+    result = values.new_zeros(batch, *values.shape[1:])
+    result[list(rows)] = values
+    return result

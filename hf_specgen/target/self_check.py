@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target import trial
+from hf_specgen.target.early_exit import divisible_layers
 from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.requirements import TargetRequirements
@@ -38,8 +39,9 @@ def check_computation(
 ) -> None:
     """Raise unless the model, run as `requirements` says, computes what plain `generate` computes.
 
-    The result is remembered per model, dtype, attention implementation, training mode, exit layer, and names of the
-    inputs beside text; but not that of a trial that failed, or in which plain decoding gave NaN, +inf or nothing but
+    The result is cached by model, exit layer, dtype, device, attention implementation, training mode and names of the
+    inputs beside text; for a model that reads an encoder also by its masks, and whether there are several rows. The
+    result of a trial that failed is not cached, nor that of one in which plain decoding gave NaN, +inf or nothing but
     -inf: `generate` itself reports those.
 
     Args:
@@ -48,8 +50,10 @@ def check_computation(
             which an encoder-decoder does not allow.
 
     Raises:
-        ValueError: if it computes something else, or fails.
+        ValueError: if there is no such exit layer, or the model computes something else, or fails.
     """
+    if requirements.exit_layer is not None:
+        divisible_layers(model, requirements.exit_layer)  # a layer that does not exist is no failure of a trial
     implementation = compat.attention_implementation(text_config(model))
     key = (requirements.exit_layer, model.dtype, compat.input_device(model), implementation, model.training)
     requirements = TargetRequirements(exit_layer=requirements.exit_layer)

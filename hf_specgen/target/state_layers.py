@@ -24,7 +24,9 @@ from hf_specgen.target.cache_layer import MAX_ROLLBACK, RaggedLayer
 STATE_TYPES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 """Types of layers with a state, as Transformers' configurations name them."""
 INDEXED_TYPES = ("indexed_attention",)
+"""Types of layers whose attention selects keys by an indexer, which has keys of its own."""
 WITHOUT_CACHE = ("dummy", "moe", "mlp")
+"""Types of layers that write nothing to the cache."""
 
 
 class StateLayer(LinearAttentionLayer):
@@ -44,14 +46,14 @@ class StateLayer(LinearAttentionLayer):
         super().__init__(number_of_states=number_of_states)
         self.record_past = True  # models then leave out kernels that overwrite the window in place
         self.lengths: tuple[int, ...] = ()
-        self._start: tuple[int, ...] = ()
-        self._columns: dict[int, torch.Tensor] = {}
-        self._before: dict[int, torch.Tensor | None] = {}
-        self._saved: dict[str, Any] | None = None
+        self._start: tuple[int, ...] = ()  # lengths before the last pass
+        self._columns: dict[int, torch.Tensor] = {}  # by convolution: its window and the columns before it
+        self._before: dict[int, torch.Tensor | None] = {}  # recurrent states before the last pass
+        self._saved: dict[str, Any] | None = None  # the whole state at the protected length
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """What is rolled back by itself."""
+        """The parts that are rolled back separately: the layer alone."""
         return (self,)
 
     @property
@@ -65,7 +67,7 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def protected(self) -> int | None:
-        """A length that the layer must be able to return to, if a user owns the cache."""
+        """A length that the layer must be able to return to, if a user owns the cache; setting it saves the state."""
         return None if self._saved is None else min(self._saved["lengths"])
 
     @protected.setter
@@ -76,7 +78,7 @@ class StateLayer(LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
     ) -> torch.Tensor:
-        """Append the columns `[batch, channels, new]` of a pass; returns them behind the window before them."""
+        """Append the columns `[batch, channels, new]` of a pass; returns them after the window that precedes them."""
         if not self.is_conv_states_initialized[state_idx]:
             self.lazy_initialization(conv_states=conv_states, state_idx=state_idx, conv_kernel_size=conv_kernel_size)
         window = self.conv_states[state_idx]
@@ -92,7 +94,7 @@ class StateLayer(LinearAttentionLayer):
         return torch.cat([window, conv_states], dim=-1)
 
     def state_for_pass(self, state_idx: int = 0) -> torch.Tensor:
-        """The state, and remember it as that before the pass: kernels for a single token overwrite it in place."""
+        """The state, of which a copy is kept for a rollback: kernels for a single token overwrite it in place."""
         state = self.recurrent_states[state_idx]
         assert state is not None
         self._before[state_idx] = state.clone()
@@ -152,7 +154,7 @@ class StateLayer(LinearAttentionLayer):
             )
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Nothing: a state follows one chain, whose tokens lie where they are."""
+        """Do nothing: only chains are verified, whose accepted tokens need not be moved."""
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows."""
@@ -215,7 +217,7 @@ class IndexedLayer(RaggedLayer):
         return (self, self.indexer)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Write the indexer's keys behind each row; returns all slots up to the longest row."""
+        """Append the indexer's keys to each row; returns all slots up to the longest row."""
         keys = indexer_key_states[:, None]
         return self.indexer.update(keys, keys[..., :0])[0][:, 0]
 

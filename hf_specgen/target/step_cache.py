@@ -64,7 +64,7 @@ def step(
     slots: torch.Tensor,
     taps: Sequence[int],
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """One forward pass over tokens behind a cached text: the function that is compiled.
+    """One forward pass over tokens that follow a cached text: the function that is compiled.
 
     Args:
         model: the model.

@@ -1,8 +1,8 @@
 """What a forward pass of a step takes beside tokens, mask and cache: positions, and inputs that accompany the text.
 
 Images and audio belong to the prompt: their features lie in the cache once it has been read, and the model's own
-`prepare_inputs_for_generation` leaves them out of later passes. What remains is asked for once, after the prompt.
-Rotary positions may have several axes (text, time, height, width): behind the prompt all advance by one with each
+`prepare_inputs_for_generation` leaves them out of later passes. That method is called once, after the prompt.
+Rotary positions may have several axes (text, time, height, width): after the prompt all advance by one with each
 token, so that every row has a constant distance between its axes.
 """
 
@@ -38,7 +38,7 @@ def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class StepInputs:
-    """Makes these arguments for the passes behind the prompt.
+    """Makes the arguments of the forward passes after the prompt.
 
     Args:
         model: the target.
@@ -61,7 +61,7 @@ class StepInputs:
 
     @property
     def divisible(self) -> bool:
-        """Whether rows can be dropped: of tensors that are not known it is not known where the rows are."""
+        """Whether rows can be dropped: not if there are tensors whose batch dimension is unknown."""
         return all(name in TOKEN_TYPES for name in accompanying_inputs(self._extra or {}))
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -108,12 +108,12 @@ class StepInputs:
     def extra(self, cache: Any, tokens: int) -> dict[str, Any]:
         """The other arguments of a pass over so many tokens per row, once the prompt is in the cache."""
         if self._extra is None:
-            self._extra = self._behind_prompt(cache)
+            self._extra = self._after_prompt(cache)
         types = {name: self._extra[name].expand(-1, tokens) for name in TOKEN_TYPES.keys() & self._extra.keys()}
         return {**self._extra, **types}
 
-    def _behind_prompt(self, cache: Any) -> dict[str, Any]:
-        """What the model's own preparation passes on in the first step behind the prompt."""
+    def _after_prompt(self, cache: Any) -> dict[str, Any]:
+        """The arguments that the model's own preparation passes on in the first step after the prompt."""
         kwargs = {name: value for name, value in self._kwargs.items() if name != "logits_to_keep"}
         if (mask := kwargs.get("attention_mask")) is not None:
             kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)

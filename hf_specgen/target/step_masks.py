@@ -28,7 +28,7 @@ class StepMasks:
     Args:
         model: the model.
         visible: `[batch, slots]` bool, False for padding among the slots of the prompt; None if there is none.
-        required: make a mask also where everything is seen.
+        required: make a mask also where every query attends to every key.
     """
 
     def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None, required: bool = False):

@@ -1,7 +1,7 @@
-"""Which models can verify a draft tree, as far as their configuration tells; the others are refused with the reason.
+"""Which models can verify a draft tree, by their configuration; the others are refused with the reason.
 
 What a model must do: place tokens by `position_ids`, take a 4-D attention mask, and keep all its state in the cache, so
-that it can be rolled back when a draft token is rejected. What the configuration does not tell is found out by
+that it can be rolled back when a draft token is rejected. What the configuration does not show is checked by
 `hf_specgen.target.self_check`.
 """
 
@@ -101,10 +101,10 @@ def _check_encoder_decoder(model: PreTrainedModel) -> None:
 
 
 def is_causal_kernel(implementation: str) -> bool:
-    """Whether an attention implementation takes no mask, but knows causal attention: FlashAttention 2, 3, 4 and kin.
+    """Whether an attention implementation computes causal attention without a mask, as FlashAttention 2, 3 and 4.
 
     The last query of a row then attends to all of its keys, the one before to all but one, and so on: the mask of a
-    chain, if no row has padding before its text or unfilled slots behind it.
+    chain, if no row has padding before its text or unfilled slots after it.
     """
     return "flash" in implementation and "paged" not in implementation
 
@@ -128,7 +128,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tokens: float) -> None:
-    """Raise if rotary frequencies change within the text: draft tokens behind that position change earlier scores.
+    """Raise if rotary frequencies change within the text: draft tokens after that position change earlier scores.
 
     Args:
         model: the target.
@@ -179,15 +179,17 @@ def slot_limit(model: PreTrainedModel) -> int:
 
 
 def _frequency_changes(config: Any) -> Iterator[tuple[str, int]]:
+    """The kind of scaling and the position at which rotary frequencies change, for each set of rotary parameters."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    for one in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
-        if one.get("rope_type") == "dynamic":
+    for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+        if rope.get("rope_type") == "dynamic":
             yield "dynamic", config.max_position_embeddings
-        elif one.get("rope_type") == "longrope":
-            yield "longrope", one["original_max_position_embeddings"]
+        elif rope.get("rope_type") == "longrope":
+            yield "longrope", rope["original_max_position_embeddings"]
 
 
 def _position_problem(model: PreTrainedModel) -> str | None:
+    """Why draft tokens cannot be placed by `position_ids` and a 4-D mask; None if they can."""
     config = model.config.get_text_config()
     if getattr(config, "alibi", False):
         return "derives positions from a 2-D mask (ALiBi)"

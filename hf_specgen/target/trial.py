@@ -26,6 +26,7 @@ from hf_specgen.target.requirements import TargetRequirements, make_target
 from hf_specgen.tree import DraftTree, Parents, chain_parents
 
 PROMPT, PADDING, STEPS = 6, 2, 5
+"""Tokens of each row, padding included; padding tokens of the first row; generated tokens per row."""
 
 
 class DifferenceError(Exception):
@@ -69,7 +70,7 @@ def compare_text(model: PreTrainedModel, requirements: TargetRequirements, rows:
 
 @contextmanager
 def _positions_kept(model: PreTrainedModel) -> Iterator[None]:
-    """Put back what models with several axes of positions remember of the last `generate` call."""
+    """Restore `rope_deltas`, which models with several axes of positions keep from the last `generate` call."""
     found: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
     remembered = [module.rope_deltas for module in found]
     try:
@@ -158,7 +159,7 @@ def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torc
     """Logits `[batch, vocab]` of the same steps, from two verification steps."""
     batch = len(tokens)
     logits = [target.prefill(DraftTree.empty(batch))[:, -1]]
-    decoy = [(row[1] + 1) % 2 for row in tokens]
+    decoy = [(row[1] + 1) % 2 for row in tokens]  # token 0 or 1, which differs from t1
     first, parents = 1, Parents((-1, -1, 1))  # the node of t1
     rows: list[tuple[Sequence[int], Parents]] = [
         ([wrong, *row[1:3]], parents) for wrong, row in zip(decoy, tokens, strict=True)
@@ -171,7 +172,7 @@ def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torc
         target.grow_early(DraftTree.from_nodes([(nodes[:2], parents[:2]) for nodes, _ in rows]), 2)
     step = target.forward(DraftTree.from_nodes(rows), [row[0] for row in tokens])
     logits += [step[:, place] for place in (0, 1 + first, 2 + first)]
-    # Even rows go on behind t2, odd rows behind t1: their next logits, after t2, repeat those of the last node.
+    # Even rows continue after t2, odd rows after t1: their next logits, after t2, repeat those of the last node.
     odd = [row % 2 for row in range(batch)]
     target.commit([[first] if is_odd else [first, first + 1] for is_odd in odd])
     chains = DraftTree.chains([[row[3]] if is_odd else [] for row, is_odd in zip(tokens, odd, strict=True)])

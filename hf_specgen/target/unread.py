@@ -19,7 +19,7 @@ import torch
 from hf_specgen.tree import DraftTree
 
 MAX_UNREAD = 16
-"""So many unread tokens are read in a pass of their own: they make every pass wider until a draft is accepted whole."""
+"""More unread tokens are read in a pass of their own: they widen every pass until a draft is fully accepted."""
 
 
 class UnreadTokens:
@@ -29,14 +29,17 @@ class UnreadTokens:
         batch: number of rows.
 
     Attributes:
-        tokens: by row.
+        tokens: by row, in the order of the text.
     """
 
     def __init__(self, batch: int):
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
+        # Of the pass whose result is not known yet: the tokens of each row, the length of the longest row, the nodes of
+        # the draft, and the unread tokens in front of each row's pending token.
         self._pass: list[list[int]] = []
         self._width, self._nodes = 0, 0
         self._skipped: list[int] = []
+        # By row the tokens of the last pass, if it was fully accepted: the state can return to its start only.
         self._read_last: list[list[int]] = [[] for _ in range(batch)]
 
     def put_first(
@@ -70,7 +73,7 @@ class UnreadTokens:
         return values[rows.to(values.device), places.clamp(max=values.shape[1] - 1).to(values.device)]
 
     def keep(self, paths: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
-        """Note what a step kept of the last pass.
+        """Record what a step kept of the last pass.
 
         Args:
             paths: accepted nodes of each row's chain; None for a row that keeps nothing.

@@ -40,7 +40,7 @@ class _CoupledSession(VerificationSession):
         if not self.call.do_sample:
             return scores.argmax(dim=-1)
         if self._noise is not None and self._noise.vocab != scores.shape[2]:
-            self._noise.rewind(0)  # drawn while drafting before the prefill, for a draft vocabulary of another size
+            self._noise.rewind(0)  # drawn by drafting at the prefill, for a draft vocabulary of another size
             self._noise = None
         if self._noise is None:
             self._noise = NoiseBuffer(scores.shape[0], scores.shape[2], scores.device)

@@ -14,9 +14,9 @@ from functools import lru_cache
 import torch
 
 MAX_NOISE_BYTES = 256 * 2**20
-"""Bounds how far rows may be apart: 64 steps for 8 rows of 131,072 tokens."""
+"""Memory of buffered noise; limits how far rows may be apart: 64 steps for 8 rows and a vocabulary of 131,072."""
 MIN_BUFFERED_STEPS = 16
-"""Buffered for any batch and vocabulary, so that rows need not wait for each other in every step."""
+"""Minimum number of buffered steps, for any batch and vocabulary: with few, fast rows would wait in most steps."""
 
 
 class NoiseBuffer:
@@ -48,7 +48,7 @@ class NoiseBuffer:
             steps: for each row the same number of steps; step 0 is the first generated token.
 
         Returns:
-            `[batch, nodes, vocab]`.
+            `[batch, steps, vocab]`.
         """
         while self._drawn <= max(map(max, steps)):
             self._states[self._drawn] = _rng_state(self._device)
@@ -70,7 +70,7 @@ class NoiseBuffer:
 
 @lru_cache(maxsize=8)
 def check_multinomial(device: torch.device) -> None:
-    """Raise unless `torch.multinomial` on `device` is an exponential race; leaves the generator untouched."""
+    """Raise unless `torch.multinomial` on `device` is argmax(p / exponential noise); leaves the generator untouched."""
     before = _rng_state(device)
     try:
         probabilities = torch.full((3, 64), 1 / 64, device=device)

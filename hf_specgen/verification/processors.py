@@ -59,7 +59,7 @@ class LogitsPipeline:
         """Whether all rows have to advance by the same number of tokens."""
 
     def warp(self, scores: torch.Tensor) -> torch.Tensor:
-        """Apply only the score-only processors, to a draft's scores `[batch, vocab]`."""
+        """Apply the score-only processors alone to a draft's scores, `[n, vocab]` to the same."""
         no_text = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
         for processor in self._processors:
             if type(processor) in SCORE_ONLY:

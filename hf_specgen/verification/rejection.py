@@ -24,7 +24,7 @@ from hf_specgen.verification.siblings import child_table, tokens_of
 
 
 class RejectionVerifier(Verifier):
-    """Accepts with min(1, p/q): lossless in distribution, but not token for token with the same seed.
+    """Accepts with probability min(1, p/q): lossless in distribution, but not token for token with the same seed.
 
     For drafts that carry `DraftTree.q`; a deterministic proposal (point-mass q) is accepted with probability p. In
     greedy decoding it is the same as exact verification.
@@ -56,10 +56,11 @@ class _RejectionSession(VerificationSession):
         table = child_table(tree, nodes, device)
         q = None if tree.q is None else _fit(tree.q, vocab).to(device, torch.float32)
         uniforms = torch.rand(table.shape, device=device)
-        accepted, left = accept_or_reject(scores.softmax(dim=-1), q, table, tokens_of(tree, table), uniforms)
-        # One noise for all slots of a row: only the last slot of its accepted path uses it, and which slot that is
-        # depends on the uniforms alone. (A slot's rejected tokens have probability 0 in `left`: the path ends there.)
-        return torch.where(accepted >= 0, accepted, exponential_race(left, exponential((batch, 1, vocab), device)))
+        accepted, remaining = accept_or_reject(scores.softmax(dim=-1), q, table, tokens_of(tree, table), uniforms)
+        # One noise tensor for all slots of a row: only the last slot of its accepted path uses it, and which slot that
+        # is depends on the uniforms alone. (A slot's rejected tokens have probability 0 in `remaining`.)
+        bonus = exponential_race(remaining, exponential((batch, 1, vocab), device))
+        return torch.where(accepted >= 0, accepted, bonus)
 
 
 def accept_or_reject(
@@ -103,17 +104,24 @@ def draft_distribution(
 ) -> torch.Tensor:
     """`[batch, slots, vocab]` the distribution of each slot's draft token: q without the tokens of earlier siblings.
 
-    A token that has probability 0 there was proposed deterministically: a point mass.
+    Where the token has probability 0 in it, it was proposed deterministically: a point mass.
+
+    Args:
+        q: `[batch, nodes, vocab]` as in `accept_or_reject`.
+        node: `[batch, slots]` the draft node, -1 for none.
+        token: `[batch, slots, 1]` its token, 0 for none.
+        earlier: `[batch, slots, earlier siblings]` their tokens.
+        p: `[batch, slots, vocab]`, for its shape, dtype and device.
     """
     point_mass = torch.zeros_like(p).scatter_(-1, token, 1.0)
     if q is None:
         return point_mass
     rows = torch.arange(len(q), device=q.device).unsqueeze(-1)
-    left = q[rows, node.clamp(min=0)]  # a copy
+    remaining = q[rows, node.clamp(min=0)]  # a copy
     if earlier.shape[-1]:
-        left = left.scatter_(-1, earlier.clamp(min=0), 0.0)
-        left = left / left.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(left.dtype).tiny)
-    return torch.where(left.gather(-1, token) > 0, left, point_mass)
+        remaining = remaining.scatter_(-1, earlier.clamp(min=0), 0.0)
+        remaining = remaining / remaining.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(remaining.dtype).tiny)
+    return torch.where(remaining.gather(-1, token) > 0, remaining, point_mass)
 
 
 def _fit(q: torch.Tensor, vocab: int) -> torch.Tensor:

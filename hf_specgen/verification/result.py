@@ -23,7 +23,7 @@ class VerificationResult:
         accepted: how many of each row's emitted tokens were draft tokens.
         scores: if asked for, the processed scores of each emitted token: per row a list of `[vocab]`.
         logits: if asked for, the same before the processors.
-        top_tokens: what the target expected after every token that it read, if `DraftSession.top_tokens` asks for it.
+        top_tokens: the most likely next tokens after every input token, if `DraftSession.top_tokens` is not 0.
     """
 
     paths: list[list[int] | None]
@@ -35,7 +35,7 @@ class VerificationResult:
 
 
 def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResult:
-    """The outcome as the session that proposed `tree` sees it: the nodes of its own tree along the emitted tokens."""
+    """The outcome in terms of `tree`, a part of the verified tree or a superset: its nodes along the accepted path."""
     tokens = tree.tokens.tolist()
     paths: list[list[int] | None] = []
     for row, path in enumerate(result.paths):
@@ -81,18 +81,21 @@ def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]
 
 
 def judged_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
-    """The nodes that the emitted tokens judge, and whether each was accepted: the children of what the text reached.
+    """The nodes that were accepted or rejected: the children of the last token and of accepted nodes.
 
     Args:
         tokens: the token of each node.
         parents: the parent of each node, -1 for those that continue the row.
         emitted: the tokens of the row in this step.
 
+    Returns:
+        pairs of a node and whether it was accepted; nodes below a rejected one are left out.
+
     Example:
         >>> judged_nodes([5, 6, 7, 8], [-1, -1, 1, 0], emitted=[6, 9])  # 8 follows 5, which was rejected
         [(0, False), (1, True), (2, False)]
     """
-    following = {-1: 0}  # by each node that the text has reached: the place of the emitted token after it
+    following = {-1: 0}  # accepted node -> index of the emitted token after it
     judged: list[tuple[int, bool]] = []
     for node, parent in enumerate(parents):
         place = following.get(parent)

@@ -1,4 +1,4 @@
-"""The most likely tokens after every token that the target read in a step: what Token Recycling learns from."""
+"""The target's most likely next tokens after every input token of a step: what Token Recycling learns from."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from numpy.typing import NDArray
 from hf_specgen.tree import DraftTree
 
 TOPK_GROUP = 64
-"""Columns in a group of `topk`: with 32, it takes 10 to 60% longer for vocabularies of 8,000 to 128,000 on one core."""
+"""Columns (tokens) in a group of `topk`: with groups of 32, `topk` takes 10 to 60% longer for vocabularies of 8,000 to
+128,000 on one core."""
 
 
 @dataclass(frozen=True)
 class TopTokens:
-    """What the target expected after each token that it read in a step: those of all nodes, rejected ones too.
+    """The target's most likely next tokens after each input token of a step, those of rejected nodes included.
 
     Args:
-        tokens: `[n]` the tokens that were read, in the order of the rows.
+        tokens: `[n]` the input tokens: of each row that took part, its pending token, then its nodes.
         successors: `[n, count]` the most likely tokens after each, most likely first.
-        probabilities: `[n, count]` of these before processors, each as its share of theirs: to divide by the whole
-            vocabulary would take as long as to find them.
+        probabilities: `[n, count]` of these before processors, normalised over these `count` tokens alone: a softmax
+            over the vocabulary would take as long as finding them.
     """
 
     tokens: NDArray[np.integer[Any]]
@@ -54,7 +55,7 @@ class TopTokens:
 
 
 def topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`values.topk(count)` of `[n, vocab]`, several times as fast on a processor for a few of many.
+    """`values.topk(count)` of `[n, vocab]`, several times as fast on a CPU where `count` is much smaller than `vocab`.
 
     The largest values lie in the groups of columns with the largest maxima; only those groups are sorted.
     """

@@ -77,7 +77,7 @@ class _TypicalSession(VerificationSession):
 
 
 def _deepest(parents: Parents, slots: list[list[int]], siblings: int) -> list[int]:
-    """The token chosen at each slot of a row: the child with the longest accepted path, else the target's own token.
+    """The token chosen at each slot of a row: that of the child with the longest accepted path, else the target's own.
 
     Args:
         parents: of the row's nodes.

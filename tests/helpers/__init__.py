@@ -1,4 +1,4 @@
-"""What tests share. A test file imports no other test file."""
+"""Helpers that several test files use. A test file imports no other test file."""
 
 from tests.helpers.comparison import END, SAMPLING, assert_same_tokens, plain_and_speculative, prompt_length
 from tests.helpers.models import ARCHITECTURES, VOCAB, fresh_model, perturbed_copy, prompts, shared_draft, tiny_model

@@ -1,4 +1,4 @@
-"""Which architectures give the tokens of plain `generate`: tries them all, and writes the documentation's page.
+"""Tests which architectures give the tokens of plain `generate`, and writes the documentation's page about them.
 
 python -m tests.helpers.architecture_list          # writes tests/assets/architectures.json and docs/architectures.md
 """

@@ -32,7 +32,7 @@ ORACLES: dict[str, Any] = {
 
 
 def assert_oracle_was_used(oracle: str, statistics: Statistics) -> None:
-    """Assert that draft tokens were accepted, rejected, or both, as the oracle intends: otherwise a test shows nothing.
+    """Assert that draft tokens were accepted, rejected, or both, as the oracle intends: else a test proves nothing.
 
     Args:
         oracle: its name in `ORACLES`.

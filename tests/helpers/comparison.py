@@ -72,8 +72,8 @@ def plain_output(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids of plain `generate` from `SEED`, and the next three random numbers.
 
-    Many tests compare a call with that of different strategies. Where the model is one that no test changes, and
-    every argument a plain value, it is made once.
+    Many tests compare one plain call with different strategies. It is cached where no test changes the model and every
+    argument is a plain value.
     """
     key = None if make_processors or model not in SHARED else _key(inputs, arguments)
     calls = {} if key is None else _plain.setdefault(model, {})
@@ -84,7 +84,7 @@ def plain_output(
 
 
 def _key(inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> str | None:
-    """The same for equal calls; None with functions or objects, which may keep a state."""
+    """The cache key of a call; None if an argument is a function or an object, which may keep a state."""
     try:
         return json.dumps([{name: tensor.tolist() for name, tensor in inputs.items()}, arguments], sort_keys=True)
     except TypeError:
@@ -98,8 +98,17 @@ def _generate(
     arguments: dict[str, Any],
 ) -> Any:
     processors = {} if make_processors is None else {"logits_processor": make_processors()}
-    torch.manual_seed(SEED)
+    seed(SEED)
     return model.generate(**inputs, **arguments, **processors)
+
+
+def seed(number: int) -> None:
+    """Seed the CPU's generator alone.
+
+    `torch.manual_seed` also notes the seed, with a stack trace, for each kind of accelerator that was not used yet,
+    which takes a millisecond.
+    """
+    torch.default_generator.manual_seed(number)
 
 
 def prompt_length(inputs: dict[str, torch.Tensor]) -> int:

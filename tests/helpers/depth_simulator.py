@@ -19,7 +19,7 @@ Acceptance = Callable[[int, int, int], float]
 
 
 class Target:
-    """Something to remember latencies and acceptance by, in place of a model."""
+    """Stands in for the target model: latencies and acceptance are remembered by this object."""
 
 
 @dataclass
@@ -37,6 +37,8 @@ class Candidates:
 
 @dataclass
 class Text:
+    """The tokens of each row, in place of a `GenerationState`."""
+
     prompts: list[list[int]]
     generated: list[list[int]]
 
@@ -72,10 +74,12 @@ class Simulation:
     Args:
         acceptance: of each position.
         curve: latency of the target; `draft_token` seconds for each level of a draft.
-        lengths: (step, row) -> how long a draft the strategy has at most, as with n-grams.
+        lengths: (step, row) -> maximum length of the strategy's draft, as with n-grams; None for no limit.
         noise: each target pass takes 1 to 1 + noise times as long.
-        slowdown: (step) -> by what the machine is slower.
+        slowdown: (step) -> factor on all times.
         prefill: seconds in which the drafter reads a token of the prompt or of plain steps.
+        seed: of the random numbers.
+        model, temperature: of the call.
     """
 
     acceptance: Acceptance

@@ -154,7 +154,7 @@ def encoder_decoder(kind: str, attention: str = "sdpa", **overrides: Any) -> Any
 
 
 def fresh_encoder_decoder(kind: str, attention: str = "sdpa", **overrides: Any) -> Any:
-    """The same, for a test that changes the model."""
+    """A model like that of `encoder_decoder`, for a test that changes it."""
     torch.manual_seed(0)
     attention = "eager" if kind in EAGER_ONLY else attention
     config = CONFIG_MAPPING[kind](**{**CONFIGS[kind], **overrides})

@@ -1,5 +1,6 @@
-"""Goodness of fit of the tokens that a verifier emits: a Markov target with 16 tokens, and a draft with its logits
-negated, so that p and q are far apart.
+"""Chi-square tests of the tokens that a verifier emits.
+
+The target is a Markov chain over 16 tokens; the draft has its logits negated, so that p and q are far apart.
 
 Each trial is a row of one large batch. The distribution of a token is known given the token before it, so the counts
 are compared separately for each previous token.
@@ -22,10 +23,10 @@ from tests.helpers.calls import make_call, make_state
 VOCAB = 16
 FIRST = 3
 """The last token of the prompt, in every trial."""
-SMALLEST_CELL = 8.0
+MIN_EXPECTED_COUNT = 8.0
 """Cells that are expected to hold fewer counts are pooled: there the chi-square approximation is poor."""
 MIN_DEGREES_OF_FREEDOM = 8
-"""Fewer would test little."""
+"""Minimum degrees of freedom of a test; with fewer it has little power."""
 
 Draw = Callable[[int, Parents], tuple[torch.Tensor, torch.Tensor | None]]
 """From the number of trials and the parents to `[trials, nodes]` tokens and `[trials, nodes, VOCAB]` q."""
@@ -72,7 +73,7 @@ def verify_once(
 
 
 def emitted_by_choose(verifier: Verifier, draw: Draw, parents: Parents, trials: int) -> torch.Tensor:
-    """`[trials, 1 + depth]` the tokens that each trial emits in one step, -1 behind its last."""
+    """`[trials, 1 + depth]` the tokens that each trial emits in one step, -1 after its last."""
     tokens, q = draw(trials, parents)
     tree = DraftTree(tokens, (parents,) * trials, q)
     scores = warpers()(None, target_logits())[_tokens_before(tokens)]
@@ -138,9 +139,9 @@ def goodness_of_fit(observed: np.ndarray, expected: np.ndarray) -> float:
         return 0.0
     found, wanted, strata = [], [], 0
     for counts, means in zip(observed, expected, strict=True):
-        small = means < SMALLEST_CELL
+        small = means < MIN_EXPECTED_COUNT
         cells, expectations = [*counts[~small], counts[small].sum()], [*means[~small], means[small].sum()]
-        if expectations[-1] < SMALLEST_CELL:  # too few even together: left out
+        if expectations[-1] < MIN_EXPECTED_COUNT:  # too few even together: left out
             cells, expectations = cells[:-1], expectations[:-1]
         if len(cells) > 1:
             scale = sum(cells) / sum(expectations)

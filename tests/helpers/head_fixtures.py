@@ -41,7 +41,7 @@ INPUTS = {
     "generated_plain",
     "generated_forced",
 }
-"""Last part of the names of tensors that are given to the head, or tell how they came about."""
+"""Last part of the names of tensors that are inputs of the head, or record how these were produced."""
 
 NOT_DRAFTING = ("training_forward.step", "shared_kv.")
 """What no drafter computes: later steps of a training forward without a cache, and states handed over by the target."""
@@ -49,7 +49,7 @@ NOT_DRAFTING = ("training_forward.step", "shared_kv.")
 
 @dataclass
 class Fixture:
-    """One folder of ground truth; `check` compares tensors with it and remembers which were compared."""
+    """One folder of ground truth: a head, its target, and the tensors that the original implementation computed."""
 
     folder: Path
     targets: Path
@@ -102,7 +102,7 @@ def target_of(folder: Path) -> PreTrainedModel:
 
 
 class Comparison:
-    """Compares tensors with a fixture's within its tolerance, and knows in the end what was never compared."""
+    """Compares tensors with those of a fixture within its tolerance, and records which were compared."""
 
     def __init__(self, fixture: Fixture) -> None:
         self.fixture = fixture

@@ -1,4 +1,4 @@
-"""What the fixtures of each format let a head compute, compared with what its original implementation computed."""
+"""Runs a head of each format on the inputs of its fixtures, and compares it with its original implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rows = list[torch.Tensor]
 
 
 def captured_features(fixture: Fixture, capture: dict[str, Any], input_ids: torch.Tensor, rows: int) -> Any:
-    """The target's output for a text without its last token (which is known, but not read), its last rows only."""
+    """The target's hidden states and logits at the last `rows` positions of a text without its pending last token."""
     with torch.no_grad():
         output = fixture.target(input_ids, **capture)
     states = tuple(None if state is None else state[:, -rows:] for state in output.hidden_states)
@@ -22,7 +22,7 @@ def captured_features(fixture: Fixture, capture: dict[str, Any], input_ids: torc
 
 
 class Rounds:
-    """The two rounds of a fixture for some of its prompts, with the features that our own capture gets."""
+    """The two rounds of a fixture for some of its prompts, with features captured by the package."""
 
     def __init__(self, fixture: Fixture, prompts: list[str], attached: Any, comparison: Comparison) -> None:
         self.fixture, self.prompts, self.attached, self.comparison = fixture, prompts, attached, comparison

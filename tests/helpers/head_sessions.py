@@ -1,4 +1,4 @@
-"""Drafting with heads in the slowest and most readable way: one batch row list per tensor, no shared state.
+"""Slow, readable reference for drafting with heads: a list of rows for each tensor, no shared state.
 
 A session holds a head's cache for a batch of rows of different lengths. It reads accepted positions with the target's
 features, drafts, and drops what it drafted, as a drafter inside the decoding loop has to.
@@ -69,7 +69,7 @@ class Autoregressive:
         return self.attached.head(self.attached.embed(tokens), hidden, positions, mask, self.cache)
 
     def chain(self, steps: int) -> list[Chain]:
-        """Draft greedily, then forget it again."""
+        """Draft greedily, then remove the drafted positions from the cache."""
         chains: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in self.lengths]
         output = HeadOutput(*(torch.stack(parts)[:, None] for parts in zip(*self.last, strict=True)))
         for step in range(steps):
@@ -154,12 +154,12 @@ def dynamic_tree(session: Autoregressive, root: int, total_tokens: int, depth: i
 
 
 class Parallel(Autoregressive):
-    """P-EAGLE heads: the accepted positions and some masked ones behind them, all in one pass."""
+    """P-EAGLE heads: the accepted positions and some masked ones after them, all in one pass."""
 
     def read_and_draft(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[torch.Tensor], count: int
     ) -> list[HeadOutput]:
-        """For each row the output at its last accepted position and the `count - 1` masked ones behind it."""
+        """For each row the output at its last accepted position and the `count - 1` masked ones after it."""
         head = self.attached.head
         masks = head.mask_hidden[0].expand(count - 1, -1)
         mask_tokens = torch.full((count - 1,), head.config.mask_token_id)
@@ -189,7 +189,7 @@ class Block:
         self.cache.set_lengths(self.lengths)
 
     def draft(self, blocks: torch.Tensor) -> HeadOutput:
-        """The output for `[batch, block]` tokens, which are forgotten again."""
+        """The output for `[batch, block]` tokens, which are then removed from the cache."""
         positions = torch.tensor(self.lengths)[:, None] + torch.arange(blocks.shape[1])
         output = self.attached.head(self.attached.embed(blocks), positions, self.cache, self.lengths)
         self.cache.set_lengths(self.lengths)

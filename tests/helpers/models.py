@@ -20,7 +20,7 @@ PROMPT_LENGTH = 12
 
 
 SHARED: WeakSet[Any] = WeakSet()
-"""Models that no test changes."""
+"""Models that no test changes, so that their plain outputs can be cached; see `comparison.plain_output`."""
 
 
 @cache
@@ -37,7 +37,7 @@ def tiny_model(architecture: str, **overrides: Any) -> Any:
 
 
 def fresh_model(architecture: str, **overrides: Any) -> Any:
-    """The same as `tiny_model`, for a test that changes the model."""
+    """A model like that of `tiny_model`, for a test that changes it."""
     arguments = SPEC["architectures"].get(architecture) or SPEC["not_yet"][architecture]
     config = CONFIG_MAPPING[architecture](**{**arguments, **overrides})
     implementation = "eager" if architecture in (*SPEC["eager_only"], "gpt_neo", "bloom") else "sdpa"
@@ -50,7 +50,7 @@ def fresh_model(architecture: str, **overrides: Any) -> Any:
 
 
 def perturbed_copy(model: Any, noise: float = 0.02) -> Any:
-    """A draft model for `model`: a copy with perturbed weights, whose proposals are accepted sometimes.
+    """A draft model for `model`: a copy with perturbed weights, some of whose proposals are accepted.
 
     Args:
         model: the target.

@@ -15,13 +15,13 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 SECONDS_PER_CALL = 600
-FORK = get_context("fork")
-"""A new interpreter would import PyTorch and Transformers again, which takes longer than most of the calls."""
+"""Time limit of a call, for a busy machine."""
 
 
 def run_in_ranks(function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
     """Call a function at the same time in processes of their own, each of which runs as a rank of one group.
 
+    A new interpreter would import PyTorch and Transformers again, which takes longer than most of the calls.
     `accelerate launch` and `torchrun` describe the group by the same environment variables.
 
     Args:
@@ -43,7 +43,7 @@ def run_in_ranks(function: Callable[..., Any], arguments: Sequence[Sequence[Any]
     environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(arguments))]
     calls = [(environment, function, given) for environment, given in zip(environments, arguments, strict=True)]
     with _forking():
-        pool = FORK.Pool(len(calls))
+        pool = get_context("fork").Pool(len(calls))
     with pool:
         return pool.starmap_async(_call, calls, chunksize=1).get(SECONDS_PER_CALL)
 
@@ -51,7 +51,7 @@ def run_in_ranks(function: Callable[..., Any], arguments: Sequence[Sequence[Any]
 def started(function: Callable[..., Any], *arguments: Any) -> Any:
     """A process in which a call is running; a `multiprocessing.Process`."""
     with _forking():
-        process = FORK.Process(target=_call, args=(os.environ.copy(), function, arguments))
+        process = get_context("fork").Process(target=_call, args=(os.environ.copy(), function, arguments))
         process.start()
     return process
 

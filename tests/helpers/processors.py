@@ -1,4 +1,4 @@
-"""Logits processors of every kind that the decoding loop tells apart."""
+"""Logits processors of each kind that the decoding loop treats differently."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Slow versions of the fast paths, written to be verified by reading: loops over everything, no index, no tensors.
 
-The constants are those of the package, so that other values break no test; what is done with them is written anew.
+The constants are those of the package, so that changing their values breaks no test; the algorithms are written anew.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
-from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts
+from tests.helpers import SAMPLING, Oracle, assert_same_tokens, perturbed_copy, prompts
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import fresh_model
 
@@ -82,7 +82,7 @@ def test_flash_target_with_every_strategy_same_tokens(strategy: str, mode: str) 
         "ngram": lambda: NgramCandidates(k=4, branches=2),
         "draft model": lambda: DraftModelCandidates(perturbed_copy(fresh_model("llama")), k=3, tree=6),
         "combined": CombinedCandidates,
-        "layer skip": lambda: LayerSkipCandidates(3, k=2),
+        "layer skip": lambda: LayerSkipCandidates(2, k=2),
         "medusa": lambda: MedusaCandidates(random_heads(fresh_model("llama")), policy=FixedDepth()),
     }[strategy]()
     assert_same_tokens(model, one_prompt(), candidates, max_new_tokens=12, **SAMPLING[mode])
@@ -99,6 +99,14 @@ def test_flash_target_accepts_draft_tokens() -> None:
     model = with_kernel(STAND_IN)
     draft = DraftModelCandidates(perturbed_copy(fresh_model("llama")), k=3)
     assert assert_same_tokens(model, one_prompt(), draft, max_new_tokens=12).accepted > 0
+
+
+def test_flash_target_verifies_drafts_with_the_prompt() -> None:
+    """Would catch: chains drafted from the prompt alone that are not passed on."""
+    statistics = assert_same_tokens(
+        with_kernel(STAND_IN), one_prompt(), lambda answers: Oracle(answers, 1.0, k=3), max_new_tokens=8
+    )
+    assert [step.accepted for step in statistics.rows[0]] == [3, 3] and statistics.tokens_per_step == 4
 
 
 def test_flash_target_with_batch_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from hf_specgen import NgramCandidates
+from hf_specgen import LayerSkipCandidates, NgramCandidates
 from hf_specgen.cli.chat import Answer, Chat, Conversation
 from hf_specgen.cli.chat_stream import ColouredStreamer
 
@@ -120,6 +120,16 @@ def test_again_with_another_answer_in_half_precision_says_why(
     monkeypatch.setattr(type(conversation.model), "dtype", property(lambda _: dtype))
     output = " ".join(dialogue(conversation, EDIT, "/again").split())
     assert ("tokens are nearly tied in bfloat16" in output) == said
+
+
+def test_again_with_a_strategy_that_cannot_be_used_keeps_the_answer(conversation: Conversation) -> None:
+    """Would catch: an IndexError, or an answer that is lost."""
+    choices = {"unusable": LayerSkipCandidates(10**3), "plain": None}
+    lines = iter([EDIT, "/strategy unusable", "/again", "/quit"])
+    output = io.StringIO()
+    Chat(conversation, choices, Console(file=output, width=80)).run(lambda: next(lines))
+    assert "unusable cannot be used" in output.getvalue()
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,22 @@ def test_first_difference_is_the_earliest_position_of_any_row(reference_model) -
     found = first_difference(reference_model, plain, ours)
     assert (found.row, found.position, found.plain_token, found.our_token) == (1, 3, 9, 4)
     assert first_difference(reference_model, plain, plain) is None
+
+
+def test_first_difference_of_an_output_that_ends_early_is_at_its_end(reference_model) -> None:
+    """Would catch: an output without the last tokens, reported as identical."""
+    ids = torch.tensor([[5, 6, 7, 8]])
+    plain, ours = Sample(4, 1.0, ids, None), Sample(2, 1.0, ids[:, :2], None)
+    found = first_difference(reference_model, plain, ours)
+    assert (found.position, found.plain_token, found.our_token) == (2, 7, -1) and isnan(found.our_logit)
+
+
+def test_first_difference_with_padding_has_the_logits_of_the_unpadded_text(reference_model) -> None:
+    mask, ids = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 0, 6, 7, 8]])
+    other = torch.tensor([[0, 0, 6, 7, 9]])
+    padded = first_difference(reference_model, Sample(1, 1.0, ids, None), Sample(1, 1.0, other, None), mask)
+    alone = first_difference(reference_model, Sample(1, 1.0, ids[:, 2:], None), Sample(1, 1.0, other[:, 2:], None))
+    assert (padded.plain_logit, padded.our_logit) == (alone.plain_logit, alone.our_logit)
 
 
 def test_totals_are_sums_of_tokens_over_sums_of_time() -> None:

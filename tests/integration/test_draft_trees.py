@@ -75,7 +75,7 @@ def strategy(name: str, kind: str, draft: Any) -> Candidates:
 
 def generate(model: Any, seed: int = 0, **kwargs: Any) -> Any:
     torch.manual_seed(seed)
-    output = model.generate(max_new_tokens=40, return_dict_in_generate=True, output_logits=True, **kwargs)
+    output = model.generate(max_new_tokens=28, return_dict_in_generate=True, output_logits=True, **kwargs)
     return output, torch.rand(1).item()
 
 
@@ -159,7 +159,7 @@ def test_same_latency_profile_gives_the_same_drafts_twice(target: Any, draft: An
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("tree", [2, 6, "auto"])
+@pytest.mark.parametrize("tree", [6, "auto"])
 def test_trees_rejection_sampling_has_the_distribution_of_the_target(tree: Any) -> None:
     """Would catch: siblings that count as independent, a wrong q, nodes left out because of their tokens.
 

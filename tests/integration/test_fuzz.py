@@ -26,6 +26,15 @@ MAX_CASES_PER_MUTATION = 60
 # What a mutation needs to show, where cases drawn at random seldom have it.
 NEEDED: dict[str, dict[str, Any]] = {
     "model not restored after an exception": {"architecture": "llama", "strategy": "skip", "fault": "model"},
+    "noise not given back": {
+        "strategy": "oracle",
+        "do_sample": True,
+        "top_k": 0,
+        "eos_columns": (6,),
+        "max_new_tokens": 14,
+    },
+    "accepted nodes not moved": {"strategy": "oracle_tree", "branches": 4},
+    "scores of another token": {"strategy": "oracle_tree", "return_dict": True, "output_logits": True},
     "given cache not restored after an exception": {"return_dict": True, "turns": 2, "fault": "drafter"},
 }
 

@@ -81,7 +81,7 @@ def heads_and_prompts(target: Path, tmp_path: Path) -> tuple[str, str]:
 def test_tune_command_saves_acceptance_with_heads_and_stores_profiles(
     heads_and_prompts: tuple[str, str], target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latency, "KEPT", 1)  # times of each size; how exact they are plays no part
+    monkeypatch.setattr(latency, "MEDIAN_WINDOW", 1)  # times of each size; how exact they are plays no part
     heads, file = heads_and_prompts
     output = str(tmp_path / "tuned")
     options = ["--output", output, "--prompts", file, "--max-new-tokens", "6", "--context", "40", "--batch-size", "1"]

@@ -14,7 +14,7 @@ from hf_specgen import DraftModelCandidates
 from tests.helpers import Oracle, perturbed_copy, prompts, tiny_model
 
 VOCAB = 2_000
-COLUMNS = 60
+COLUMNS = 40
 K = 8
 KEEP: dict[str, dict[str, Any]] = {
     "scores": {"output_scores": True},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,19 @@ def test_monitor_window_covers_the_last_steps_only() -> None:
     run_monitored(monitor, accuracy=0.0, batch=1)
     assert monitor.acceptance_rate == 0 and monitor.calls == 2
     assert "0% of draft tokens accepted" in monitor.summary()
+
+
+def test_monitor_summary_reads_the_window_under_its_lock() -> None:
+    """Would catch: RuntimeError, deque mutated during iteration, while another thread records a step."""
+
+    class Window(deque[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            assert monitor._lock.locked()
+            return super().__iter__()
+
+    monitor = SpeculationMonitor(prometheus=False)
+    monitor.window = Window([(2, 2, 1, 2)], maxlen=5)
+    assert monitor.summary() == "last 1 row steps: 2.00 tokens per step, 50% of draft tokens accepted, mean depth 2.0"
 
 
 @pytest.mark.parametrize("arguments", [{"window": 0}, {"timeline": -1}])

@@ -41,7 +41,7 @@ def test_trained_head_same_tokens(
 ) -> None:
     candidates = AutoCandidates.from_pretrained(folder, **SHAPES[shape])
     statistics = assert_same_tokens(
-        reference_model, inputs(tokenizer, batch), candidates, max_new_tokens=24, **SAMPLING[sampling]
+        reference_model, inputs(tokenizer, batch), candidates, max_new_tokens=16, **SAMPLING[sampling]
     )
     assert statistics.accepted > 0
 
@@ -49,7 +49,7 @@ def test_trained_head_same_tokens(
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)
 def test_trained_head_with_ngrams_same_tokens(folder: Path, reference_model: Any, tokenizer: Any) -> None:
     candidates = CombinedCandidates([NgramCandidates(), AutoCandidates.from_pretrained(folder)])
-    assert_same_tokens(reference_model, inputs(tokenizer, 3), candidates, max_new_tokens=24)
+    assert_same_tokens(reference_model, inputs(tokenizer, 3), candidates, max_new_tokens=16)
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda folder: folder.name)

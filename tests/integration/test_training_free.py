@@ -54,7 +54,7 @@ def repeating(batch: int) -> dict[str, torch.Tensor]:
 def test_generate_same_tokens(strategy: str, batch: int, settings: str) -> None:
     """Would catch: a proposal taken without verification, rows mixed up, tokens behind EOS."""
     candidates = STRATEGIES[strategy]()
-    arguments = {"max_new_tokens": 20, **SETTINGS[settings]}
+    arguments = {"max_new_tokens": 14, **SETTINGS[settings]}
     drafted = 0
     for _ in range(2):  # the second call uses what the first one left
         drafted += assert_same_tokens(tiny_model("llama"), repeating(batch), candidates, **arguments).drafted

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from hf_specgen.depth import AdaptiveDepth, CostCurve, DraftLatency, LatencyModel, Slice, profiles
+from hf_specgen.depth.latency import MAX_SLICES, slice_of
+from hf_specgen.depth.learning import Profile
 from tests.helpers.depth_simulator import Candidates, Simulation, Target
 
 FLAT = CostCurve((1, 8, 16, 32), (0.010, 0.0118, 0.0125, 0.0166), context=512, batch=1)
@@ -211,3 +213,12 @@ def test_profile_of_one_process_is_merged_with_what_another_wrote(cache: Path) -
     _learn(model, rows=4)
     slices = {one.target.batch: one.target for one in LatencyModel.load(path).slices}
     assert sorted(slices) == [1, 4, 64] and slices[64].seconds[0] == 7.0
+
+
+def test_profile_of_a_full_file_uses_the_nearest_slice() -> None:
+    """Would catch: steps of any other size that raise an error, or that are plain forever to be measured."""
+    (_, drafters) = MODEL.slices[0]
+    curves = [CostCurve((1, 2), (0.01, 0.02), context=512, batch=2**rows) for rows in range(MAX_SLICES)]
+    profiles.save(DESCRIPTION, LatencyModel(tuple(Slice(curve, drafters) for curve in curves), "draft_model"))
+    view = Profile(MODEL, DESCRIPTION).view(slice_of(1, 2048))
+    assert view.fixed and not view.wants_plain_step and len(view.latency.slices) == MAX_SLICES

@@ -39,7 +39,7 @@ def test_occurrences_in_a_growing_text_agree_with_the_reference(
     """
     tokens: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BULK", bulk)
+        patch.setattr(module, "MIN_BULK_TOKENS", bulk)
         patch.setattr(module, "INITIAL_CAPACITY", capacity)
         index, known = NgramIndex(), {}
         for number, part in enumerate(parts):
@@ -63,7 +63,7 @@ def test_occurrences_in_a_bounded_text_agree_with_the_reference(
     ring: list[int] = []
     end = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BULK", bulk)
+        patch.setattr(module, "MIN_BULK_TOKENS", bulk)
         index = NgramIndex(max_tokens)
         for part in parts:
             index.extend(part)

@@ -16,6 +16,7 @@ from hf_specgen.evaluation.taps import TapsResult, compare_taps
 from hf_specgen.evaluation.workloads import PLAIN, encode, load_model
 
 QUERIES = (1, 2, 4, 8, 16)
+"""Tokens per row of the timed passes."""
 CONTEXT = 128
 """Cached tokens at which T(q) is measured: that of a short prompt with half an answer."""
 PROMPTS = (
@@ -62,7 +63,7 @@ class QuickBenchmark:
 
         Args:
             prompts: texts.
-            rounds: runs of each batch; who begins changes from call to call.
+            rounds: runs of each batch; the variant that runs first changes from run to run.
             generation: arguments of `generate` that all share.
 
         Returns:

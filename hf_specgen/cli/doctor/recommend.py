@@ -1,4 +1,4 @@
-"""From measurements to a line of code, and to explanations of what was measured."""
+"""Findings from measurements, with explanations, and the recommended line of code."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ MIN_SPEEDUP = 1.05
 LOW_COST, MODERATE_COST = 1.3, 2.0
 """T(8) / T(1) up to which draft tokens are nearly free, and up to which a high acceptance rate makes up for them."""
 LOW_ACCEPTANCE = 0.3
+"""Share of accepted draft tokens below which a slow strategy is explained by rejections."""
 MEASUREMENT_ERROR = 1.05
 """How far above the tokens per step a measured speedup may be: the first token of a call is not counted as a step."""
 TAPS_MARGIN = 1.05

@@ -161,5 +161,5 @@ def free_bytes(device: str) -> int | None:
         with open("/proc/meminfo", encoding="ascii") as file:
             amounts = dict(line.split(":", 1) for line in file)
         return 1024 * int(amounts["MemAvailable"].split()[0])
-    except (OSError, KeyError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, KeyError):  # not Linux: all of the memory, where the system reports it (Windows does not)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
