@@ -69,7 +69,6 @@ def variant_names(plan: Plan) -> list[str]:
 
 def memory_growth(plan: Plan, name: str, scores: bool) -> int:
     """Bytes by which the peak during a call exceeds the memory in use before it; in a process of its own."""
-    give_freed_memory_back()
     model, tokenizer = _load(plan)
     variant = next(variant for variant in _variants(plan, model) if variant.name == name)
     filler = [prompt for prompts in domain_prompts(WorkloadSettings()).values() for prompt in prompts]
@@ -79,6 +78,7 @@ def memory_growth(plan: Plan, name: str, scores: bool) -> int:
     outputs = {"return_dict_in_generate": True, "output_scores": True} if scores else {}
     _generate(model, short, variant, WARM_UP_TOKENS, outputs)
     gc.collect()
+    give_freed_memory_back()
     reset_peak_memory(model.device)
     before = peak_memory(model.device)
     _generate(model, inputs, variant, NEW_TOKENS, outputs)
@@ -101,7 +101,7 @@ def in_new_process(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def give_freed_memory_back() -> None:
-    """Make glibc return freed memory at once: what it keeps otherwise differed by 100 MB between equal calls."""
+    """Make glibc return freed memory, now and at once from now on: a call that reuses it would seem to need less."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "mallopt"):
         libc.mallopt(M_TRIM_THRESHOLD, 0)
