@@ -43,6 +43,7 @@ def attach(
     policy: Policy | None = None,
     monitor: Monitor | None = None,
     compile: bool = False,
+    pack_weights: bool = False,
 ) -> M:
     """Make every `model.generate()` speculate, whoever calls it, until `detach(model)`.
 
@@ -56,7 +57,7 @@ def attach(
         candidate_generator: proposes draft tokens; "auto" for the default strategy.
         strict: raise for a call that cannot speculate (beam search, an assistant model, an unsupported cache). By
             default it falls back to plain generation, with one warning for each reason.
-        verification, policy, monitor, compile: as for `speculate`.
+        verification, policy, monitor, compile, pack_weights: as for `speculate`.
 
     Returns:
         `model`, the same object.
@@ -76,7 +77,7 @@ def attach(
     target, candidates = _target(model), as_candidates(candidate_generator)
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
-    settings = AttachedSettings(candidates, verification, policy, monitor, strict, compile)
+    settings = AttachedSettings(candidates, verification, policy, monitor, strict, compile, pack_weights)
     Speculation(candidates, verification)  # raises for an unknown verification
     check_architecture(target)
     candidates.target_requirements(target)
@@ -152,6 +153,7 @@ class AttachedSettings:
     monitor: Monitor | None
     strict: bool
     compile: bool = False
+    pack_weights: bool = False
 
 
 class Attachment:
@@ -223,6 +225,7 @@ class _Attempt(Speculation):
             settings.policy,
             settings.monitor,
             settings.compile,
+            settings.pack_weights,
         )
         self.reached = False
         self.call: Call | None = None

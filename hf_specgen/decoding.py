@@ -30,6 +30,7 @@ from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, Specu
 from hf_specgen.state import Call, GenerationState
 from hf_specgen.target.encoder import EncoderInput
 from hf_specgen.target.model_parts import mask_name
+from hf_specgen.target.packed_weights import packed_weights
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
@@ -55,6 +56,7 @@ def speculative_decode(
     on_start: Callable[[Call], None] | None = None,
     inputs_tensor: torch.Tensor | None = None,
     compile: bool = False,
+    pack_weights: bool = False,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
     """Generate as plain `generate` does, several tokens per forward pass of the target.
@@ -70,6 +72,7 @@ def speculative_decode(
         on_start: called once everything has been checked, before the first forward pass.
         inputs_tensor: the input of the encoder of an encoder-decoder target; `input_ids` is the prompt of its decoder.
         compile: run the target's forward passes after the prefill as compiled functions.
+        pack_weights: run the linear layers of target and drafter with packed weights.
         model_kwargs: attention mask, positions, cache.
 
     Returns:
@@ -90,9 +93,10 @@ def speculative_decode(
         keeps_logits=returns_dict and bool(generation_config.output_logits),
         encoder=EncoderInput.of_call(inputs_tensor, state.batch, model_kwargs),
         compiled=compile,
+        packed=pack_weights,
     )
     outputs = OutputCollector(call, stopping_criteria, streamer)
-    with compat.without_compilation(model), ExitStack() as stack:
+    with compat.without_compilation(model), packed_weights(pack_weights), ExitStack() as stack:
         loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
         if on_start is not None:
             on_start(call)

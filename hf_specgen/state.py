@@ -188,6 +188,7 @@ class Call:
         depth: the policy's session; its `latency` is the latency model. Set for draft sessions only.
         encoder: what the encoder of an encoder-decoder target reads; None for other targets.
         compiled: whether the target's forward passes after the prefill are compiled.
+        packed: whether linear layers run with packed weights.
     """
 
     model: PreTrainedModel | None
@@ -203,6 +204,7 @@ class Call:
     depth: PolicySession | None = None
     encoder: EncoderInput | None = None
     compiled: bool = False
+    packed: bool = False
 
     @property
     def do_sample(self) -> bool:

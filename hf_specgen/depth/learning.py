@@ -137,7 +137,7 @@ def profile_of(call: Call) -> Profile:
     default = LatencyModel.default(device, str(strategy[0]), call.candidates.negligible_draft_cost)
     if call.model is None:
         return Profile(default)
-    description = profiles.describe(call.model, strategy, call.temperature > 0, call.compiled)
+    description = profiles.describe(call.model, strategy, call.temperature > 0, call.compiled, call.packed)
     file = str(profiles.directory()), profiles.key_of(description)
     with _profiles_lock:
         profile = _profiles.pop(file, None) or Profile(default, description)

@@ -32,7 +32,9 @@ def directory() -> Path:
     return Path(own or Path(constants.HF_ASSETS_CACHE) / "hf_specgen").expanduser() / "profiles"
 
 
-def describe(model: Any, strategy: tuple[Any, ...], samples: bool, compiled: bool = False) -> dict[str, Any]:
+def describe(
+    model: Any, strategy: tuple[Any, ...], samples: bool, compiled: bool = False, packed: bool = False
+) -> dict[str, Any]:
     """Everything that the latencies of a call depend on, as plain values.
 
     Args:
@@ -40,6 +42,7 @@ def describe(model: Any, strategy: tuple[Any, ...], samples: bool, compiled: boo
         strategy: the `profile_key` of the strategy.
         samples: whether the call samples, which makes verification slower.
         compiled: whether the target's passes are compiled.
+        packed: whether linear layers run with packed weights.
     """
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
     config = getattr(model, "config", None)
@@ -57,6 +60,7 @@ def describe(model: Any, strategy: tuple[Any, ...], samples: bool, compiled: boo
         "strategy": [str(value) for value in strategy],
         "samples": samples,
         **({"compiled": True} if compiled else {}),
+        **({"packed": True} if packed else {}),
         "versions": [torch.__version__, transformers.__version__, __version__],
     }
 

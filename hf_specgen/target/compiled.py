@@ -29,6 +29,7 @@ from hf_specgen.target.cache import RaggedCache
 from hf_specgen.target.compilable import check_compilable
 from hf_specgen.target.fixed_shapes import fixed_mask
 from hf_specgen.target.graph_buffers import GraphBuffers
+from hf_specgen.target.packed_weights import is_packable, packed_model, with_packed_linears
 from hf_specgen.target.step_cache import step
 
 logger = logging.getLogger("hf_specgen")
@@ -186,7 +187,7 @@ class CompiledPasses:
         cache.set_lengths(lengths)
         sizes = {groups for _, groups, _ in folded}
         options = {"dynamic": False, "mode": "reduce-overhead"} if self._graph_buffers is not None else {}
-        run = torch.compile(_own_copy(step), fullgraph=True, backend=self._backend, **options)  # type: ignore[call-overload]
+        run = torch.compile(_own_copy(step), fullgraph=True, backend=_packing(model, self._backend), **options)  # type: ignore[call-overload]
         function = _Function(run, sizes.pop() if len(sizes) == 1 else 0)
         try:
             output = self._call(function, model, arguments, cache, columns, taps, mark_dynamic=True)
@@ -200,6 +201,14 @@ class CompiledPasses:
         _compare(name, ordinary.logits.float(), output.logits.float(), model.dtype)
         logger.info("compiled %s for %s in %.1f s", name, rows, seconds)
         return function
+
+
+def _packing(model: PreTrainedModel, backend: Any) -> Any:
+    """The backend; for float32 weights on a CPU one that multiplies with packed weights."""
+    if not any(map(is_packable, model.modules())):
+        return backend
+    packed_model(model)
+    return with_packed_linears(torch._dynamo.lookup_backend(backend))
 
 
 def _summary(error: Exception) -> str:

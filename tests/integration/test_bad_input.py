@@ -143,8 +143,9 @@ def test_exception_in_second_turn_leaves_ragged_cache_of_first_unchanged() -> No
     first = model.generate(
         **inputs, max_new_tokens=5, return_dict_in_generate=True, candidate_generator=NgramCandidates()
     )
-    expected = model.generate(first.sequences, max_new_tokens=30)
-    arguments = {"max_new_tokens": 30, "past_key_values": first.past_key_values}
+    mask = {"attention_mask": torch.ones_like(first.sequences)}  # the padding id is also a real token
+    expected = model.generate(first.sequences, max_new_tokens=30, **mask)
+    arguments = {"max_new_tokens": 30, **mask, "past_key_values": first.past_key_values}
     lengths = first.past_key_values.lengths
     with pytest.raises(RuntimeError, match="the draft session failed"):
         model.generate(first.sequences, **arguments, candidate_generator=FailingOracle(expected[:, 17:]))

@@ -160,8 +160,9 @@ def test_cache_made_in_inference_mode_continues_outside() -> None:
             **inputs, max_new_tokens=6, return_dict_in_generate=True, candidate_generator=NgramCandidates()
         )
     ids = first.sequences.clone()
-    expected = model.generate(ids, max_new_tokens=8)
-    cache = {"past_key_values": first.past_key_values}
+    mask = {"attention_mask": torch.ones_like(ids)}  # the padding id is also a real token
+    expected = model.generate(ids, max_new_tokens=8, **mask)
+    cache = {"past_key_values": first.past_key_values, **mask}
     ours = model.generate(ids, max_new_tokens=8, **cache, candidate_generator=NgramCandidates())
     assert torch.equal(ours, expected)
 

@@ -1,0 +1,213 @@
+"""Packed weights: float32 linear layers on a CPU, with their weights in the layout that matrix multiplication reads.
+
+For a few tokens at a time PyTorch's float32 `linear` rearranges the whole weight matrix in every call: with 2 to 16
+tokens it takes two to four times as long as with one. oneDNN multiplies with weights that were rearranged once. The
+packed copy takes as much memory as the weights, and is kept as long as the model.
+
+While a call runs, its linear layers have a `forward` of their own, which computes as before in every other thread.
+
+Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor packs low-precision weights alike.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+EXPECTED_TOKENS = 8
+"""Tokens of a pass that the layout is chosen for: from 1 to 256 tokens it is within a tenth of the best one."""
+MAX_DIFFERENCE = 1e-4
+"""Largest difference from an ordinary multiplication, relative to the largest result: float32 rounds at 1e-6."""
+
+_layers: WeakValueDictionary[int, _PackedLayer] = WeakValueDictionary()
+"""By the address of the weights."""
+_models: WeakKeyDictionary[nn.Module, _PackedModel] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class _Scope(threading.local):
+    """The models whose layers this thread has switched to packed weights; None outside of `packed_weights`."""
+
+    models: list[_PackedModel] | None = None
+
+
+_scope = _Scope()
+
+
+class _PackedLayer:
+    """The `forward` of one linear layer while a call with packed weights runs.
+
+    Args:
+        module: the layer.
+
+    Raises:
+        ValueError: if the packed weights compute something else than the layer.
+    """
+
+    def __init__(self, module: nn.Linear):
+        self.module = module
+        self._pack(module.weight)
+        x = torch.ones(1, module.in_features)
+        ordinary, packed = linear(x, module.weight), self.linear(x, module.weight, None)
+        limit = MAX_DIFFERENCE * max(1.0, ordinary.abs().max().item())
+        if ordinary.isfinite().all() and not (ordinary - packed).abs().max() <= limit:
+            raise ValueError(f"packed weights of {module} compute something else; leave pack_weights=True out")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or _scope.models is None:
+            return linear(x, self.module.weight, self.module.bias)
+        return self.linear(x, self.module.weight, self.module.bias)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x @ weight.T + bias`; weights that have changed are packed again."""
+        if torch.is_grad_enabled() or x.dtype != torch.float32 or weight.dtype != torch.float32:
+            return linear(x, weight, bias)
+        if (weight.data_ptr(), weight._version) != self._of:
+            self._pack(weight)
+        return cast(torch.Tensor, self._multiply(x, self._packed, bias, "none", [], ""))
+
+    def _pack(self, weight: torch.Tensor) -> None:
+        self._of = weight.data_ptr(), weight._version
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), EXPECTED_TOKENS)
+        _layers[weight.data_ptr()] = self
+
+
+class _PackedModel:
+    """The packed layers of a model, and how many calls run with them."""
+
+    def __init__(self, model: nn.Module):
+        modules = (module for module in model.modules() if is_packable(module))
+        with torch.no_grad():
+            self._layers = [_PackedLayer(cast(nn.Linear, module)) for module in modules]
+        self._calls = 0
+
+    def switch_on(self) -> None:
+        """Give the layers their packed `forward`, unless another call has."""
+        with _lock:
+            self._calls += 1
+            if self._calls == 1:
+                for layer in self._layers:
+                    # A `forward` of the instance is somebody's hook, as those of accelerate.
+                    layer.module.__dict__.setdefault("forward", layer)
+
+    def switch_off(self) -> None:
+        """Take it away after the last call."""
+        with _lock:
+            self._calls -= 1
+            for layer in self._layers if self._calls == 0 else ():
+                if layer.module.__dict__.get("forward") is layer:
+                    del layer.module.__dict__["forward"]
+
+
+def is_packable(module: nn.Module) -> bool:
+    """Whether a module is a linear layer whose weights can be packed."""
+    if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
+        return False
+    weight = module.weight
+    return (
+        type(weight) in (nn.Parameter, torch.Tensor)
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and not weight.is_inference()
+    )
+
+
+def check_packable(model: nn.Module) -> None:
+    """Raise unless some weights of the model can be packed.
+
+    Raises:
+        ValueError: if none can.
+    """
+    if any(map(is_packable, model.modules())):
+        return
+    kinds = sorted({f"{one.dtype} on {one.device}".removeprefix("torch.") for one in model.parameters()})
+    raise ValueError(
+        f"pack_weights=True works with float32 linear layers on a CPU; {type(model).__name__} has none (its weights: "
+        f"{', '.join(kinds)}); leave it out"
+    )
+
+
+@contextmanager
+def packed_weights(enabled: bool) -> Iterator[None]:
+    """In this context the forward passes of this thread use the packed weights of all models given to `pack`.
+
+    Args:
+        enabled: False for a context that does nothing.
+    """
+    if not enabled:
+        yield
+        return
+    before, _scope.models = _scope.models, []
+    try:
+        yield
+    finally:
+        for packed in _scope.models:
+            packed.switch_off()
+        _scope.models = before
+
+
+def pack(model: nn.Module) -> None:
+    """Use packed weights for a model's linear layers until the end of this thread's `packed_weights`, if it is in one.
+
+    The weights are packed when this is first called for the model.
+    """
+    if _scope.models is None:
+        return
+    packed = packed_model(model)
+    if packed not in _scope.models:
+        packed.switch_on()
+        _scope.models.append(packed)
+
+
+def packed_model(model: nn.Module) -> _PackedModel:
+    """The packed layers of a model."""
+    with _lock:
+        found = _models.get(model)
+    if found is None:
+        found = _PackedModel(model)
+        with _lock:
+            found = _models.setdefault(model, found)
+    return found
+
+
+# The same as an operator, for compiled graphs.
+
+_library = torch.library.Library("hf_specgen", "DEF")
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+@torch.library.impl(_library, "packed_linear", "CPU")
+def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    layer = _layers.get(weight.data_ptr())
+    return linear(x, weight, bias) if layer is None else layer.linear(x, weight, bias)
+
+
+@torch.library.register_fake("hf_specgen::packed_linear")  # type: ignore[untyped-decorator]
+def _shape_of_packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def with_packed_linears(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend of `torch.compile` that multiplies with packed weights, where a weight was packed.
+
+    Args:
+        compile_graph: the backend that compiles the changed graph.
+    """
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and node.target is linear and not node.kwargs:
+                node.target = torch.ops.hf_specgen.packed_linear
+                node.args = (*node.args, None)[:3]
+        graph.recompile()
+        return compile_graph(graph, inputs)
+
+    return backend

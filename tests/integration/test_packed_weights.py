@@ -1,0 +1,177 @@
+"""Packed weights: the tokens of plain `generate`, in the calls that ask for them only."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+import hf_specgen
+from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
+from hf_specgen.target import packed_weights as packing
+from tests.helpers import SAMPLING, Oracle, assert_same_tokens, fresh_model, prompts, shared_draft, tiny_model
+from tests.helpers.medusa import random_heads
+
+
+def strategy(name: str) -> Candidates:
+    model = tiny_model("llama")
+    return {
+        "ngram": lambda: NgramCandidates(k=4, branches=3),
+        "draft": lambda: DraftModelCandidates(shared_draft(model), k=4, tree=8),
+        "skip": lambda: LayerSkipCandidates(2, k=3),
+        "medusa": lambda: MedusaCandidates(random_heads(model)),
+    }[name]()
+
+
+@pytest.fixture
+def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Receives the number of rows of every multiplication with packed weights."""
+    rows: list[int] = []
+    original = packing._PackedLayer.linear
+
+    def counting(self: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows.append(len(x))
+        return original(self, x, weight, bias)
+
+    monkeypatch.setattr(packing._PackedLayer, "linear", counting)
+    return rows
+
+
+def own_forwards(model: nn.Module) -> int:
+    return sum("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["ngram", "draft", "skip", "medusa"])
+def test_packed_weights_same_tokens(name: str, batch: int, sampling: str, multiplications: list[int]) -> None:
+    model, candidates = tiny_model("llama"), strategy(name)
+    torch.manual_seed(3)
+    expected = model.generate(**prompts(batch), max_new_tokens=20, **SAMPLING[sampling])
+    torch.manual_seed(3)
+    arguments = {"max_new_tokens": 20, "candidate_generator": candidates, "pack_weights": True}
+    ids = model.generate(**prompts(batch), **arguments, **SAMPLING[sampling])
+    assert torch.equal(ids, expected)
+    assert multiplications and own_forwards(model) == 0
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen2", "gemma2", "qwen3_moe"])
+def test_packed_weights_of_other_architectures_same_tokens(architecture: str) -> None:
+    """Biases, output matrices that are shared with the embeddings, experts, layers that are no linear layers."""
+    model = fresh_model(architecture)
+    expected = model.generate(**prompts(2), max_new_tokens=14)
+    oracle = Oracle(expected[:, 12:], 0.6, branching=True)
+    ids = model.generate(**prompts(2), max_new_tokens=14, candidate_generator=oracle, pack_weights=True)
+    assert torch.equal(ids, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9, 70])
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_linear_equals_linear(tokens: int, bias: bool) -> None:
+    layer = nn.Linear(48, 80, bias=bias)
+    with torch.no_grad():
+        packed, x = packing._PackedLayer(layer), torch.randn(2, tokens, 48)
+        torch.testing.assert_close(packed.linear(x, layer.weight, layer.bias), layer(x))
+
+
+@pytest.mark.parametrize("change", ["in place", "another parameter"])
+def test_packed_linear_after_a_change_of_weights_uses_the_new_ones(change: str) -> None:
+    """Would catch: a call with the weights from before training, or from before an adapter was merged."""
+    layer = nn.Linear(16, 24)
+    with torch.no_grad():
+        packed, x = packing._PackedLayer(layer), torch.randn(3, 16)
+        if change == "in place":
+            layer.weight.mul_(2)
+        else:
+            layer.weight = nn.Parameter(torch.randn(24, 16))
+        torch.testing.assert_close(packed.linear(x, layer.weight, layer.bias), layer(x))
+
+
+def test_packed_weights_after_an_exception_leave_the_model() -> None:
+    class Failing(NgramCandidates):
+        def start(self, call: Any) -> Any:
+            raise RuntimeError("no draft")
+
+    model = fresh_model("llama")
+    with pytest.raises(RuntimeError, match="no draft"):
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=Failing(), pack_weights=True)
+    assert own_forwards(model) == 0 and packing._scope.models is None
+
+
+def test_packed_weights_in_one_thread_leave_other_threads_to_ordinary_layers(multiplications: list[int]) -> None:
+    """Would catch: plain calls of another thread that are rounded in another way."""
+    model, inside, done = tiny_model("llama"), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with packing.packed_weights(True):
+            packing.pack(model)
+            inside.set()
+            done.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait()
+    try:
+        assert own_forwards(model) > 0
+        with torch.no_grad():
+            model(**prompts(1))
+    finally:
+        done.set()
+        thread.join()
+    assert multiplications == [] and own_forwards(model) == 0
+
+
+def test_packed_weights_of_two_calls_are_taken_away_after_the_last_one() -> None:
+    model = tiny_model("llama")
+    with packing.packed_weights(True):
+        packing.pack(model)
+        with packing.packed_weights(True):
+            packing.pack(model)
+        assert own_forwards(model) > 0
+    assert own_forwards(model) == 0
+
+
+def test_packed_weights_of_bfloat16_raise() -> None:
+    model = fresh_model("llama").bfloat16()
+    with pytest.raises(ValueError, match=r"float32 linear layers on a CPU.*bfloat16 on cpu.*leave it out"):
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), pack_weights=True)
+
+
+def test_packed_layer_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing._PackedLayer, "linear", lambda self, x, weight, bias: linear(x, weight, bias) + 1)
+    with pytest.raises(ValueError, match="compute something else"), torch.no_grad():
+        packing._PackedLayer(nn.Linear(8, 8))
+
+
+def test_attached_model_uses_packed_weights(multiplications: list[int]) -> None:
+    model = fresh_model("llama")
+    expected = model.generate(**prompts(1), max_new_tokens=8)
+    with hf_specgen.attached(model, NgramCandidates(), pack_weights=True):
+        assert torch.equal(model.generate(**prompts(1), max_new_tokens=8), expected)
+    assert multiplications
+
+
+def test_packed_weights_are_freed_with_their_model() -> None:
+    model = fresh_model("llama")
+    before = len(packing._layers)
+    packing.packed_model(model)
+    assert len(packing._layers) > before
+    del model
+    assert len(packing._layers) == before
+
+
+def test_packed_draft_of_plain_steps_same_tokens() -> None:
+    """The statistics of a packed call are those of an ordinary one."""
+    model = tiny_model("llama")
+    draft = DraftModelCandidates(shared_draft(model), k=4)
+    ordinary = assert_same_tokens(model, prompts(2), draft, max_new_tokens=20)
+    output = model.generate(
+        **prompts(2), max_new_tokens=20, candidate_generator=draft, pack_weights=True, return_dict_in_generate=True
+    )
+    assert [[step.accepted for step in row] for row in output.speculation.rows] == [
+        [step.accepted for step in row] for row in ordinary.rows
+    ]
