@@ -9,6 +9,7 @@ from benchmarks.micro.long_context import long_context
 from benchmarks.micro.loop_overhead import loop_overhead
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.ngram_precision import ngram_precision
+from benchmarks.micro.packed_weights import packed_weights
 from benchmarks.micro.trace_replay import trace_replay
 
 MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
@@ -17,6 +18,7 @@ MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
     "loop-overhead": loop_overhead,
     "long-context": long_context,
     "compilation": compilation,
+    "packed-weights": packed_weights,
     "trace-replay": trace_replay,
     "known-acceptance": known_acceptance,
 }

@@ -19,6 +19,7 @@ from hf_specgen.heads.loading import load_head
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.target.model_parts import output_matrix
+from hf_specgen.target.packed_weights import pack
 from hf_specgen.target.requirements import TargetRequirements, check_decoder_only
 
 _numbers: WeakKeyDictionary[DraftHead, int] = WeakKeyDictionary()
@@ -96,7 +97,9 @@ class HeadCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError(f"{type(self).__name__} works with generate(candidate_generator=…) only")
-        return self.begin(call, call.target, self._on(call.model))
+        attached = self._on(call.model)
+        pack(attached.head)
+        return self.begin(call, call.target, attached)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """By name; a head that was given loaded is identified by the object, as its name is only that of its class."""

@@ -14,22 +14,15 @@ from rich.console import Console
 from rich.live import Live
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates import Candidates, NgramCandidates
+from hf_specgen.cli.demo_variants import variants
 from hf_specgen.cli.demo_view import closing_lines, comparison, one_answer
 from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.evaluation.measure import Sample, Total, Variant, interleave, measure_round
 from hf_specgen.evaluation.provenance import provenance
-from hf_specgen.evaluation.strategies import head_strategy, strategies
 from hf_specgen.evaluation.widen import widen_in_fast_dtype
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
-    EMBEDDED_ADAPTER,
-    EMBEDDED_DFLASH,
-    EMBEDDED_DRAFT,
-    EMBEDDED_EAGLE,
-    EMBEDDED_HEADS,
     GREEDY,
-    NGRAM,
     PEER,
     PLAIN,
     Difference,
@@ -39,6 +32,7 @@ from hf_specgen.evaluation.workloads import (
     first_difference,
     load,
 )
+from hf_specgen.target.packed_weights import is_packable
 
 WARM_UP, WARM_UP_TOKENS = "Write a function that adds two numbers.", 8
 """An uncounted call of each variant, in which models are loaded and checked, and the speed of plain `generate`."""
@@ -111,8 +105,8 @@ def run_demo(
     """
     check_installed(settings)
     prompts = list(_alternating(domain_prompts(settings)))
-    compared = variants(settings)
     model, tokenizer = load(settings)
+    compared = variants(settings, packed=any(map(is_packable, model.modules())))
     size = sum(parameter.numel() for parameter in model.parameters())
     targets = [_empty(f"{_millions(size)} {settings.dtype}", settings.dtype, compared)]
     if settings.widened:
@@ -124,6 +118,8 @@ def run_demo(
             on_change(targets, f"{target.title}: widening the layers")
             model, target.dtype = widen_in_fast_dtype(model, settings.wide * 10**6)
             target.title = f"{settings.wide}M {target.dtype}"
+            compared = variants(settings, packed=any(map(is_packable, model.modules())))
+            target.totals = {variant.name: Total() for variant in compared}
             seconds = settings.seconds * WIDE_SHARE
         _measure(target, model, tokenizer, compared, prompts, settings, seconds, partial(on_change, targets))
     return targets, tokenizer
@@ -203,25 +199,6 @@ def _order(compared: Sequence[Variant], number: int, rows: int) -> list[Variant]
     plain, *others = (variant for variant in compared if variant.batched or rows == 1)
     first = number % max(1, len(others))
     return [plain, *others[first:], *others[:first]]
-
-
-def variants(settings: DemoSettings) -> list[Variant]:
-    """Plain `generate`, Transformers' prompt lookup, then our strategies: those named, or the fastest embedded ones."""
-    draft, adapter, heads = settings.draft, settings.adapter, [settings.heads] if settings.heads else []
-    if not settings.model:
-        draft = draft or str(EMBEDDED_DRAFT)
-        adapter = adapter or (str(EMBEDDED_ADAPTER) if settings.every else "")
-        shipped = (EMBEDDED_EAGLE, EMBEDDED_HEADS, EMBEDDED_DFLASH) if settings.every else (EMBEDDED_EAGLE,)
-        heads = heads or [str(folder) for folder in shipped if folder.exists()]
-    built = [*strategies(draft, "", adapter, dtype=settings.dtype), *map(head_strategy, heads)]
-    found: dict[str, Candidates] = {strategy.name: strategy.candidates for strategy in built}
-    found[NGRAM] = NgramCandidates(k=settings.k, branches=settings.branches)
-    ours: Any = partial(dict, verification=settings.verification)
-    return [
-        Variant(PLAIN, dict),
-        Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),
-        *(Variant(name, partial(ours, candidate_generator=strategy)) for name, strategy in found.items()),
-    ]
 
 
 def to_json(settings: DemoSettings, targets: Sequence[Target]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specgen.evaluation.measure import Sample, Total
-from hf_specgen.evaluation.workloads import PEER, PLAIN
+from hf_specgen.evaluation.workloads import PACKED, PEER, PLAIN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,6 +72,8 @@ def closing_lines(targets: Sequence[Measured], widened: bool) -> Iterator[str]:
         )
         if targets[-1].dtype == "float32":
             yield "[dim]It runs in float32, since this processor has no fast kernels for several tokens in bfloat16.[/]"
+    if PACKED in targets[-1].totals:
+        yield f"[dim]Ours run with pack_weights=True, which without drafts brings what the row '{PACKED}' shows.[/]"
 
 
 def one_answer(totals: dict[str, Total], tokenizer: PreTrainedTokenizerBase) -> RenderableType:
@@ -106,7 +108,7 @@ def _name(name: str) -> str:
 
 
 def _bar(totals: dict[str, Total], name: str) -> Text:
-    total = totals[name]
+    total = totals.get(name, Total())
     if not total.tokens:
         return Text("one row only" if totals[PLAIN].tokens else "waiting", style="dim")
     fastest = max(one.tokens_per_second for one in totals.values())

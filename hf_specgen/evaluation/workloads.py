@@ -42,7 +42,8 @@ NOT_INSTALLED = (
 )
 PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
 EAGLE, PEAGLE, DFLASH, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "DFlash", "MTP", "Gemma assistant"
-"""Names of variants in tables; PEER is the prompt lookup of Transformers."""
+PACKED = "packed weights alone"
+"""Names of variants in tables; PEER is the prompt lookup of Transformers, PACKED is ours without drafts."""
 
 # Greedy decoding of a small model falls into repetition where the answer is open, which favours every n-gram method:
 # those domains are sampled with a seed, so that tokens can still be compared one by one.

@@ -59,6 +59,7 @@ class Call:
     config: Any = None
     statistics: Any = None
     compiled: bool = False
+    packed: bool = False
 
 
 def make_call(rows: int = 1, prompt: int = PROMPT, **settings: Any) -> Call:
