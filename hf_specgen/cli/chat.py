@@ -64,6 +64,7 @@ class Conversation:
         generation: arguments of `generate` for every answer.
         seed: of every answer, so that strategies give the same one.
         system: the system prompt; "" for none.
+        pack_weights: run strategies with packed weights.
 
     Attributes:
         messages: of the conversation, in the format of chat templates.
@@ -76,6 +77,7 @@ class Conversation:
     generation: dict[str, Any]
     seed: int = 0
     system: str = ""
+    pack_weights: bool = False
     messages: list[dict[str, str]] = field(default_factory=list)
     read: torch.Tensor | None = None
     cache: Any = None
@@ -114,7 +116,7 @@ class Conversation:
         streamer = ColouredStreamer(self.tokenizer, write)
         arguments = {**self.generation, "past_key_values": self.cache, "return_dict_in_generate": True}
         if candidates is not None:
-            arguments.update(candidate_generator=candidates, monitor=streamer.monitor)
+            arguments.update(candidate_generator=candidates, monitor=streamer.monitor, pack_weights=self.pack_weights)
         torch.manual_seed(self.seed)
         begin = perf_counter()
         output = cast(Any, self.model).generate(
@@ -242,5 +244,5 @@ def show(settings: ChatSettings) -> None:
     console.print(
         f"[bold]{settings.model}[/]. [{ACCEPTED}]Accepted draft tokens[/] are coloured; /help lists commands.\n"
     )
-    conversation = Conversation(model, tokenizer, generation, settings.seed, settings.system)
+    conversation = Conversation(model, tokenizer, generation, settings.seed, settings.system, settings.pack_weights)
     Chat(conversation, choices, console).run(lambda: console.input("[bold cyan]>[/] "))

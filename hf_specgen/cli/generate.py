@@ -55,8 +55,11 @@ def show(settings: GenerateSettings) -> None:
     shared = f", {processes.num_processes} processes" if processes.num_processes > 1 else ""
     console.print(f"{len(rows)} rows{before}{shared}")
     begin, tokens = perf_counter(), 0
+    speculation = (
+        nullcontext() if settings.plain else attached(model, _strategy(settings), pack_weights=settings.pack_weights)
+    )
     with (
-        nullcontext() if settings.plain else attached(model, _strategy(settings)) as totals,
+        speculation as totals,
         (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file,
     ):
         file.write("\n")  # the last line may have been cut off

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_specgen import attached, speculate
+from hf_specgen.target.packed_weights import is_packable
 from tests.fuzz import checks, settings, strategies
 from tests.fuzz.callbacks import Fault, Interrupt
 from tests.fuzz.cases import Case
@@ -158,7 +159,7 @@ class Comparison:
         if speculation and case.entry == "attach":
             entered = _attached(case, self.model, self.candidates)
         elif speculation:
-            arguments |= _speculation(case, self.candidates, streamer)
+            arguments |= _speculation(case, self.model, self.candidates, streamer)
             if case.entry == "custom_streamer":
                 arguments.pop("streamer", None)
         if cache is not None:
@@ -248,12 +249,14 @@ def equal(one: Run, other: Run) -> bool:
     return torch.equal(one.ids, other.ids)
 
 
-def _call_settings(case: Case) -> dict[str, Any]:
-    """Verification and policy of a call, where they are not the defaults."""
+def _call_settings(case: Case, model: Any) -> dict[str, Any]:
+    """Verification, policy and packed weights of a call, where they are not the defaults."""
     call: dict[str, Any] = {} if case.verification == "exact" else {"verification": case.verification}
     policy = strategies.call_policy(case)
     if policy is not None:
         call["policy"] = policy
+    if case.pack_weights and any(map(is_packable, model.modules())):  # not in float64
+        call["pack_weights"] = True
     return call
 
 
@@ -264,13 +267,13 @@ def _attached(case: Case, model: Any, candidates: Any) -> Iterator[None]:
     Not where a fault is raised: plain `generate` does not put back the caller's cache.
     """
     strict = case.seed % 2 == 0 or case.fault != ""
-    with attached(model, candidates, strict=strict, **_call_settings(case)):
+    with attached(model, candidates, strict=strict, **_call_settings(case, model)):
         yield
 
 
-def _speculation(case: Case, candidates: Any, streamer: Any) -> dict[str, Any]:
+def _speculation(case: Case, model: Any, candidates: Any, streamer: Any) -> dict[str, Any]:
     """The arguments that ask for speculation."""
-    call = _call_settings(case)
+    call = _call_settings(case, model)
     if case.entry == "keyword":
         return {"candidate_generator": candidates, **call}
     if case.entry == "custom_streamer":

@@ -48,6 +48,8 @@ def draw(
         parts["members"] = tuple(random.sample(COMBINED, random.randint(1, 3)))
     if threads and _often(random, 0.03):
         parts |= {"threads": 3, "num_return_sequences": 1, "criteria": (), "eos_columns": ()}
+    # Drawn by a generator of its own, so that the other fields of a seed stay what they were.
+    parts["pack_weights"] = _often(Random(f"pack weights {seed}"), 0.25)
     return _consistent(Case(**parts))
 
 
