@@ -42,7 +42,7 @@ def pair() -> tuple[Any, Any]:
 def test_eagle_random_head_same_tokens(name: str, shape: str, sampling: str, batch: int) -> None:
     fixture = EAGLE[name]
     candidates = EagleCandidates(fixture.head_folder, **SHAPES[shape])
-    statistics = assert_same_tokens(fixture.target, prompts(batch), candidates, max_new_tokens=12, **SAMPLING[sampling])
+    statistics = assert_same_tokens(fixture.target, prompts(batch), candidates, max_new_tokens=8, **SAMPLING[sampling])
     assert statistics.drafted > 0
 
 
@@ -53,7 +53,7 @@ def test_eagle_partial_acceptance_same_tokens(pair: Any, shape: str, sampling: s
     """Would catch: a cache that is wrong only behind accepted paths, scattered ones in trees."""
     target, head = pair
     candidates = EagleCandidates(head, **SHAPES[shape])
-    statistics = assert_same_tokens(target, prompts(batch), candidates, max_new_tokens=30, **SAMPLING[sampling])
+    statistics = assert_same_tokens(target, prompts(batch), candidates, max_new_tokens=24, **SAMPLING[sampling])
     assert 0 < statistics.accepted < statistics.drafted
     assert max(step.accepted for row in statistics.rows for step in row) >= 2
 

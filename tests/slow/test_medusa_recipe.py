@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +275,14 @@ def test_accelerate_reads_the_shipped_launch_configs(path: Path) -> None:
     config = load_config_from_file(str(path))
     assert str(config.distributed_type) in {"FSDP", "DEEPSPEED", "DistributedType.FSDP", "DistributedType.DEEPSPEED"}
     assert config.mixed_precision == "bf16"
+
+
+def test_accelerate_launch_trains_heads(folder: Path) -> None:
+    """Would catch: a script that the launcher cannot start. Ranks of several processes are forked in other tests."""
+    recipe = str(ROOT / "recipes" / "train_medusa.py")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command = [*launch, recipe, *arguments(folder, "launched", *HEADS)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (folder / "launched" / "model.safetensors").exists()
