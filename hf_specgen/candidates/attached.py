@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.target.model_parts import output_matrix
 
 T = TypeVar("T")
+
+_numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_next_number = count()
+
+
+def number_of(module: nn.Module) -> int:
+    """A number unique to a loaded module in this process; freed modules keep theirs."""
+    return _numbers.setdefault(module, next(_next_number))
 
 
 class AttachedModules(Generic[T]):

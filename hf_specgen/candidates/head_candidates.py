@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.attached import AttachedModules
+from hf_specgen.candidates.attached import AttachedModules, number_of
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import AttachedHead, DraftHead
@@ -21,14 +19,6 @@ from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.target.model_parts import output_matrix
 from hf_specgen.target.packed_weights import pack
 from hf_specgen.target.requirements import TargetRequirements, check_decoder_only
-
-_numbers: WeakKeyDictionary[DraftHead, int] = WeakKeyDictionary()
-_next_number = count()
-
-
-def _number_of(head: DraftHead) -> int:
-    """A number unique to a loaded head in this process; freed heads keep theirs."""
-    return _numbers.setdefault(head, next(_next_number))
 
 
 class HeadCandidates(Candidates):
@@ -103,7 +93,7 @@ class HeadCandidates(Candidates):
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """By name; a head that was given loaded is identified by the object, as its name is only that of its class."""
-        which = self._name if self._head is None else f"{self._name} {_number_of(self._head)}"
+        which = self._name if self._head is None else f"{self._name} {number_of(self._head)}"
         return ("head", which, self.k, str(self.tree), str(self.taps))
 
     def _on(self, model: PreTrainedModel) -> AttachedHead:

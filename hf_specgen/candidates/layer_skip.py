@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.attached import AttachedModules
+from hf_specgen.candidates.attached import AttachedModules, number_of
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.depth import Policy
@@ -87,6 +87,8 @@ class LayerSkipCandidates(Candidates):
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         adapter = self.adapter if isinstance(self.adapter, str) else type(self.adapter).__qualname__
+        if isinstance(self.adapter, nn.Module):
+            adapter = f"{adapter} {number_of(self.adapter)}"
         return ("layer_skip", self.exit_layer, adapter, self.k, str(self.tree))
 
     def __repr__(self) -> str:

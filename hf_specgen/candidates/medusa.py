@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.attached import AttachedModules
+from hf_specgen.candidates.attached import AttachedModules, number_of
 from hf_specgen.candidates.base import Candidates, DraftSession
 from hf_specgen.candidates.marginals import MarginalSession, with_q
 from hf_specgen.candidates.rank_tree import RankTree
@@ -96,7 +96,9 @@ class MedusaCandidates(Candidates):
         return MedusaSession(call, call.target, self._on(call.model), self.tree)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return ("medusa", self._name, repr(self.tree), self.k)
+        """By name; heads that were given loaded may be any, and are identified by the object."""
+        name = self._name if self._heads is None else f"{self._name} {number_of(self._heads)}"
+        return ("medusa", name, repr(self.tree), self.k)
 
     def _on(self, model: PreTrainedModel) -> MedusaRunner:
         """The heads on their target, in its dtype on its device."""

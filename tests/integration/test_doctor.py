@@ -164,6 +164,12 @@ def test_verification_cost_by_ratio(ratio: float, result: str) -> None:
     assert verification_cost(CostCurve((1, 8, 16), (0.01, 0.01 * ratio, 0.03), 128, 1)).result.value == result
 
 
+def test_verification_cost_of_weights_that_can_be_packed_names_the_setting() -> None:
+    slow, fast = (CostCurve((1, 8, 16), (0.01, 0.01 * ratio, 0.03), 128, 1) for ratio in (2.5, 1.2))
+    assert "pack_weights=True" in verification_cost(slow, packable=True).meaning
+    assert "pack_weights" not in verification_cost(fast, packable=True).meaning + verification_cost(slow).meaning
+
+
 def total(seconds: float, accepted: int = 5, drafted: int = 10, steps: int = 25, calls: int = 4) -> Total:
     """Several calls of 25 tokens each, in so many seconds and steps together."""
     sums = Total(steps=steps * calls, emitted=25 * calls, drafted=drafted, accepted=accepted)

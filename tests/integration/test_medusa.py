@@ -19,6 +19,7 @@ from hf_specgen import (
     DraftSession,
     DraftTree,
     FixedDepth,
+    LayerSkipCandidates,
     MedusaCandidates,
     NgramCandidates,
     Schedule,
@@ -295,3 +296,14 @@ def best_value_of_all_trees(probabilities: list[list[float]], price: float, max_
 
 def test_confidence_bin_of_almost_certain_token_is_the_last() -> None:
     assert confidence_bin(0.99) == len(CONFIDENCE_EDGES)
+
+
+def test_profile_keys_of_loaded_modules_differ_by_object() -> None:
+    """Would catch: the acceptance of one set of heads, or of one exit adapter, remembered for another."""
+    model = tiny_model("llama")
+    first, second = random_heads(model), random_heads(model)
+    assert MedusaCandidates(first).profile_key() != MedusaCandidates(second).profile_key()
+    assert MedusaCandidates(first).profile_key() == MedusaCandidates(first).profile_key()
+    adapters = torch.nn.Identity(), torch.nn.Identity()
+    keys = {LayerSkipCandidates(1, adapter=adapter).profile_key() for adapter in (*adapters, adapters[0])}
+    assert len(keys) == 2

@@ -14,6 +14,7 @@ from hf_specgen.evaluation.measure import Total, Variant, interleave
 from hf_specgen.evaluation.strategies import Strategy
 from hf_specgen.evaluation.taps import TapsResult, compare_taps
 from hf_specgen.evaluation.workloads import PLAIN, encode, load_model
+from hf_specgen.target.packed_weights import is_packable
 
 QUERIES = (1, 2, 4, 8, 16)
 """Tokens per row of the timed passes."""
@@ -48,6 +49,11 @@ class QuickBenchmark:
         """T(q) at this batch size, with a short context."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
         return measure_cost_curve(self.model, QUERIES, context=min(CONTEXT, limit // 2), batch=self.batch, repeats=5)
+
+    @property
+    def packable(self) -> bool:
+        """Whether the target has weights that `pack_weights=True` would pack."""
+        return any(map(is_packable, self.model.modules()))
 
     def compare_taps(self, prompts: Sequence[str], generation: dict[str, Any]) -> list[TapsResult]:
         """The acceptance of heads with their configured taps and with neighbours; empty without such heads."""

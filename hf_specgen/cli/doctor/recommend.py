@@ -83,8 +83,13 @@ class Speed:
         }
 
 
-def verification_cost(curve: CostCurve) -> Finding:
-    """Whether this machine reads eight tokens in about the time of one."""
+def verification_cost(curve: CostCurve, packable: bool = False) -> Finding:
+    """Whether this machine reads eight tokens in about the time of one.
+
+    Args:
+        curve: latencies of the target's forward pass.
+        packable: whether the target has weights that `pack_weights=True` would pack.
+    """
     ratio = curve.relative(8)
     found = (
         f"T(1) {1000 * curve(1):.1f} ms; reading 8 tokens takes {ratio:.2f} times as long, 16 tokens "
@@ -93,6 +98,9 @@ def verification_cost(curve: CostCurve) -> Finding:
     if ratio <= LOW_COST:
         meaning = "decoding is bound by memory bandwidth here: draft tokens are nearly free"
         return Finding("verification", CheckResult.GOOD, found, meaning)
+    if packable:
+        meaning = "matrix products rearrange the weights here: give pack_weights=True, which takes their memory again"
+        return Finding("verification", CheckResult.WARNING, found, meaning)
     if ratio <= MODERATE_COST:
         meaning = "draft tokens take time: a high acceptance rate is needed"
         return Finding("verification", CheckResult.WARNING, found, meaning)
