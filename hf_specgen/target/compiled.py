@@ -207,7 +207,6 @@ def _packing(model: PreTrainedModel, backend: Any) -> Any:
     """The backend; for float32 weights on a CPU one that multiplies with packed weights."""
     if not any(map(is_packable, model.modules())):
         return backend
-    packed_model(model)
     return with_packed_linears(torch._dynamo.lookup_backend(backend))
 
 
@@ -247,6 +246,8 @@ def compiled_passes(model: PreTrainedModel) -> CompiledPasses:
         ValueError: if the model cannot be compiled.
     """
     check_compilable(model)
+    if any(map(is_packable, model.modules())):
+        packed_model(model)
     with _lock:
         if model not in _passes:
             _passes[model] = CompiledPasses(BACKEND, compat.input_device(model).type in GRAPH_DEVICES)

@@ -78,7 +78,7 @@ def test_packed_linear_equals_linear(tokens: int, bias: bool) -> None:
         torch.testing.assert_close(packed.linear(x, layer.weight, layer.bias), layer(x))
 
 
-@pytest.mark.parametrize("change", ["in place", "another parameter"])
+@pytest.mark.parametrize("change", ["in place", "data", "one value", "another parameter"])
 def test_packed_linear_after_a_change_of_weights_uses_the_new_ones(change: str) -> None:
     """Would catch: a call with the weights from before training, or from before an adapter was merged."""
     layer = nn.Linear(16, 24)
@@ -86,9 +86,35 @@ def test_packed_linear_after_a_change_of_weights_uses_the_new_ones(change: str) 
         packed, x = packing._PackedLayer(layer), torch.randn(3, 16)
         if change == "in place":
             layer.weight.mul_(2)
+        elif change == "data":  # as PEFT merges adapters: no version counter shows it
+            layer.weight.data += torch.randn(24, 16)
+        elif change == "one value":
+            layer.weight.data[3, 7] += 1
         else:
             layer.weight = nn.Parameter(torch.randn(24, 16))
+        packed.refresh()
         torch.testing.assert_close(packed.linear(x, layer.weight, layer.bias), layer(x))
+
+
+@pytest.mark.parametrize("setting", ["pack_weights", "compile"])
+def test_weights_changed_between_calls_are_packed_again(setting: str) -> None:
+    """Would catch: a second call with the weights of the first one."""
+    model = fresh_model("llama", num_hidden_layers=1)
+    arguments = {"max_new_tokens": 8, "candidate_generator": NgramCandidates(k=2), setting: True}
+    for _ in range(2):
+        expected = model.generate(**prompts(1), max_new_tokens=8)
+        assert torch.equal(model.generate(**prompts(1), **arguments), expected)
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.data += 0.5 * torch.randn(layer.mlp.down_proj.weight.shape)
+
+
+def test_model_that_was_cast_after_a_packed_call_is_refused() -> None:
+    model = fresh_model("llama")
+    arguments = {"max_new_tokens": 4, "candidate_generator": NgramCandidates(), "pack_weights": True}
+    model.generate(**prompts(1), **arguments)
+    with pytest.raises(ValueError, match="bfloat16 on cpu"):
+        model.bfloat16().generate(**prompts(1), **arguments)
+    model.float().generate(**prompts(1), **arguments)
 
 
 def test_packed_weights_after_an_exception_leave_the_model() -> None:
