@@ -167,6 +167,11 @@ def train(
     progress = Progress()
     accelerator.register_for_checkpointing(progress, *schedules)
     checkpoint = Path(settings.output) / "checkpoint"
+    if checkpoint.exists() and settings.save_every and not settings.resume:
+        raise ValueError(
+            f"{checkpoint} is the checkpoint of an earlier run, which this one would replace: continue it with "
+            "--resume, or give another --output"
+        )
     if settings.resume and checkpoint.exists():
         accelerator.load_state(str(checkpoint))
     stream = _endless(accelerator, loader, order, progress)

@@ -23,6 +23,9 @@ from torch.nn.functional import linear
 
 EXPECTED_TOKENS = 8
 """Tokens of a pass that the layout is chosen for: from 1 to 256 tokens it is within a tenth of the best one."""
+SMALL_MATRIX = 2**20
+"""Weights of a matrix up to which one token is multiplied without packing: a matrix of 384 x 1,024, which stays in the
+processor's cache, then takes 0.042 instead of 0.055 ms. With two tokens it is 0.09 instead of 0.06 ms."""
 MAX_DIFFERENCE = 1e-4
 """Largest difference from an ordinary multiplication, relative to the largest result: float32 rounds at 1e-6."""
 
@@ -54,8 +57,9 @@ class _PackedLayer:
     def __init__(self, module: nn.Linear):
         self.module = module
         self._of: tuple[int, int] | None = None
+        self._is_small = module.weight.numel() < SMALL_MATRIX
         self.refresh()
-        x = torch.ones(1, module.in_features)
+        x = torch.ones(2, module.in_features)
         ordinary, packed = linear(x, module.weight), self.linear(x, module.weight, None)
         limit = MAX_DIFFERENCE * max(1.0, ordinary.abs().max().item())
         if ordinary.isfinite().all() and not (ordinary - packed).abs().max() <= limit:
@@ -68,7 +72,7 @@ class _PackedLayer:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ weight.T + bias`."""
-        if torch.is_grad_enabled() or x.dtype != torch.float32:
+        if torch.is_grad_enabled() or x.dtype != torch.float32 or (self._is_small and x.numel() == weight.shape[1]):
             return linear(x, weight, bias)
         return cast(torch.Tensor, self._multiply(x, self._packed, bias, "none", [], ""))
 

@@ -183,6 +183,8 @@ def test_a_run_resumes_at_its_step(folder, capsys):
         with pytest.raises(KeyboardInterrupt):
             train_draft.main([*stopped, "--log-every", "1"])
     AcceleratorState._reset_state(True)
+    with pytest.raises(ValueError, match=r"checkpoint of an earlier run.*--resume"):
+        train_draft.main(stopped)
     train_draft.main([*stopped, "--resume", "true"])
     assert "from step 2" in capsys.readouterr().out
     whole, resumed = (load_file(folder / name / "model.safetensors") for name in ("whole", "resumed"))
