@@ -31,7 +31,7 @@ LINEAR = CostCurve((1, 2, 16), (0.010, 0.013, 0.055), 256, 1)
 CURVES = {"flat": FLAT, "steep": STEEP, "linear": LINEAR}
 GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-SEEDS = range(3)
+SEEDS = range(4)
 
 
 def _for_rows(curve: CostCurve, rows: int) -> CostCurve:
