@@ -26,7 +26,7 @@ PROJECTED = ROOT / "benchmarks" / "results" / "projected" / "report.json"
 DRAWN = ("n-grams", "n-grams + recycling", "EAGLE", "draft model", "n-grams + draft model")
 REPORT = ROOT / "benchmarks" / "results" / "embedded" / "report.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-QUESTION = "Rename `x` to `total` in this code.\n\ndef add(x, y):\n    x = x + y\n    return x"
+QUESTION = "Rename `price` to `cost` in this code.\n\ndef total(price, tax):\n    price = price + tax\n    return price"
 
 
 def terminal() -> Console:
@@ -45,17 +45,20 @@ def demo() -> Path:
 
 
 def chat() -> Path:
-    """A question in `hf-specgen chat`, answered with a strategy and without."""
+    """A question in `hf-specgen chat` with a 300M target, answered with a strategy and without."""
     import torch
 
     from hf_specgen import Candidates, DraftModelCandidates
     from hf_specgen.cli.chat import Chat, Conversation
+    from hf_specgen.evaluation.widen import widen
     from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, WorkloadSettings, load
 
     model, tokenizer = load(WorkloadSettings())
-    generation = {"max_new_tokens": 64, "do_sample": False}
     draft = DraftModelCandidates(str(EMBEDDED_DRAFT), dtype=model.dtype)
-    cast(Any, model).generate(torch.tensor([[1, 2]]), max_new_tokens=4, candidate_generator=draft)  # loads and checks
+    model = widen(model, 300 * 10**6)
+    generation = {"max_new_tokens": 64, "do_sample": False}
+    settings: dict[str, Any] = {"candidate_generator": draft, "pack_weights": True}
+    cast(Any, model).generate(torch.tensor([[1, 2]]), max_new_tokens=24, **settings)  # loads, checks and packs
     console = terminal()
     lines = iter([QUESTION, "/plain", "/again", "/quit"])
 
@@ -65,7 +68,7 @@ def chat() -> Path:
         return line
 
     choices: dict[str, Candidates | None] = {PLAIN: None, "draft model": draft}
-    Chat(Conversation(model, tokenizer, generation), choices, console).run(read)
+    Chat(Conversation(model, tokenizer, generation, pack_weights=True), choices, console).run(read)
     return save(console, "hf-specgen chat", "chat.svg")
 
 
