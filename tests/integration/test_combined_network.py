@@ -11,7 +11,7 @@ from hf_specgen import AdaptiveDepth, CombinedCandidates, EagleCandidates, Ngram
 from hf_specgen.evaluation.workloads import EMBEDDED_EAGLE
 
 GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
-PROMPTS = ("def add(x, y):", "Once upon a time, in a small house")
+PROMPTS = ("def add(x, y):", "Once upon a time, in a small town")
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

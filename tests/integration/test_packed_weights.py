@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +31,7 @@ def strategy(name: str) -> Candidates:
 
 
 @pytest.fixture
-def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def multiplications(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Receives the number of rows of every multiplication with packed weights."""
     rows: list[int] = []
     original = packing._PackedLayer.linear
@@ -38,7 +41,10 @@ def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return original(self, x, weight, bias)
 
     monkeypatch.setattr(packing._PackedLayer, "linear", counting)
-    return rows
+    monkeypatch.setattr(packing, "SMALL_MATRIX", 0)  # one token is multiplied with packed weights too
+    packing._models.clear()
+    yield rows
+    packing._models.clear()
 
 
 def own_forwards(model: nn.Module) -> int:
@@ -141,6 +147,7 @@ def test_packed_weights_in_one_thread_leave_other_threads_to_ordinary_layers(mul
     thread = threading.Thread(target=other)
     thread.start()
     inside.wait()
+    multiplications.clear()  # those of the check
     try:
         assert own_forwards(model) > 0
         with torch.no_grad():
@@ -181,6 +188,27 @@ def test_attached_model_uses_packed_weights(multiplications: list[int]) -> None:
     assert multiplications
 
 
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
+)
+def test_layer_copied_while_a_call_runs_is_ordinary(duplicate: Any) -> None:
+    layers = nn.Sequential(nn.Linear(8, 6))
+    with packing.packed_weights(True):
+        packing.pack(layers)
+        copied = duplicate(layers)
+        assert not isinstance(copied[0].forward, packing._PackedLayer)
+    x = torch.randn(3, 8)
+    assert torch.equal(copied(x), layers(x))
+
+
+def test_packed_weights_that_are_a_view_at_an_odd_place() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.randn(17)[1:].view(4, 4))
+    with torch.no_grad():
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(packing._PackedLayer(layer).linear(x, layer.weight, layer.bias), layer(x))
+
+
 def test_packed_weights_are_freed_with_their_model() -> None:
     model = fresh_model("llama")
     before = len(packing._layers)
@@ -190,8 +218,7 @@ def test_packed_weights_are_freed_with_their_model() -> None:
     assert len(packing._layers) == before
 
 
-def test_packed_draft_of_plain_steps_same_tokens() -> None:
-    """The statistics of a packed call are those of an ordinary one."""
+def test_packed_draft_model_same_draft_tokens_accepted() -> None:
     model = tiny_model("llama")
     draft = DraftModelCandidates(shared_draft(model), k=4)
     ordinary = assert_same_tokens(model, prompts(2), draft, max_new_tokens=20)

@@ -13,7 +13,7 @@ from hf_specgen.evaluation.workloads import EMBEDDED_DFLASH, EMBEDDED_EAGLE
 from tests.helpers import SAMPLING, assert_same_tokens
 
 HEADS = [folder for folder in (EMBEDDED_EAGLE, EMBEDDED_DFLASH) if folder.exists()]
-PROMPTS = ("def add(x, y):", "Once upon a time, in a small house", "1, 2, 3,")
+PROMPTS = ("def add(x, y):", "Once upon a time, in a small town", "1, 2, 3,")
 GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"k": 4},
