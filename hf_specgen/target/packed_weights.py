@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 EXPECTED_TOKENS = 8
-"""Tokens of a pass that the layout is chosen for: as fast as the best layout from 2 to 256 tokens, for one token a third
-slower."""
+"""Tokens of a pass that the layout is chosen for: as fast as the best layout from 2 to 256 tokens, for one token a
+third slower."""
 SMALL_MATRIX = 2**20
 """Weights of a matrix below which one token is multiplied without packing: plain steps of a 16M target then take 13.8
 instead of 14.4 ms. From two tokens on packed weights are faster for such matrices too."""
