@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.harness.variants import PLAIN
 from benchmarks.micro.spread import spread
@@ -31,44 +31,75 @@ from hf_specgen.evaluation.workloads import (
     domain_prompts,
     encode,
     load,
+    load_model,
 )
 
 PARAMETERS, LAYERS = 8 * 10**9, 32
 """Of a target like Llama 3.1 8B; its passes take as long as reading so many parameters and starting so many layers."""
 QUICK_PARAMETERS, QUICK_LAYERS = 20 * 10**6, 9
-NEW_TOKENS, WIDTHS = 128, (1, 2, 4, 8, 16, 32, 64)
+NEW_TOKENS, CONTEXT, WIDTHS = 64, 256, (1, 2, 4, 8, 16, 32, 64)
+NODES = 31
+"""Draft tokens of a tree where passes are compiled, so that few widths are."""
+
+
+class Setup(NamedTuple):
+    """The models, on the GPU if there is one."""
+
+    model: PreTrainedModel
+    draft: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    device: str
 
 
 def large_target(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Speed of every side on prompts of five domains, after a prompt of each from which latencies are learnt.
+    """Speed of every side, eager."""
+    setup = _setup(quick)
+    return _measure(setup, _eager(setup.draft), repeats, quick)
+
+
+def large_target_compiled(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Speed of compiled passes, captured as CUDA graphs on a GPU."""
+    setup = _setup(quick)
+    return _measure(setup, _compiled(setup.draft), repeats, quick)
+
+
+def large_target_latency(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Latency of an eager pass by its number of tokens."""
+    curve = measure_cost_curve(_setup(quick).model, WIDTHS, context=CONTEXT, repeats=2 * repeats + 1)
+    return [
+        {"tokens": width, "milliseconds": 1e3 * seconds, "over one token": curve.relative(width)}
+        for width, seconds in zip(WIDTHS, curve.seconds, strict=True)
+    ]
+
+
+@cache
+def _setup(quick: bool) -> Setup:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    small, tokenizer = load(WorkloadSettings(device=device, dtype="bfloat16"))
+    model = widen(deepen(small, QUICK_LAYERS if quick else LAYERS), QUICK_PARAMETERS if quick else PARAMETERS)
+    draft, _ = load_model(str(EMBEDDED_DRAFT), small.dtype, device)
+    return Setup(model, draft, tokenizer, device)
+
+
+def _measure(setup: Setup, variants: list[Variant], repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Speed on prompts of five domains, after a prompt of each from which latencies are learnt.
 
     In bfloat16 the target's own passes over one token and over several round differently, so that texts part where two
     tokens are equally likely: `same tokens` is the share of the tokens before the first difference.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    settings = WorkloadSettings(device=device, dtype="bfloat16", prompts_per_domain=1 + repeats)
-    small, tokenizer = load(settings)
-    model = deepen(small, QUICK_LAYERS if quick else LAYERS)
-    model = widen(model, QUICK_PARAMETERS if quick else PARAMETERS)
-    draft = AutoModelForCausalLM.from_pretrained(EMBEDDED_DRAFT, dtype=small.dtype).to(device).eval()
-    variants = [*_eager(draft), *_compiled(draft)]
     samples: dict[str, dict[str, list[tuple[Sample, Sample]]]] = {variant.name: {} for variant in variants}
-    for domain, texts in domain_prompts(settings).items():
+    for domain, texts in domain_prompts(WorkloadSettings(prompts_per_domain=1 + repeats)).items():
         for turn, text in enumerate(texts):
-            inputs = {name: tensor.to(device) for name, tensor in next(encode(tokenizer, [text], 1)).items()}
+            encoded = next(encode(setup.tokenizer, [text], 1))
+            inputs = {name: tensor.to(setup.device) for name, tensor in encoded.items()}
             generation = {"max_new_tokens": 16 if quick else NEW_TOKENS, **DOMAINS[domain]}
-            measured = measure_round(model, inputs, variants, generation, turn, first=turn)
+            measured = measure_round(setup.model, inputs, variants, generation, turn, first=turn)
             if turn > 0:
                 for name, sample in measured.items():
                     samples[name].setdefault(domain, []).append((sample, measured[PLAIN.name]))
         if quick:
             break
-    curve = measure_cost_curve(model, WIDTHS, context=256, repeats=5)
-    latency = {
-        "variant": "latency of a pass in ms",
-        **{str(w): 1e3 * s for w, s in zip(WIDTHS, curve.seconds, strict=True)},
-    }
-    return [*(_row(name, by_domain) for name, by_domain in samples.items()), latency]
+    return [_row(name, by_domain) for name, by_domain in samples.items()]
 
 
 def deepen(model: PreTrainedModel, layers: int) -> PreTrainedModel:
@@ -106,14 +137,14 @@ def _eager(draft: PreTrainedModel) -> list[Variant]:
 def _compiled(draft: PreTrainedModel) -> list[Variant]:
     strategies: dict[str, Candidates] = {
         "no drafts": NgramCandidates(policy=FixedDepth(0)),
-        "n-grams + recycling": CombinedCandidates(),
-        "EAGLE-3": EagleCandidates(str(EMBEDDED_EAGLE)),
-        "draft model": DraftModelCandidates(draft, compile=True),
+        "EAGLE-3": EagleCandidates(str(EMBEDDED_EAGLE), k=6, tree=NODES),
+        "draft model": DraftModelCandidates(draft, k=6, tree=NODES, compile=True),
     }
-    return [
+    compiled = (
         Variant(f"{name}, compiled", partial(dict, candidate_generator=strategy, compile=True))
         for name, strategy in strategies.items()
-    ]
+    )
+    return [PLAIN, *compiled]
 
 
 def _row(name: str, samples: dict[str, list[tuple[Sample, Sample]]]) -> dict[str, Any]:

@@ -35,7 +35,9 @@ def strategy(name: str, target: Any) -> Candidates:
         "n-grams": lambda: NgramCandidates(k=4),
         "draft model": lambda: DraftModelCandidates(draft(dtype=target.dtype), k=3),
         "layer skip": lambda: LayerSkipCandidates(2, k=3),
-        "medusa": lambda: MedusaCandidates(random_heads(target).to("cuda", target.dtype)),
+        "medusa": lambda: MedusaCandidates(
+            random_heads(fresh_model("llama", head_dim=32, num_key_value_heads=2)).to("cuda", target.dtype)
+        ),
     }
     return made[name]()
 

@@ -26,7 +26,6 @@ from tests.helpers.models import fresh_model
 
 
 def strategy(name: str, architecture: str = "llama") -> Candidates:
-    target = model(architecture)
     members = [NgramCandidates(), DraftModelCandidates(draft(architecture))]
     made: dict[str, Any] = {
         "n-grams": lambda: NgramCandidates(k=4),
@@ -35,7 +34,7 @@ def strategy(name: str, architecture: str = "llama") -> Candidates:
         "draft chain": lambda: DraftModelCandidates(draft(architecture), k=3),
         "draft tree": lambda: DraftModelCandidates(draft(architecture), k=3, tree=6),
         "layer skip": lambda: LayerSkipCandidates(2, k=3),
-        "medusa": lambda: MedusaCandidates(random_heads(target).to("cuda"), policy=FixedDepth()),
+        "medusa": lambda: MedusaCandidates(random_heads(fresh_model(architecture)).to("cuda"), policy=FixedDepth()),
         "combined": lambda: CombinedCandidates(members, policy=FixedDepth()),
         "combined default": CombinedCandidates,
     }
