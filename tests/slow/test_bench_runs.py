@@ -41,9 +41,10 @@ def quiet() -> Console:
 
 @pytest.fixture(autouse=True)
 def given_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T(q) is not measured again in every run; test_report.py has a run that measures it."""
+    """T(q) is not measured and figures are not drawn again in every run; test_report.py has a run that does both."""
     curve = CostCurve((1, 32), (0.010, 0.012), context=256, batch=1)
     monkeypatch.setattr(runner, "measure_cost_curve", lambda *_, **__: curve)
+    monkeypatch.setattr(page, "save", lambda *_: {})
 
 
 def test_interrupted_run_keeps_its_records_and_goes_on(
