@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from functools import cache
 from pathlib import Path
@@ -26,16 +27,20 @@ def pytest_collection(session: pytest.Session) -> None:
         session.config.pluginmanager.import_plugin("tests.helpers.fixtures")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Leave out the full matrix of architectures, a thousand tests, unless it is asked for."""
+    marks = getattr(obj, "pytestmark", []) if inspect.isfunction(obj) else []
+    is_matrix = any(mark.name == "all_architectures" for mark in marks)
+    return [] if is_matrix and not collector.config.getoption("all_architectures") else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test with the name of its folder; doctests count as unit tests.
 
-    The full matrix of architectures runs only if asked for. Folders with long files come first: the last files are
-    those with quick tests, so that several workers end at about the same time.
+    Folders with long files come first: the last files are those with quick tests, so that several workers end at about
+    the same time.
     """
-    if not config.getoption("all_architectures"):
-        left_out = [item for item in items if item.get_closest_marker("all_architectures")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("all_architectures")]
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.unit)
