@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from tests.fuzz.device import device
 from tests.fuzz.tokenizers import VOCAB, tokenizer_folder
 from tests.helpers import stateful
 
@@ -160,7 +161,7 @@ def tiny_model(
     model.generation_config.eos_token_id = None
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # grouped matrix products exist for shorter types only
-    return model.eval().to(dtype)
+    return model.eval().to(device(), dtype)
 
 
 def _config(architecture: str, layers: int, window: int, positions: int) -> Any:
@@ -227,7 +228,7 @@ def disturbed_copy(model: Any, noise: float) -> Any:
 def with_reversed_vocabulary(model: Any) -> Any:
     """The same model behind a tokenizer whose ids are in the opposite order."""
     draft = copy.deepcopy(model)
-    order = torch.arange(VOCAB - 1, -1, -1)
+    order = torch.arange(VOCAB - 1, -1, -1, device=device())
     tables = {id(part.weight): part.weight for part in (draft.get_input_embeddings(), draft.get_output_embeddings())}
     with torch.no_grad():
         for weight in tables.values():
