@@ -47,8 +47,8 @@ if TYPE_CHECKING:
         Schedule,
         StepRecord,
     )
-    from hf_specgen.generate import speculate
     from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
+    from hf_specgen.speculation import speculate
     from hf_specgen.speculative_output import SpeculativeOutput
     from hf_specgen.state import Call
     from hf_specgen.totals import CallTotals
@@ -107,7 +107,7 @@ _MODULES = {
     "EagleCandidates GemmaAssistantCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates "
     "NgramHistory PEagleCandidates RecyclingCandidates RecyclingTable",
     "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
-    "generate": "speculate",
+    "speculation": "speculate",
     "monitoring.monitor": "Monitor MonitorSession SpeculationMonitor",
     "speculative_output": "SpeculativeOutput",
     "state": "Call",

@@ -14,19 +14,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen import compat
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.depth import Policy
-from hf_specgen.generate import Speculation, as_candidates, by_name, generate_speculatively, unsupported_argument
+from hf_specgen.generate import by_name, generate_speculatively, unsupported_argument
 from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.patch import ATTACHMENT, install
+from hf_specgen.speculation import Speculation, as_candidates
 from hf_specgen.state import Call
+from hf_specgen.target.model_parts import unwrapped_model
 from hf_specgen.target.support import check_architecture
 from hf_specgen.totals import CallTotals
 from hf_specgen.verification import Verifier
@@ -243,13 +244,7 @@ def _target(model: Any) -> PreTrainedModel:
     Raises:
         TypeError: if there is none.
     """
-    inner: Any = model
-    while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
-        if hasattr(inner, "get_base_model"):  # PEFT
-            inner = cast(Any, inner).get_base_model()
-            continue
-        whole = compat.unwrapped(inner)  # torch.compile
-        inner = getattr(inner, "module", None) if whole is inner else whole  # DDP, DeepSpeed
-    if not isinstance(inner, PreTrainedModel) or not hasattr(inner, "generate"):
+    inner = unwrapped_model(model)
+    if inner is None or not hasattr(inner, "generate"):
         raise TypeError(f"attach takes a Transformers model that can generate, got {type(model).__name__}")
     return inner

@@ -78,23 +78,11 @@ def speculative_decode(
     Returns:
         `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
     """
-    state = GenerationState.of_call(
-        input_ids, model_kwargs.get(mask_name(model)), stopping_criteria, compat.pad_token(generation_config)
-    )
-    returns_dict = bool(generation_config.return_dict_in_generate)
-    call = Call(
-        model,
-        state,
-        generation_config,
-        candidates,
-        Statistics([[] for _ in range(state.batch)]),
-        processors=LogitsPipeline(logits_processor, state),
-        keeps_scores=returns_dict and bool(generation_config.output_scores),
-        keeps_logits=returns_dict and bool(generation_config.output_logits),
-        encoder=EncoderInput.of_call(inputs_tensor, state.batch, model_kwargs),
-        compiled=compile,
-        packed=pack_weights,
-    )
+    mask, pad_token = model_kwargs.get(mask_name(model)), compat.pad_token(generation_config)
+    state = GenerationState.of_call(input_ids, mask, stopping_criteria, pad_token)
+    encoder = EncoderInput.of_call(inputs_tensor, state.batch, model_kwargs)
+    call = _make_call(model, state, candidates, logits_processor, generation_config, encoder)
+    call = replace(call, compiled=compile, packed=pack_weights)
     outputs = OutputCollector(call, stopping_criteria, streamer)
     with compat.without_compilation(model), packed_weights(pack_weights), ExitStack() as stack:
         loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
@@ -109,6 +97,29 @@ def speculative_decode(
         streamer.end()
     candidates.speculation = call.statistics
     return call_output(call, outputs, past_key_values)
+
+
+def _make_call(
+    model: PreTrainedModel,
+    state: GenerationState,
+    candidates: Candidates,
+    logits_processor: LogitsProcessorList,
+    config: GenerationConfig,
+    encoder: EncoderInput | None,
+) -> Call:
+    """The call that the sessions receive, before the first step."""
+    returns_dict = bool(config.return_dict_in_generate)
+    return Call(
+        model,
+        state,
+        config,
+        candidates,
+        Statistics([[] for _ in range(state.batch)]),
+        processors=LogitsPipeline(logits_processor, state),
+        keeps_scores=returns_dict and bool(config.output_scores),
+        keeps_logits=returns_dict and bool(config.output_logits),
+        encoder=encoder,
+    )
 
 
 class _Loop:

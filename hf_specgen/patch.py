@@ -90,7 +90,7 @@ def _check_configs(*configs: Any) -> None:
 
 def _is_speculation(method: Any) -> bool:
     """Whether this is what `speculate` returns; if its module was never imported, nothing is."""
-    module = sys.modules.get("hf_specgen.generate")
+    module = sys.modules.get("hf_specgen.speculation")
     return module is not None and isinstance(method, module.Speculation)
 
 

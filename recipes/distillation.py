@@ -21,7 +21,7 @@ from answers import DEFAULT_GENERATION
 from common import Options, option
 from corpus import Batch, conversations
 from hf_specgen.target.model_parts import decoder, layer_outputs, output_logits
-from training import TrainingSettings, shared_batches
+from training_setup import TrainingSettings, shared_batches
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 CHUNK = 1024

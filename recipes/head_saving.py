@@ -18,7 +18,8 @@ from head_training import DraftPass, HeadSettings, HeadTraining
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.eagle import Eagle3Head
 from hf_specgen.heads.saving import save_head
-from training import shared_batches, start, train
+from training import train
+from training_setup import shared_batches, start
 
 USAGE = """
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -20,7 +20,7 @@ from distillation import answers, load_target, target_states
 from hf_specgen.evaluation.measure import wait
 from hf_specgen.target.model_parts import output_logits
 from train_medusa import HeadsTraining, Settings, make_heads
-from training import start
+from training_setup import start
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from cards import push, write_card
 from common import Options, option, parse_config
 from corpus import Batch, packed_blocks
-from training import TrainingSettings, shared_batches, start, train
+from training import train
+from training_setup import TrainingSettings, shared_batches, start
 
 USAGE = """
 from transformers import AutoModelForCausalLM, AutoTokenizer

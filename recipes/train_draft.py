@@ -27,7 +27,8 @@ from common import Options, option, parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, draft_states, kl_sum, load_target, target_states
 from hf_specgen.target.model_parts import output_logits
-from training import start, train
+from training import train
+from training_setup import start
 
 DEFAULT_LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 USAGE = """

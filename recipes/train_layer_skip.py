@@ -25,7 +25,8 @@ from common import option, parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, kl_sum, load_target, target_states
 from hf_specgen.heads.exit_head import ExitHead, save_exit_head
-from training import start, train
+from training import train
+from training_setup import start
 
 USAGE = """
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -29,7 +29,8 @@ from hf_specgen.target.model_parts import output_matrix
 from medusa_evaluation import Evaluation
 from medusa_loss import answer_loss, medusa_loss
 from medusa_saving import Trained, save_card, save_weights
-from training import start, train
+from training import train
+from training_setup import start
 
 SHAPE = ("num_heads", "num_layers", "own_outputs", "reads_token", "lora_rank")
 DEFAULT_LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}

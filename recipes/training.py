@@ -1,4 +1,4 @@
-"""Training settings and the training loop shared by all recipes, on top of `accelerate`.
+"""The training loop shared by all recipes, on top of `accelerate`.
 
 The result does not depend on the number of processes or the size of micro-batches: a step reads the same conversations,
 and its loss is a sum divided once by the number of answer tokens in the whole batch.
@@ -12,11 +12,11 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -24,45 +24,10 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
-from common import option
-from corpus import Batch, batches
+from corpus import Batch
+from training_setup import TrainingSettings, accumulation
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
-
-
-@dataclass(kw_only=True)
-class TrainingSettings:
-    """Settings of every recipe that trains.
-
-    Raises:
-        ValueError: if a number is out of range, or `batch_size` is no multiple of `micro_batch_size`.
-    """
-
-    data: str = option(help="rows {domain, prompt, response}: a JSONL file or the id of a dataset of the Hub")
-    output: str = option(help="folder for the result")
-    steps: int = option(help="optimizer steps")
-    batch_size: int = option(default=32, help="conversations in a step, over all processes")
-    micro_batch_size: int = option(default=8, help="conversations in one forward pass of one process")
-    max_length: int = option(default=512, help="tokens of a conversation")
-    learning_rate: float = option(default=1e-3, help="maximum, after the warm-up; decays to 0 along a cosine")
-    warmup_steps: int = option(default=20, help="steps of linear warm-up")
-    weight_decay: float = option(default=0.0, help="of AdamW")
-    max_grad_norm: float = option(default=1.0, help="gradients are clipped to this norm")
-    precision: Literal["auto", "bf16", "no"] = option(default="auto", help="auto: bf16 where the hardware has it")
-    streaming: bool = option(default=False, help="read the data as they are needed")
-    seed: int = option(default=0, help="of the order of the data and of new weights")
-    log_every: int = option(default=10, help="steps between logged losses")
-    evaluate_every: int = option(default=0, help="steps between evaluations, where a recipe has them; 0: none")
-    save_every: int = option(default=0, help="steps between checkpoints in OUTPUT/checkpoint; 0: none")
-    resume: bool = option(default=False, help="continue from OUTPUT/checkpoint, if there is one")
-    report_to: Literal["none", "tensorboard", "wandb"] = option(default="none", help="tracker of accelerate")
-    push_to_hub: str | None = option(default=None, help="id of a repository for the result")
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "micro_batch_size", "max_length", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        accumulation(self, 1)
 
 
 @dataclass
@@ -81,53 +46,6 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """For `accelerator.load_state`."""
         self.__dict__.update(state)
-
-
-def start(settings: TrainingSettings, recipe: str) -> Accelerator:
-    """Create the accelerator and seed every random generator. Call it before any data are read.
-
-    Args:
-        settings: precision, tracker, seed.
-        recipe: name of the run in the tracker.
-
-    Raises:
-        ValueError: if the batch cannot be divided evenly among the processes.
-    """
-    machine_has_bf16 = torch.cuda.is_bf16_supported() if torch.cuda.is_available() else _cpu_has_bf16()
-    precision = ("bf16" if machine_has_bf16 else "no") if settings.precision == "auto" else settings.precision
-    tracker = None if settings.report_to == "none" else settings.report_to
-    accelerator = Accelerator(mixed_precision=precision, log_with=tracker, project_dir=settings.output)
-    accumulation(settings, accelerator.num_processes)
-    if tracker:
-        plain = {name: value for name, value in asdict(settings).items() if isinstance(value, (int, float, str))}
-        accelerator.init_trackers(recipe, config=plain)
-    set_seed(settings.seed)
-    return accelerator
-
-
-def _cpu_has_bf16() -> bool:
-    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
-
-
-def shared_batches(rows: Any, settings: TrainingSettings, pad_token_id: int) -> DataLoader:
-    """Micro-batches of encoded rows (see `corpus`), in a number that makes whole steps for any number of processes."""
-    group = settings.batch_size // settings.micro_batch_size
-    return batches(rows, settings.micro_batch_size, group=group, seed=settings.seed, pad_token_id=pad_token_id)
-
-
-def accumulation(settings: TrainingSettings, processes: int) -> int:
-    """Number of micro-batches that a process computes per step.
-
-    Raises:
-        ValueError: if the batch cannot be divided evenly.
-    """
-    count, rest = divmod(settings.batch_size, settings.micro_batch_size * processes)
-    if rest or not count:
-        raise ValueError(
-            f"batch_size {settings.batch_size} must be a multiple of micro_batch_size {settings.micro_batch_size} "
-            f"times the number of processes, {processes}"
-        )
-    return count
 
 
 def train(
@@ -157,54 +75,77 @@ def train(
         the main process), also where they were sharded.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if optimizers is None:
-        rate, decay = settings.learning_rate, settings.weight_decay
-        optimizers = [torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=decay)]
+    optimizers = optimizers or [_adamw(trained, settings)]
     warmup, steps = settings.warmup_steps, settings.steps
     schedules = [get_cosine_schedule_with_warmup(optimizer, warmup, steps) for optimizer in optimizers]
     order = loader.batch_sampler
     module, loader, *optimizers = accelerator.prepare(module, loader, *optimizers)
-    progress = Progress()
+    progress, checkpoint = Progress(), Path(settings.output) / "checkpoint"
     accelerator.register_for_checkpointing(progress, *schedules)
-    checkpoint = Path(settings.output) / "checkpoint"
-    if checkpoint.exists() and settings.save_every and not settings.resume:
-        raise ValueError(
-            f"{checkpoint} is the checkpoint of an earlier run, which this one would replace: continue it with "
-            "--resume, or give another --output"
-        )
-    if settings.resume and checkpoint.exists():
-        accelerator.load_state(str(checkpoint))
+    _resume(accelerator, checkpoint, settings)
     stream = _endless(accelerator, loader, order, progress)
     size = accumulation(settings, accelerator.num_processes)
     accelerator.print(
         f"processes: {accelerator.num_processes}, precision: {accelerator.mixed_precision}, "
         f"trained parameters: {sum(parameter.numel() for parameter in trained):,}, from step {progress.step}"
     )
-    bar = tqdm(total=settings.steps, initial=progress.step, disable=not accelerator.is_main_process, unit="step")
+    bar = tqdm(total=steps, initial=progress.step, disable=not accelerator.is_main_process, unit="step")
     module.train()
     since_log: list[torch.Tensor] = []
-    while progress.step < settings.steps:
-        since_log.append(_step(accelerator, module, list(islice(stream, size)), loss_sum))
+    while progress.step < steps:
+        since_log.append(_gradients(accelerator, module, list(islice(stream, size)), loss_sum))
         accelerator.clip_grad_norm_(trained, settings.max_grad_norm)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+        _update(optimizers, schedules)
         progress.step += 1
         bar.update()
-        if progress.step % settings.log_every == 0 or progress.step == settings.steps:
+        if _is_due(settings.log_every, progress.step, steps):
             _log(accelerator, progress, since_log, schedules[0], bar)
         due = settings.evaluate_every and progress.step % settings.evaluate_every == 0
         if evaluate and due and accelerator.distributed_type not in SHARDED:
             _evaluate(accelerator, evaluate, progress.step)
-        if settings.save_every and (progress.step % settings.save_every == 0 or progress.step == settings.steps):
+        if _is_due(settings.save_every, progress.step, steps):
             _save(accelerator, checkpoint)
     bar.close()
     module.eval()
     return progress, accelerator.get_state_dict(module)
 
 
-def _step(
+def _adamw(trained: list[nn.Parameter], settings: TrainingSettings) -> Optimizer:
+    rate, decay = settings.learning_rate, settings.weight_decay
+    return torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
+
+
+def _resume(accelerator: Accelerator, checkpoint: Path, settings: TrainingSettings) -> None:
+    """Load the checkpoint of an earlier run if the settings say so.
+
+    Raises:
+        ValueError: if this run would replace it otherwise.
+    """
+    if not checkpoint.exists():
+        return
+    if settings.resume:
+        accelerator.load_state(str(checkpoint))
+    elif settings.save_every:
+        raise ValueError(
+            f"{checkpoint} is the checkpoint of an earlier run, which this one would replace: continue it with "
+            "--resume, or give another --output"
+        )
+
+
+def _update(optimizers: Sequence[Optimizer], schedules: Sequence[LambdaLR]) -> None:
+    """Change the weights by the gradients, and the learning rates of the next step."""
+    for optimizer, schedule in zip(optimizers, schedules, strict=True):
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def _is_due(every: int, step: int, steps: int) -> bool:
+    """Whether something that is done every so many steps (0: never), and after the last one, is done now."""
+    return every > 0 and (step % every == 0 or step == steps)
+
+
+def _gradients(
     accelerator: Accelerator,
     module: nn.Module,
     micro_batches: list[Batch],

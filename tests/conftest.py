@@ -1,69 +1,64 @@
-"""Fixtures: the embedded model, a profile directory of its own for every test, and markers by folder."""
+"""Command-line options, and markers and order of the tests by folder; the fixtures are in `tests.helpers.fixtures`."""
 
 from __future__ import annotations
 
 import gc
-import itertools
-import json
+import inspect
 import os
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hf_specgen  # noqa: F401  (installs the keyword)
-from tests.helpers import shared_draft, tiny_model
-from tests.helpers.comparison import seed
-from tests.helpers.encoder_decoder import encoder_decoder
-from tests.helpers.head_fixtures import find_fixtures, target_of
-from tests.helpers.models import SHARED
-from tests.helpers.multimodal import multimodal_model
-from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
-from tests.helpers.stateful import stateful_model
-
-pytest_plugins = ["tests.helpers.recipes"]
-
+TESTS = Path(__file__).parent
 TIERS = ("unit", "integration", "integrations", "slow")
 LONGEST_FIRST = ("slow", "integrations", "integration")
-_profile_directories = itertools.count()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection(session: pytest.Session) -> None:
+    """Load the fixtures, and PyTorch and Transformers with them, in the processes that run tests.
+
+    With several workers the main process runs none: it starts them at once, instead of after these imports.
+    """
+    if hasattr(session.config, "workerinput") or not getattr(session.config.option, "tx", None):
+        session.config.pluginmanager.import_plugin("tests.helpers.fixtures")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Leave out the full matrix of architectures, a thousand tests, unless it is asked for."""
+    marks = getattr(obj, "pytestmark", []) if inspect.isfunction(obj) else []
+    is_matrix = any(mark.name == "all_architectures" for mark in marks)
+    return [] if is_matrix and not collector.config.getoption("all_architectures") else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test with the name of its folder; doctests count as unit tests.
 
-    The full matrix of architectures runs only if asked for. Folders with long files come first: the last files are
-    those with quick tests, so that several workers end at about the same time.
+    Folders with long files come first: the last files are those with quick tests, so that several workers end at about
+    the same time.
     """
-    if not config.getoption("all_architectures"):
-        left_out = [item for item in items if item.get_closest_marker("all_architectures")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("all_architectures")]
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.unit)
-        for tier in TIERS:
-            if Path(__file__).parent / tier in item.path.parents:
-                item.add_marker(getattr(pytest.mark, tier))
+        for tier in _tiers(item.path):
+            item.add_marker(getattr(pytest.mark, tier))
     items.sort(key=lambda item: next((place for place, tier in enumerate(LONGEST_FIRST) if tier in item.keywords), 9))
+
+
+@cache
+def _tiers(path: Path) -> list[str]:
+    """The folders of `TIERS` that contain a file."""
+    return [tier for tier in TIERS if TESTS / tier in path.parents]
 
 
 def pytest_collection_finish() -> None:
     """Exempt all that is loaded by now from garbage collection, which would traverse it again and again."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session")
-def _profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profiles")
-
-
-HEAD_FIXTURES = Path(__file__).parent / "assets" / "fixtures"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,53 +74,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         dest="head_fixtures",
         metavar="DIR",
         type=Path,
-        default=HEAD_FIXTURES,
+        default=TESTS / "assets" / "fixtures",
         help="folder of draft-head fixtures, with their targets in DIR/targets",
     )
     group.addoption(
         "--all-architectures", action="store_true", help="run every strategy on every architecture, which takes an hour"
     )
     group.addoption("--thread-seconds", type=float, default=8, help="how long the threads of tests/slow run")
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for every draft-head fixture in the folder."""
-    if "head_fixture" in metafunc.fixturenames:
-        found = find_fixtures(metafunc.config.getoption("head_fixtures"))
-        if not found:
-            raise pytest.UsageError(f"no expected.json in {metafunc.config.getoption('head_fixtures')}")
-        metafunc.parametrize("head_fixture", found, ids=lambda fixture: fixture.folder.name)
-
-
-@pytest.fixture(autouse=True)
-def _isolated(_profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fixed seed, and no latency profile of the user or of another test."""
-    monkeypatch.setenv("HF_SPECGEN_CACHE", str(_profiles / str(next(_profile_directories))))
-    seed(0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _models_of_the_file() -> Iterator[None]:
-    """The tests of a file share their tiny models; what calls remember of a model never reaches another file."""
-    yield
-    for build in (tiny_model, shared_draft, stateful_model, multimodal_model, encoder_decoder, target_of):
-        build.cache_clear()
-
-
-@pytest.fixture(scope="session")
-def reference_model():
-    model = AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32).eval()
-    SHARED.add(model)
-    return model
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(REFERENCE_LM)
-
-
-@pytest.fixture(scope="session")
-def edit_prompts() -> list[str]:
-    lines = (BENCHMARK_ASSETS / "validation.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [row["prompt"] for row in rows if row["domain"] == "edit"]

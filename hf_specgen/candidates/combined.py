@@ -11,6 +11,7 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from hf_specgen.candidates.base import Candidates, DraftSession, Tree, check_tree
+from hf_specgen.candidates.combined_member import Member
 from hf_specgen.candidates.merged_tree import merge_trees
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates
@@ -21,7 +22,7 @@ from hf_specgen.depth.calibration import calibration_memory
 from hf_specgen.state import Call
 from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.requirements import TargetRequirements
-from hf_specgen.tree import DraftTree, depths
+from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, judged_nodes, result_for
 
 if TYPE_CHECKING:
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
 MIN_SPEEDUP_WITHOUT_NETWORK = 1.25
 """Speedup from leaving out a network at which it is left out; above 1, since drafts that look good are overestimated.
 The projected speed of n-grams and a draft model is 4.60x of plain decoding with it, 4.54x with 1.1 and 4.43x with 1."""
-RATE_UPDATE = 0.1
-"""Weight of the newest step in the mean of what steps with a network's draft yield and take."""
-EXPECTED_GAIN, EXPECTED_GAIN_STEPS, SKIPPED_UPDATE = 2.0, 4, 0.02
-"""Accepted draft tokens of a row with a network's draft before any was measured, the weight of this prior in steps, and
-its weight in the mean after each step in which the network is left out."""
 
 
 class CombinedCandidates(Candidates):
@@ -89,45 +85,13 @@ class CombinedCandidates(Candidates):
         return f"CombinedCandidates({list(self.strategies)}{tree}{self._show_policy()})"
 
 
-class _Member:
-    """One strategy in a call: its session, its draft of the current step, and what steps with its drafts yield."""
-
-    def __init__(self, strategy: Candidates, session: DraftSession, batch: int):
-        self.k, self.has_passes, self.session = strategy.k, not strategy.negligible_draft_cost, session
-        self.draft = DraftTree.empty(batch)
-        self.steps = 0
-        """Steps with its draft, without the prefill."""
-        self.nodes = self.seconds = 0.0
-        self.gain = self._expected_gain = EXPECTED_GAIN * batch
-        """Of these steps, on average: accepted draft tokens over all rows, nodes of a row, seconds of its passes."""
-        self.spent = 0.0
-        """Expected seconds of the passes of the present draft."""
-
-    def measure(self, accepted: int, nodes: int) -> None:
-        """Update the means with a step that had its draft.
-
-        Args:
-            accepted: draft tokens of all members, over all rows.
-            nodes: of a row in the verified tree.
-        """
-        self.steps += 1
-        self.gain += max(RATE_UPDATE, 1 / (EXPECTED_GAIN_STEPS + self.steps)) * (accepted - self.gain)
-        share = max(RATE_UPDATE, 1 / self.steps)
-        self.nodes += share * (nodes - self.nodes)
-        self.seconds += share * (self.spent - self.seconds)
-
-    def skip(self) -> None:
-        """Count a step without its passes: the mean gain moves towards the prior."""
-        self.gain += SKIPPED_UPDATE * (self._expected_gain - self.gain)
-
-
 class _CombinedSession(DraftSession):
     """The sessions of the members, and the tree of the current step."""
 
     def __init__(self, settings: CombinedCandidates, call: Call):
         super().__init__(call)
         self._settings = settings
-        self._members = [_Member(one, one.start(call), call.state.batch) for one in settings.strategies]
+        self._members = [Member(one, one.start(call), call.state.batch) for one in settings.strategies]
         self.top_tokens = max(member.session.top_tokens for member in self._members)
         # An early-exit target has run its first layers on the nodes of one member; others cannot be added to its draft.
         self._merges = not isinstance(call.target, EarlyExitTarget)
@@ -191,8 +155,8 @@ class _CombinedSession(DraftSession):
             member.draft = method(member.session)(depth)
             member.spent = 0.0
             if any(depth) and member.has_passes and isinstance(shape, FastestSize):
-                member.spent = shape.latency.drafter.draft(_passes(member.session, member.draft))
-        self.passes = [tokens for member in self._members for tokens in _passes(member.session, member.draft)]
+                member.spent = shape.latency.drafter.draft(member.passes)
+        self.passes = [tokens for member in self._members for tokens in member.passes]
         tree = self._ranked(shape, budget, is_prefill) if ranks and shape is not None else self._merged()
         self._has_drafted = tree.nodes > 0
         self._verified = 0 if is_prefill else tree.nodes
@@ -241,7 +205,7 @@ class _CombinedSession(DraftSession):
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 
-    def _is_slower(self, network: _Member, shape: TreeShape | None, budget: Sequence[int], is_prefill: bool) -> bool:
+    def _is_slower(self, network: Member, shape: TreeShape | None, budget: Sequence[int], is_prefill: bool) -> bool:
         """Whether more tokens per second are expected of the drafts so far without those of a network than with them.
 
         The network is assumed to yield its usual gain where the first token of these drafts is rejected.
@@ -257,11 +221,3 @@ class _CombinedSession(DraftSession):
         nodes = max(count, network.nodes)
         with_network = shape.rate_of(gain + rejected * network.gain, nodes, network.seconds)
         return rate >= MIN_SPEEDUP_WITHOUT_NETWORK * with_network
-
-
-def _passes(session: DraftSession, tree: DraftTree) -> Sequence[int]:
-    """The forward passes of a member's last draft."""
-    if session.passes is not None:
-        return session.passes
-    rows = sum(len(parents) > 0 for parents in tree.parents)
-    return [rows] * max((max(depths(parents), default=0) for parents in tree.parents), default=0)

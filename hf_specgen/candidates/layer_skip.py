@@ -108,12 +108,14 @@ class _LayerSkipSession(AutoregressiveSession):
 
     def first_scores(self) -> torch.Tensor:
         """Run the first layers on each row's last token, or on the prompt if that has not been read."""
-        texts = self.call.state.generated
+        state = self.call.state
+        texts = state.generated
         if not any(texts):
             return self._scores(*self._target.prefill_early())[:, -1]
         self.passes.append(sum(depth > 0 for depth in self.budget))
         pending = torch.tensor([text[-1] for text in texts])
-        return self._scores(*self._target.run_early(pending, with_logits=self._head is None))[:, -1]
+        active = [not state.has_ended(row) for row in range(state.batch)]
+        return self._scores(*self._target.run_early(pending, active, with_logits=self._head is None))[:, -1]
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
         return self._scores(*self._target.grow_early(tree, new, with_logits=self._head is None))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain, zip_longest
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specgen.cli.demo_plan import alternating, answer_length, batches, order
 from hf_specgen.cli.demo_variants import variants
 from hf_specgen.cli.demo_view import closing_lines, comparison, one_answer
 from hf_specgen.cli.settings import DemoSettings
@@ -38,8 +38,6 @@ WARM_UP, WARM_UP_TOKENS = "Write a function that adds two numbers.", 8
 """An uncounted call of each variant, in which models are loaded and checked, and the speed of plain `generate`."""
 WIDE_SHARE = 0.8
 """Share of the time for the widened target, which takes longer for each prompt."""
-PROMPTS_WANTED, MIN_TOKENS = 5, 24
-"""Answers are cut so that this number of prompts, one of each domain, fits into the time; but not to fewer tokens."""
 
 
 @dataclass
@@ -104,7 +102,7 @@ def run_demo(
         on_change: receives the targets, and what is being done, whenever that changes.
     """
     check_installed(settings)
-    prompts = list(_alternating(domain_prompts(settings)))
+    prompts = list(alternating(domain_prompts(settings)))
     model, tokenizer = load(settings)
     compared = variants(settings, packed=any(map(is_packable, model.modules())))
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -142,7 +140,7 @@ def _measure(
     left = seconds - (perf_counter() - begin)
     length = target.length = answer_length(settings.max_new_tokens, left, speed, len(compared))
     slowest = 0.0
-    for number, (domain, texts) in enumerate(_batches(prompts, size)):
+    for number, (domain, texts) in enumerate(batches(prompts, size)):
         started = perf_counter()
         if number and started - begin + slowest > seconds:
             break
@@ -151,7 +149,7 @@ def _measure(
         totals = target.domains.setdefault(domain, {variant.name: Total() for variant in compared})
         for inputs in encode(tokenizer, texts, size):
             plain: Sample | None = None
-            for variant in _order(compared, number, len(inputs["input_ids"])):
+            for variant in order(compared, number, len(inputs["input_ids"])):
                 on_change(f"{target.title}: {domain}, {variant.name}")
                 found = measure_round(model, inputs, [variant], generation, settings.seed + number)
                 sample = found[variant.name]
@@ -170,35 +168,10 @@ def _warm_up(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, compared: Sequence[Variant], size: int
 ) -> float:
     """A short call of each variant; returns the tokens per second of plain `generate`, its prefill left out."""
-    batches = encode(tokenizer, [WARM_UP] * size, size)
-    (samples,) = interleave(model, batches, compared, {"max_new_tokens": WARM_UP_TOKENS, "do_sample": False})
+    inputs = encode(tokenizer, [WARM_UP] * size, size)
+    (samples,) = interleave(model, inputs, compared, {"max_new_tokens": WARM_UP_TOKENS, "do_sample": False})
     plain = samples[PLAIN]
     return max(1, plain.tokens - size) / max(1e-3, plain.seconds - plain.first_token)
-
-
-def answer_length(longest: int, seconds: float, speed: float, compared: int) -> int:
-    """Tokens per answer with which `PROMPTS_WANTED` prompts fit into the time.
-
-    Args:
-        longest: the maximum.
-        seconds: for all prompts and variants.
-        speed: tokens per second of plain `generate`; every variant is assumed to be as slow.
-        compared: number of variants.
-
-    Example:
-        >>> answer_length(64, seconds=30, speed=200, compared=6), answer_length(64, seconds=40, speed=40, compared=6)
-        (64, 53)
-        >>> answer_length(64, seconds=40, speed=8, compared=6), answer_length(16, seconds=40, speed=8, compared=6)
-        (24, 16)
-    """
-    return min(longest, max(MIN_TOKENS, int(seconds * speed / compared / PROMPTS_WANTED)))
-
-
-def _order(compared: Sequence[Variant], number: int, rows: int) -> list[Variant]:
-    """Plain `generate` first, then the others in an order that rotates from prompt to prompt."""
-    plain, *others = (variant for variant in compared if variant.batched or rows == 1)
-    first = number % max(1, len(others))
-    return [plain, *others[first:], *others[:first]]
 
 
 def to_json(settings: DemoSettings, targets: Sequence[Target]) -> dict[str, Any]:
@@ -231,22 +204,6 @@ def _empty(title: str, dtype: str, compared: Sequence[Variant]) -> Target:
 def _is_exact(settings: DemoSettings, generation: dict[str, Any]) -> bool:
     greedy = not generation["do_sample"]
     return settings.verification == "exact" or (settings.verification == "rejection" and greedy)
-
-
-def _alternating(domains: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
-    """The first prompt of every domain, then the second of every domain, and so on."""
-    columns = [[(domain, prompt) for prompt in prompts] for domain, prompts in domains.items()]
-    yield from (pair for pair in chain.from_iterable(zip_longest(*columns)) if pair is not None)
-
-
-def _batches(prompts: Sequence[tuple[str, str]], size: int) -> Iterator[tuple[str, list[str]]]:
-    """Batches of `size` prompts of one domain; the rest of each domain at the end."""
-    incomplete: dict[str, list[str]] = {}
-    for domain, prompt in prompts:
-        incomplete.setdefault(domain, []).append(prompt)
-        if len(incomplete[domain]) == size:
-            yield domain, incomplete.pop(domain)
-    yield from incomplete.items()
 
 
 def _millions(parameters: int) -> str:

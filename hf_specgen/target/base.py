@@ -9,11 +9,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target.attention import grouped_attention
 from hf_specgen.target.compiled import CompiledPasses
 from hf_specgen.target.encoder import EncoderStepInputs
-from hf_specgen.target.fixed_shapes import padded_pass
 from hf_specgen.target.model_parts import mask_name, text_config
+from hf_specgen.target.model_pass import ModelPass
 from hf_specgen.target.own_cache import CallCache
 from hf_specgen.target.packed_weights import pack
 from hf_specgen.target.prompt import Prompt
@@ -78,6 +77,9 @@ class Target:
         self._masks = StepMasks(model, self.prompt.padding, required=compiled is not None)
         if compiled is not None and self._inputs.accompanies_text:
             raise ValueError("compile=True works with prompts of text alone; leave it out")
+        self._pass = ModelPass(
+            model, self._inputs, self._masks, self._layout, self.cache, self._past_key_values, compiled
+        )
 
     @property
     def rows(self) -> list[int]:
@@ -204,30 +206,8 @@ class Target:
         active: Sequence[bool] | None,
         cached: int = 0,
     ) -> Any:
-        """One pass of the model, or of a part of it, over the pending token and the nodes of a tree.
-
-        Args:
-            module: the model or the part to run.
-            tree, inputs, active: of all rows; dropped rows take no part.
-            cached: how many of the pending token and the first nodes are in the cache already; `inputs` has the others.
-
-        Returns:
-            the module's output for the rows that are present.
-        """
-        tree, inputs = self._layout.select(tree, inputs)
-        new = 1 + tree.nodes - cached
-        if self._compiled is not None:
-            tree, inputs = padded_pass(tree, inputs, new)
-        depth = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self.device)
-        lengths = tuple(length - cached for length in self.cache.lengths)
-        positions = self._layout.positions(depth, lengths, active, cached)
-        mask = self._masks.of_step(tree, depth, lengths, cached, self.cache.first_visible)
-        arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
-        if self._compiled is not None:
-            del arguments["past_key_values"]
-            return self._compiled.run(self.model, arguments, self.cache, new, self.compiled_taps)
-        with grouped_attention():
-            return module(**{**arguments, "use_cache": True, "return_dict": True})
+        """One pass of the model, or of a part of it; see `ModelPass`."""
+        return self._pass.run(module, tree, inputs, active, cached, self.compiled_taps)
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""

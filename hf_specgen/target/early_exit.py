@@ -58,6 +58,7 @@ class EarlyExitTarget(Target):
         self._first, self._last = range(exit_layer), range(exit_layer, len(self._layers))
         self._pass_through = [_PassThrough(layer) for layer in self._layers]
         self._states: list[torch.Tensor] = []
+        self._active: Sequence[bool] | None = None  # in this step; all rows during prefill
         self._before_prompt: tuple[int, ...] = ()
 
     def prefill_early(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,17 +88,20 @@ class EarlyExitTarget(Target):
         with self._passing(self._first):
             return self.model(inputs_embeds=states, return_dict=True, **kwargs).logits[:, -1 - draft.nodes :]
 
-    def run_early(self, tokens: torch.Tensor, with_logits: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run_early(
+        self, tokens: torch.Tensor, active: Sequence[bool] | None = None, with_logits: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the first layers on each row's last token, the root of a draft tree.
 
         Args:
             tokens: `[batch]`.
+            active: the rows that have not ended; all if left out.
             with_logits: whether to run the model's own final norm and head.
 
         Returns:
             `[batch, 1, hidden]` the input of layer E, and `[batch, 1, vocab]` the logits computed from it.
         """
-        self._starts = self.cache.lengths
+        self._starts, self._active = self.cache.lengths, active
         return self._early(DraftTree.empty(len(tokens)), tokens.to(self.device)[:, None], 0, with_logits)
 
     def grow_early(
@@ -121,8 +125,8 @@ class EarlyExitTarget(Target):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         with self._passing(self._last):
             module = self.model if with_logits else decoder(self.model)
-            active = self._within_table(tree.batch)
-            outputs = self._run(module, tree, {"input_ids": tokens}, active, cached)
+            rows = self._within_table(tree.batch, self._active)
+            outputs = self._run(module, tree, {"input_ids": tokens}, rows, cached)
         self._states.append(self._layout.spread(self._exit_state(), tree.batch))
         return self._states[-1], self._layout.spread(outputs.logits, tree.batch) if with_logits else None
 
@@ -136,9 +140,10 @@ class EarlyExitTarget(Target):
         if not self._states:
             return super().forward(tree, pending, active)
         states = self._take_states(tree)  # [batch, 1 + nodes, hidden]
+        rows = self._within_table(tree.batch, active)
         self.cache.set_lengths(self._starts)
         with self._passing(self._first):
-            logits = self._run(self.model, tree, {"inputs_embeds": states}, active).logits
+            logits = self._run(self.model, tree, {"inputs_embeds": states}, rows).logits
         return self._layout.spread(logits, tree.batch)
 
     def _exit_state(self) -> torch.Tensor:
@@ -151,12 +156,12 @@ class EarlyExitTarget(Target):
             )
         return state
 
-    def _within_table(self, batch: int) -> list[bool]:
-        """Rows for which one more token can be drafted within the model's position table."""
-        within = [True] * batch
+    def _within_table(self, batch: int, active: Sequence[bool] | None) -> list[bool]:
+        """Of the active rows, those for which one more token can be drafted within the model's position table."""
+        within = [True] * batch if active is None else list(active)
         places = zip(self.rows, self._starts, self.cache.lengths, self._layout.offsets, strict=True)
         for row, start, now, offset in places:
-            within[row] = not start + offset <= self.last_position < now + offset
+            within[row] &= not start + offset <= self.last_position < now + offset
         return within
 
     def _take_states(self, tree: DraftTree) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The parts of a causal language model that heads attach to: its layers, its final norm, its output matrix."""
+"""The parts of a causal language model: itself inside wrappers, its layers, its final norm, its output matrix."""
 
 from __future__ import annotations
 
@@ -10,8 +10,22 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_specgen import compat
+
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "embedding_norm")
 """Attributes of the decoder under which architectures keep their final norm."""
+
+
+def unwrapped_model(model: Any) -> PreTrainedModel | None:
+    """The Transformers model inside PEFT, DDP, DeepSpeed or `torch.compile`; None if there is none."""
+    inner: Any = model
+    while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "get_base_model"):  # PEFT
+            inner = cast(Any, inner).get_base_model()
+            continue
+        whole = compat.unwrapped(inner)  # torch.compile
+        inner = getattr(inner, "module", None) if whole is inner else whole  # DDP, DeepSpeed
+    return inner if isinstance(inner, PreTrainedModel) else None
 
 
 def text_config(model: PreTrainedModel) -> Any:

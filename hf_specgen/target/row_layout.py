@@ -65,14 +65,17 @@ class RowLayout:
         """
         last = self._last_position
         bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
-        if active is not None:
-            # The positions of an ended row may exceed the model's position table, where a model would raise.
-            bases = [base if active[row] else min(base, last) for row, base in zip(self.rows, bases, strict=True)]
+        takes_part = [True] * len(bases) if active is None else self.of(active)
+        # An ended row and its nodes may exceed the model's position table, where a model would raise.
+        bases = [base if part else min(base, last) for base, part in zip(bases, takes_part, strict=True)]
         positions = torch.tensor(bases, device=depths.device)[:, None] + depths[:, cached:]
-        if not cached:
+        if all(takes_part) and not cached:
             return positions
-        # Padding nodes may exceed the position table; their results are ignored.
-        ends = [last if base <= last else UNLIMITED for base in bases]
+        # So may the padding nodes of a draft that grows; the results of all these nodes are ignored.
+        ends = [
+            last if base <= last and (cached or not part) else UNLIMITED
+            for base, part in zip(bases, takes_part, strict=True)
+        ]
         return positions.minimum(torch.tensor(ends, device=depths.device)[:, None])
 
     def to_keep(self, needed: Sequence[bool]) -> list[int] | None:

@@ -21,6 +21,7 @@ from tests.fuzz.device import device, random_state
 from tests.fuzz.models import tiny_model
 from tests.fuzz.settings import Ends
 from tests.fuzz.surroundings import SECONDS_PER_CALL, broken_logits, fault_in, modes, time_limit
+from tests.helpers.comparison import seed
 
 POSITIONS = 256
 """Size of the table of positions, unless a case wants it to end with the text."""
@@ -167,7 +168,7 @@ class Comparison:
                 arguments.pop("streamer", None)
         if cache is not None:
             arguments["past_key_values"] = cache
-        torch.manual_seed(case.seed)
+        seed(case.seed)
         given = {name: tensor.clone() for name, tensor in inputs.items()}
         error, output = None, None
         mode = torch.inference_mode() if case.inference_mode else contextlib.nullcontext()

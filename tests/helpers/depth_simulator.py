@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel, Policy, StepRecord
+from hf_specgen.depth import CostCurve, LatencyModel, Policy, StepRecord
 from hf_specgen.steps import RowStep
 
 PROMPT = 100
@@ -109,6 +109,7 @@ class Simulation:
         call = make_call(self.rows, candidates=self.candidates, model=self.model, temperature=self.temperature)
         session = policy.start(call)
         tokens, total, unread = 0, 0.0, PROMPT
+        forward_seconds = self._forward_seconds()
         self.requested = []
         for step in range(steps):
             depths = [min(depth, self.candidates.k) for depth in session.depths([10**6] * self.rows)]
@@ -116,11 +117,11 @@ class Simulation:
             drafted = [
                 min(depth, self.lengths(step, row) if self.lengths else depth) for row, depth in enumerate(depths)
             ]
-            accepted = [self._accepted(chance, step, row, depth) for row, depth in enumerate(drafted)]
+            accepted = [min(depth, self._acceptable(chance, step, row)) for row, depth in enumerate(drafted)]
             deepest = max(drafted)
             draft = self.draft_token * deepest + self.prefill * unread * any(drafted)
             unread = 0 if any(drafted) else unread + 1
-            forward = float(self.curve.by_tokens(self.rows * (1 + deepest))) * (1 + self.noise * jitter.random())
+            forward = forward_seconds[deepest] * (1 + self.noise * jitter.random())
             seconds = {"draft": draft * self.slowdown(step), "forward": forward * self.slowdown(step), "verify": 0.0}
             rows = [RowStep(depth, depth, n, n + 1) for depth, n in zip(drafted, accepted, strict=True)]
             for row, outcome in enumerate(rows):
@@ -131,13 +132,28 @@ class Simulation:
         return tokens / total
 
     def fixed(self, steps: int, depths: Sequence[int] | None = None) -> dict[int, float]:
-        """Tokens per second of fixed depths."""
-        return {k: self.run(FixedDepth(k), steps) for k in depths or range(self.candidates.k + 1)}
+        """Tokens per second of fixed depths: what `run` returns for `FixedDepth(k)`, from one draw of all numbers.
 
-    def _accepted(self, chance: random.Random, step: int, row: int, depth: int) -> int:
+        Only where neither a prefill nor a limit of lengths makes a step depend on those before it.
+        """
+        assert not self.prefill and self.lengths is None
+        chance, jitter = random.Random(self.seed), random.Random(self.seed + 1)
+        acceptable = [[self._acceptable(chance, step, row) for row in range(self.rows)] for step in range(steps)]
+        slower = [self.slowdown(step) for step in range(steps)]
+        forward = sum((1 + self.noise * jitter.random()) * factor for factor in slower)
+        forward_seconds, rates = self._forward_seconds(), {}
+        for k in depths or range(self.candidates.k + 1):
+            tokens = sum(1 + min(k, found) for step in acceptable for found in step)
+            rates[k] = tokens / (forward_seconds[k] * forward + self.draft_token * k * sum(slower))
+        return rates
+
+    def _forward_seconds(self) -> list[float]:
+        """Seconds of a target pass, by the depth of the deepest draft."""
+        return [float(self.curve.by_tokens(self.rows * (1 + depth))) for depth in range(self.candidates.k + 1)]
+
+    def _acceptable(self, chance: random.Random, step: int, row: int) -> int:
+        """How many tokens of the deepest draft would be accepted."""
         # One draw for every position, so that all policies meet the same random numbers until they differ.
         draws = [chance.random() for _ in range(self.candidates.k)]
-        for position in range(depth):
-            if draws[position] >= self.acceptance(step, row, position):
-                return position
-        return depth
+        positions = range(self.candidates.k)
+        return next((n for n in positions if draws[n] >= self.acceptance(step, row, n)), self.candidates.k)

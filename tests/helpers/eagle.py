@@ -14,6 +14,7 @@ from hf_specgen.heads.layers import causal_mask
 from hf_specgen.heads.loading import load_head
 from hf_specgen.target.cache import RaggedCache
 from tests.helpers.head_fixtures import Fixture
+from tests.helpers.models import SHARED
 
 CONTEXT = 0.3
 """How much the layers of a predictable target add to the embedding: a part of the draft tokens is accepted."""
@@ -33,7 +34,10 @@ class Recording(EagleCandidates):
 
 @torch.no_grad()
 def predictable_pair(eagle1: Fixture) -> tuple[Any, DraftHead]:
-    """A target whose next token depends mostly on the last one, and an EAGLE-1 head that reads that token alone."""
+    """A target whose next token depends mostly on the last one, and an EAGLE-1 head that reads that token alone.
+
+    Tests share them and never change the target.
+    """
     target, head = copy.deepcopy(eagle1.target), copy.deepcopy(load_head(eagle1.head_folder))
     for layer in target.model.layers:
         layer.self_attn.o_proj.weight *= CONTEXT
@@ -47,6 +51,7 @@ def predictable_pair(eagle1: Fixture) -> tuple[Any, DraftHead]:
         draft_layer.self_attn.o_proj.weight *= 0.1
         draft_layer.mlp.down_proj.weight *= 0.1
     head.embed_tokens = None if head.embed_tokens is None else copy.deepcopy(target.get_input_embeddings())
+    SHARED.add(target)
     return target, head
 
 

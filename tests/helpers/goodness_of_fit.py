@@ -16,6 +16,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
+from hf_specgen.state import GenerationState
 from hf_specgen.tree import DraftTree, Parents, children, depths
 from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
 from tests.helpers.calls import make_call, make_state
@@ -57,7 +58,13 @@ def start_session(
     verifier: Verifier, trials: int, processors: LogitsProcessorList | None = None, *, do_sample: bool = True
 ) -> VerificationSession:
     """The verifier's session in a call of so many rows, whose prompts are the token `FIRST`."""
-    return verifier.start(make_call(make_state([[FIRST]] * trials), processors=processors, do_sample=do_sample))
+    return verifier.start(make_call(_state(trials), processors=processors, do_sample=do_sample))
+
+
+@lru_cache
+def _state(trials: int) -> GenerationState:
+    """The state of all trials, which one step does not change: the tokens that it emits are not appended."""
+    return make_state([[FIRST]] * trials)
 
 
 def verify_once(

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.helpers.models import SHARED
+
 FAMILIES = {
     "eagle1_original": "autoregressive",
     "eagle3_original": "autoregressive",
@@ -98,7 +100,10 @@ class Fixture:
 
 @cache
 def target_of(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    """A checkpoint's model, shared by the tests of a file: never change it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    SHARED.add(model)
+    return model
 
 
 class Comparison:

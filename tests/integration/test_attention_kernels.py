@@ -6,6 +6,7 @@ FlashAttention does not run on a CPU: a stand-in computes what it does, and refu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,9 +23,9 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
-from tests.helpers import SAMPLING, Oracle, assert_same_tokens, perturbed_copy, prompts
+from tests.helpers import SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
-from tests.helpers.models import fresh_model
+from tests.helpers.models import SHARED, fresh_model
 
 STAND_IN = "flash_stand_in"
 
@@ -63,9 +64,12 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+@cache
 def with_kernel(implementation: str, architecture: str = "llama") -> Any:
+    """A model that runs this kernel, shared by the tests: never change it."""
     model = fresh_model(architecture)
     model.config._attn_implementation = implementation  # the method for it looks for a kernel of that name on the Hub
+    SHARED.add(model)
     return model
 
 
@@ -80,10 +84,10 @@ def test_flash_target_with_every_strategy_same_tokens(strategy: str, mode: str) 
     model = with_kernel(STAND_IN)
     candidates: Any = {
         "ngram": lambda: NgramCandidates(k=4, branches=2),
-        "draft model": lambda: DraftModelCandidates(perturbed_copy(fresh_model("llama")), k=3, tree=6),
+        "draft model": lambda: DraftModelCandidates(shared_draft(tiny_model("llama")), k=3, tree=6),
         "combined": CombinedCandidates,
         "layer skip": lambda: LayerSkipCandidates(2, k=2),
-        "medusa": lambda: MedusaCandidates(random_heads(fresh_model("llama")), policy=FixedDepth()),
+        "medusa": lambda: MedusaCandidates(random_heads(tiny_model("llama")), policy=FixedDepth()),
     }[strategy]()
     assert_same_tokens(model, one_prompt(), candidates, max_new_tokens=12, **SAMPLING[mode])
 
@@ -97,7 +101,7 @@ def test_flash_target_with_sliding_windows_same_tokens(architecture: str) -> Non
 
 def test_flash_target_accepts_draft_tokens() -> None:
     model = with_kernel(STAND_IN)
-    draft = DraftModelCandidates(perturbed_copy(fresh_model("llama")), k=3)
+    draft = DraftModelCandidates(shared_draft(tiny_model("llama")), k=3)
     assert assert_same_tokens(model, one_prompt(), draft, max_new_tokens=12).accepted > 0
 
 
@@ -117,7 +121,7 @@ def test_flash_target_with_batch_refused() -> None:
 
 def test_flash_draft_model_refused() -> None:
     with pytest.raises(ValueError, match="load the draft with attn_implementation='sdpa'"):
-        fresh_model("llama").generate(
+        tiny_model("llama").generate(
             **one_prompt(), max_new_tokens=4, candidate_generator=DraftModelCandidates(with_kernel(STAND_IN), k=2)
         )
 
@@ -127,5 +131,5 @@ def test_flash_draft_model_refused() -> None:
 def test_flex_target_with_trees_same_tokens(architecture: str) -> None:
     """Would catch: a mask of the wrong kind, and a step without a mask, which flex attention would not make causal."""
     model = with_kernel("flex_attention", architecture)
-    candidates = DraftModelCandidates(perturbed_copy(fresh_model(architecture)), k=3, tree=6)
+    candidates = DraftModelCandidates(shared_draft(tiny_model(architecture)), k=3, tree=6)
     assert assert_same_tokens(model, prompts(2), candidates, max_new_tokens=8).accepted > 0

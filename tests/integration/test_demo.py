@@ -36,6 +36,11 @@ def output_of(*arguments: str, exit_code: int = 0) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.fixture(autouse=True)
+def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "WARM_UP_TOKENS", 3)
+
+
 OURS = {"n-grams", "EAGLE", "draft model", "n-grams + draft"}
 REST = {"Medusa", "layer skip"}
 
@@ -43,7 +48,6 @@ REST = {"Medusa", "layer skip"}
 def test_demo_shows_two_targets_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a wrapped or cut table, a strategy left out, tokens that differ, time limits that are ignored."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(demo, "WARM_UP_TOKENS", 3)
     command = ["demo", "--max-new-tokens", "4", "--wide", "18", "--seconds", "0"]
     result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "demo.json")])
     assert result.exit_code == 0, result.output

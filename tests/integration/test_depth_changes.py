@@ -40,6 +40,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.3},
     "eos": END,
 }
+TOKENS = 24
+"""Tokens of each row: enough steps for the whole pattern of `Irregular`, and for adaptive depths to change."""
 STRATEGIES = ("ngram", "tree", "draft", "skip", "medusa")
 
 
@@ -62,7 +64,7 @@ def strategy(name: str, *, k: Any = 5, policy: Policy | None = None) -> Candidat
 def test_plain_steps_between_drafts_same_tokens(name: str, batch: int, sampling: str) -> None:
     """Would catch: a draft cache without the text of plain steps, states of one draft used in a later step."""
     model, candidates = tiny_model("llama"), strategy(name, policy=Irregular())
-    statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=32, **SAMPLING[sampling])
+    statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=TOKENS, **SAMPLING[sampling])
     drafted = [step.drafted for row in statistics.rows for step in row]
     assert 0 in drafted and max(drafted) > 0, "both kinds of steps are needed"
 
@@ -74,14 +76,14 @@ def test_adaptive_depth_same_tokens(name: str, batch: int, arguments: str) -> No
     """Would catch: tokens that depend on the measured latencies."""
     model, candidates = tiny_model("llama"), strategy(name, k="auto")
     assert isinstance(candidates.policy, AdaptiveDepth)
-    assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=32, **ARGUMENTS[arguments])
+    assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=TOKENS, **ARGUMENTS[arguments])
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_adaptive_depth_with_free_tokens_drafts_and_same_tokens(name: str, batch: int) -> None:
     candidates = strategy(name, k="auto", policy=AdaptiveDepth(FREE_TOKENS))
-    assert assert_same_tokens(tiny_model("llama"), prompts(batch), candidates, max_new_tokens=32).drafted > 0
+    assert assert_same_tokens(tiny_model("llama"), prompts(batch), candidates, max_new_tokens=TOKENS).drafted > 0
 
 
 @pytest.mark.parametrize(("batch", "arguments"), [(1, "eos"), (3, "sampled"), (3, "eos")])
@@ -96,7 +98,7 @@ def test_combined_candidates_same_tokens(
 ) -> None:
     """Would catch: a member that receives the outcome of another member's nodes, or none."""
     model, candidates = tiny_model("llama"), CombinedCandidates([strategy(name) for name in names], policy=policy)
-    statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=32, **ARGUMENTS[arguments])
+    statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=TOKENS, **ARGUMENTS[arguments])
     assert policy is None or statistics.drafted > 0
 
 

@@ -106,11 +106,18 @@ def test_draft_model_with_table_shorter_than_prompt_raises() -> None:
         target.generate(**prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(draft))
 
 
+@pytest.mark.parametrize("max_length", [24, 25])
+@pytest.mark.parametrize("layers", [3, 4])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_layer_skip_to_end_of_table_same_tokens(batch: int) -> None:
-    model = tiny_model("gptj", n_positions=24)
-    plain = model.generate(**prompts(batch), max_length=24)
-    ours = model.generate(**prompts(batch), max_length=24, candidate_generator=LayerSkipCandidates(2, k=5))
+def test_layer_skip_to_end_of_table_same_tokens(batch: int, layers: int, max_length: int) -> None:
+    """Would catch: nodes of a row that has ended, or that can draft no further, behind the table of positions.
+
+    A text of 25 tokens fits into a table of 24: its last token is not read.
+    """
+    model = tiny_model("gptj", n_positions=24, n_layer=layers)
+    candidates = LayerSkipCandidates(2, k=5)
+    plain = model.generate(**prompts(batch), max_length=max_length)
+    ours = model.generate(**prompts(batch), max_length=max_length, candidate_generator=candidates)
     assert torch.equal(plain, ours)
 
 

@@ -10,7 +10,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 
 from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
-from tests.helpers import Oracle, RecordingStreamer, assert_same_tokens, prompts, tiny_model
+from tests.helpers import Oracle, RecordingStreamer, assert_same_tokens, prompt_length, prompts, tiny_model
+from tests.helpers.comparison import plain_output
 
 ALWAYS = partial(Oracle, accuracy=1.0)
 ORACLES = {"sometimes": partial(Oracle, accuracy=0.7), "always": ALWAYS}
@@ -50,8 +51,7 @@ class StopOnScores(StoppingCriteria):
 def test_generate_eos_at_any_column_stops_there(batch: int, arguments: dict, oracle: str, column: int) -> None:
     """Would catch: tokens after EOS inside an accepted draft, or wrong padding after it."""
     model, inputs = tiny_model("llama"), prompts(batch)
-    torch.manual_seed(11)
-    text = model.generate(**inputs, max_new_tokens=16, **arguments)[:, inputs["input_ids"].shape[1] :]
+    text = plain_output(model, inputs, max_new_tokens=16, **arguments)[0][:, prompt_length(inputs) :]
     end = {"eos_token_id": int(text[0, column]), "pad_token_id": 0}
     assert_same_tokens(model, inputs, ORACLES[oracle], max_new_tokens=16, **end, **arguments)
 

@@ -11,6 +11,7 @@ import torch
 from hf_specgen import DraftModelCandidates, NgramCandidates, Verifier, speculate
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier
 from tests.helpers import prompts, shared_draft, tiny_model
+from tests.helpers.comparison import plain_output
 
 LENGTHS = (8, 12, 16, 20)
 
@@ -24,6 +25,11 @@ def generate_in_threads(arguments: dict[str, Any], repeats: int = 2) -> list[tor
     return [call.result(timeout=60) for call in calls]
 
 
+def plain_texts() -> list[torch.Tensor]:
+    """The outputs of plain `generate`, by length of the prompt."""
+    return [plain_output(tiny_model("llama"), prompts(1, length=n), max_new_tokens=24)[0] for n in LENGTHS]
+
+
 @pytest.mark.parametrize(
     "verifier", [CoupledVerifier(), RejectionVerifier(), TypicalVerifier(epsilon=0.1)], ids=lambda v: type(v).__name__
 )
@@ -34,8 +40,9 @@ def test_verifier_shared_by_threads_same_texts(verifier: Verifier) -> None:
         "candidate_generator": DraftModelCandidates(shared_draft(model), k=4),
         "verification": verifier,
     }
-    alone = {} if not isinstance(verifier, TypicalVerifier) else arguments
-    expected = [model.generate(**prompts(1, length=n), max_new_tokens=24, **alone) for n in LENGTHS] * 2
+    expected = plain_texts() * 2
+    if isinstance(verifier, TypicalVerifier):
+        expected = [model.generate(**prompts(1, length=n), max_new_tokens=24, **arguments) for n in LENGTHS] * 2
     for ids, wanted in zip(generate_in_threads(arguments), expected, strict=True):
         assert torch.equal(ids, wanted)
 
@@ -43,8 +50,8 @@ def test_verifier_shared_by_threads_same_texts(verifier: Verifier) -> None:
 @pytest.mark.parametrize("keyword", ["candidate_generator", "custom_generate"])
 def test_strategy_shared_by_threads_same_texts(keyword: str) -> None:
     """Would catch: a strategy, or what `speculate` returns, that keeps the state of a call."""
-    model, ngram = tiny_model("llama"), NgramCandidates(k=4)
-    expected = [model.generate(**prompts(1, length=n), max_new_tokens=24) for n in LENGTHS] * 2
+    ngram = NgramCandidates(k=4)
+    expected = plain_texts() * 2
     arguments = {keyword: ngram if keyword == "candidate_generator" else speculate(ngram)}
     for ids, wanted in zip(generate_in_threads(arguments), expected, strict=True):
         assert torch.equal(ids, wanted)

@@ -41,7 +41,7 @@ def test_trained_head_same_tokens(
 ) -> None:
     candidates = AutoCandidates.from_pretrained(folder, **SHAPES[shape])
     statistics = assert_same_tokens(
-        reference_model, inputs(tokenizer, batch), candidates, max_new_tokens=16, **SAMPLING[sampling]
+        reference_model, inputs(tokenizer, batch), candidates, max_new_tokens=12, **SAMPLING[sampling]
     )
     assert statistics.accepted > 0
 

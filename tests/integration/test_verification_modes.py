@@ -11,6 +11,7 @@ from transformers import LogitsProcessorList
 
 from hf_specgen import Call, Candidates, DraftSession, DraftTree
 from tests.helpers import Oracle, PrefixReader, RowWisePrefixReader, prompts, tiny_model
+from tests.helpers.comparison import plain_output
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "none": {"top_k": 0},
@@ -25,7 +26,7 @@ def arguments_of(kind: str) -> dict[str, Any]:
     """Arguments of `generate`, with new processors."""
     arguments = dict(PROCESSORS[kind])
     processor = arguments.pop("processor", None)
-    return {**arguments, "logits_processor": LogitsProcessorList([processor()] if processor else [])}
+    return {**arguments, "logits_processor": LogitsProcessorList([processor()])} if processor else arguments
 
 
 class TargetAsDraft(Candidates):
@@ -107,7 +108,7 @@ def test_sampled_output_logits_are_those_of_its_text(batch: int, kind: str, veri
     model, inputs = tiny_model("llama"), prompts(batch)
     width = inputs["input_ids"].shape[1]
     common = {"max_new_tokens": 20, "do_sample": True, "pad_token_id": 0}
-    answers = model.generate(**inputs, **common, **arguments_of(kind))[:, width:]
+    answers = plain_output(model, inputs, **common, **arguments_of(kind))[0][:, width:]
     output = model.generate(
         **inputs,
         **common,

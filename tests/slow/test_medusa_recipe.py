@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -277,12 +275,16 @@ def test_accelerate_reads_the_shipped_launch_configs(path: Path) -> None:
     assert config.mixed_precision == "bf16"
 
 
-def test_accelerate_launch_trains_heads(folder: Path) -> None:
-    """Would catch: a script that the launcher cannot start. Ranks of several processes are forked in other tests."""
+def test_accelerate_launch_trains_heads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a script that the launcher cannot start. Ranks of several processes are forked in other tests.
+
+    The launcher, which starts the recipe in a process of its own, runs in the test's process.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    monkeypatch.chdir(folder)
+    settings = ["--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
     recipe = str(ROOT / "recipes" / "train_medusa.py")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command = [*launch, recipe, *arguments(folder, "launched", *HEADS)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    command = [*settings, "--dynamo_backend", "no", recipe, *arguments(folder, "launched", *HEADS)]
+    launch_command(launch_command_parser().parse_args(command))  # raises for another exit code than 0
     assert (folder / "launched" / "model.safetensors").exists()

@@ -101,6 +101,7 @@ def test_a_different_token_fails_the_run(
         for r in outcome.records
     ]
     monkeypatch.setattr(runner, "run", lambda *_, **__: replace(outcome, records=bad))
+    monkeypatch.setattr(report, "save", lambda *_: {})  # the figures are drawn in the run itself
     assert main(["suite", "--out", str(tmp_path)]) == 1
     assert "tokens differ from plain decoding" in capsys.readouterr().err
     rows = json.loads((tmp_path / "report.json").read_text())["tables"]["differences"]

@@ -15,6 +15,7 @@ from hf_specgen.depth import (
     Controller,
     CostCurve,
     DraftLatency,
+    FixedDepth,
     LatencyModel,
     Policy,
     PolicySession,
@@ -36,6 +37,23 @@ SEEDS = range(4)
 
 def _for_rows(curve: CostCurve, rows: int) -> CostCurve:
     return CostCurve(curve.queries, curve.seconds, curve.context, rows)
+
+
+@pytest.mark.parametrize("depth", [0, 3, 16])
+@pytest.mark.parametrize(("rows", "draft_token", "noise"), [(1, 0.0, 0.0), (1, 0.0015, 0.3), (4, 0.0015, 0.1)])
+def test_simulation_of_fixed_depths_equals_a_run_of_that_policy(
+    rows: int, draft_token: float, noise: float, depth: int
+) -> None:
+    """Would catch: other random numbers than those that the policies under test meet."""
+    simulation = Simulation(
+        lambda step, row, position: 0.9 - 0.1 * row - 0.02 * position * (step % 3),
+        _for_rows(STEEP, rows),
+        rows=rows,
+        draft_token=draft_token,
+        noise=noise,
+        slowdown=lambda step: 1 + 0.01 * step,
+    )
+    assert simulation.fixed(60, [depth])[depth] == pytest.approx(simulation.run(FixedDepth(depth), 60))
 
 
 @pytest.mark.parametrize("profile", ["given", "first call", "learnt"])

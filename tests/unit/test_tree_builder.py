@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,19 +22,18 @@ def descending(values: list[float]) -> list[float]:
 
 
 def marginal_trees(marginals: list[list[float]], size: int) -> float:
-    """Slow reference: the highest expected length of all trees of `size` nodes, by trying every set of paths."""
-    paths: list[tuple[int, ...]] = [()]
-    nodes: list[tuple[int, ...]] = []
-    for ranks in marginals:
-        paths = [(*path, rank) for path in paths for rank in range(len(ranks))]
-        nodes += paths
-    best = 0.0
-    for chosen in combinations(nodes, min(size, len(nodes))):
-        kept = set(chosen)
-        if all(len(path) == 1 or path[:-1] in kept for path in chosen):
-            length = sum(np.prod([marginals[depth][rank] for depth, rank in enumerate(path)]) for path in chosen)
-            best = max(best, float(length))
-    return best
+    """Slow reference: the highest expected length of all trees of at most `size` nodes, by trying every one."""
+
+    def best(places: list[tuple[int, ...]], left: int) -> float:
+        """Of what can be added at `places`, paths whose parent is in the tree, or below them."""
+        if not places or not left:
+            return 0.0
+        path, *others = places
+        below = [(*path, rank) for rank in range(len(marginals[len(path)]))] if len(path) < len(marginals) else []
+        joint = float(np.prod([marginals[depth][rank] for depth, rank in enumerate(path)]))
+        return max(best(others, left), joint + best([*others, *below], left - 1))
+
+    return best([(rank,) for rank in range(len(marginals[0]))], size)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,160 @@
+"""Convolution windows and recurrent states of one layer, and how they return to an earlier length.
+
+A convolution reads the last few columns of its input. A `StateLayer` keeps some more of them, so that each row's window
+can be cut again where its accepted tokens end. A recurrent state mixes all that was read: it can only return to where
+the last pass began. `hf_specgen.target.unread` then reads the accepted tokens again, in front of the next draft.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from hf_specgen.target.cache_layer import MAX_ROLLBACK
+
+
+class StateLayer(LinearAttentionLayer):
+    """Convolution windows and recurrent states of one layer.
+
+    Args:
+        number_of_states: convolutions of the layer.
+
+    Attributes:
+        lengths: how many tokens of each row the states have read.
+    """
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, number_of_states: int = 1, **kwargs: object) -> None:
+        super().__init__(number_of_states=number_of_states)
+        self.record_past = True  # models then leave out kernels that overwrite the window in place
+        self.lengths: tuple[int, ...] = ()
+        self._start: tuple[int, ...] = ()  # lengths before the last pass
+        self._columns: dict[int, torch.Tensor] = {}  # by convolution: its window and the columns before it
+        self._before: dict[int, torch.Tensor | None] = {}  # recurrent states before the last pass
+        self._saved: dict[str, Any] | None = None  # the whole state at the protected length
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The parts that are rolled back separately: the layer alone."""
+        return (self,)
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.lengths)
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether there is a state besides convolution windows."""
+        return any(self.is_recurrent_states_initialized.values())
+
+    @property
+    def protected(self) -> int | None:
+        """A length that the layer must be able to return to, if a user owns the cache; setting it saves the state."""
+        return None if self._saved is None else min(self._saved["lengths"])
+
+    @protected.setter
+    def protected(self, length: int) -> None:
+        names = ("lengths", "_start", "_columns", "_before", "conv_states", "recurrent_states")
+        self._saved = copy.deepcopy({name: self.__dict__[name] for name in names})
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> torch.Tensor:
+        """Append the columns `[batch, channels, new]` of a pass; returns them after the window that precedes them."""
+        if not self.is_conv_states_initialized[state_idx]:
+            self.lazy_initialization(conv_states=conv_states, state_idx=state_idx, conv_kernel_size=conv_kernel_size)
+        window = self.conv_states[state_idx]
+        size = self.conv_kernel_size[state_idx]
+        assert window is not None and size is not None
+        columns = torch.cat([self._columns.get(state_idx, window), conv_states], dim=-1)
+        self._columns[state_idx] = columns[..., -(size + MAX_ROLLBACK + conv_states.shape[-1]) :]
+        self.conv_states[state_idx] = columns[..., -size:]
+        self.has_previous_state[state_idx] = True
+        if state_idx == 0:
+            self._start = self.lengths or (0,) * len(conv_states)
+            self.lengths = tuple(length + conv_states.shape[-1] for length in self._start)
+        return torch.cat([window, conv_states], dim=-1)
+
+    def state_for_pass(self, state_idx: int = 0) -> torch.Tensor:
+        """The state, of which a copy is kept for a rollback: kernels for a single token overwrite it in place."""
+        state = self.recurrent_states[state_idx]
+        assert state is not None
+        self._before[state_idx] = state.clone()
+        return state
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        """Replace the state."""
+        before = self.recurrent_states[state_idx]
+        if before is None:
+            self.lazy_initialization(recurrent_states=recurrent_states, state_idx=state_idx)
+        self.recurrent_states[state_idx] = recurrent_states if before is None else recurrent_states.to(before.dtype)
+        return recurrent_states
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Return to these lengths.
+
+        Raises:
+            RuntimeError: for a recurrent state and a length at which no pass began or ended.
+        """
+        removed = [now - wanted for now, wanted in zip(self.lengths, lengths, strict=True)]
+        if not any(removed):
+            return
+        if self._saved is not None and tuple(lengths) == self._saved["lengths"]:
+            saved = copy.deepcopy(self._saved)
+            for states in ("conv_states", "recurrent_states"):  # a `HybridLayer` has the same dictionaries
+                self.__dict__[states].update(saved.pop(states))
+            self.__dict__.update(saved)
+            return
+        rows = torch.tensor(removed, device=self.device)
+        for index, columns in self._columns.items():
+            places = torch.arange(columns.shape[-1], device=columns.device) - rows[:, None]
+            kept = columns.gather(-1, places.clamp(min=0)[:, None].expand_as(columns))
+            kept = kept.masked_fill(places[:, None] < 0, 0)
+            size = self.conv_kernel_size[index]
+            assert size is not None
+            self._columns[index], self.conv_states[index] = kept, kept[..., -size:]
+        if self.has_recurrent_state:
+            self._return_to_start(rows > 0, lengths)
+        self.lengths = tuple(lengths)
+
+    def _return_to_start(self, rows: torch.Tensor, lengths: Sequence[int]) -> None:
+        for row in rows.nonzero().flatten().tolist():
+            if lengths[row] != self._start[row]:
+                raise RuntimeError(
+                    f"row {row} cannot return to {lengths[row]} tokens: its recurrent state was kept at "
+                    f"{self._start[row]} and {self.lengths[row]}"
+                )
+        for index, state in self.recurrent_states.items():
+            before = self._before.get(index)
+            if state is None:
+                continue
+            chosen = rows.view(-1, *[1] * (state.dim() - 1))
+            self.recurrent_states[index] = torch.where(
+                chosen, torch.zeros_like(state) if before is None else before, state
+            )
+
+    def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Do nothing: only chains are verified, whose accepted tokens need not be moved."""
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows."""
+        if not self.lengths:
+            return
+        indices = indices.to(self.device)
+        for states in (self._columns, self.conv_states, self.recurrent_states, self._before):
+            for index, state in states.items():
+                if state is not None:
+                    states[index] = state[indices]
+        self.lengths = tuple(self.lengths[row] for row in indices.tolist())
+        self._start = tuple(self._start[row] for row in indices.tolist())
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)

@@ -1,0 +1,80 @@
+"""One forward pass of a target over a draft tree: its rows, positions and masks, and whether it runs compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specgen import compat
+from hf_specgen.target.attention import grouped_attention
+from hf_specgen.target.cache import RaggedCache
+from hf_specgen.target.compiled import CompiledPasses
+from hf_specgen.target.fixed_shapes import padded_pass
+from hf_specgen.target.row_layout import RowLayout
+from hf_specgen.target.step_inputs import StepInputs
+from hf_specgen.target.step_masks import StepMasks
+from hf_specgen.tree import DraftTree
+
+
+class ModelPass:
+    """Runs the forward passes of one call.
+
+    Args:
+        model: the target.
+        inputs, masks, layout: what passes read beside tokens, their masks, and the rows that are present.
+        cache: of the call.
+        past_key_values: what the model receives as its cache: `cache`, or what contains it.
+        compiled: the compiled passes of the model; None to run eagerly.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        inputs: StepInputs,
+        masks: StepMasks,
+        layout: RowLayout,
+        cache: RaggedCache,
+        past_key_values: Any,
+        compiled: CompiledPasses | None,
+    ):
+        self._model, self._compiled, self._device = model, compiled, compat.input_device(model)
+        self._inputs, self._masks, self._layout = inputs, masks, layout
+        self._cache, self._past_key_values = cache, past_key_values
+
+    def run(
+        self,
+        module: Any,
+        tree: DraftTree,
+        inputs: dict[str, torch.Tensor],
+        active: Sequence[bool] | None,
+        cached: int,
+        taps: tuple[int, ...],
+    ) -> Any:
+        """One pass over the pending token and the nodes of a tree.
+
+        Args:
+            module: the model, or the part of it to run.
+            tree, inputs, active: of all rows; dropped rows take no part.
+            cached: how many of the pending token and the first nodes are in the cache already; `inputs` has the others.
+            taps: hidden states that a compiled pass returns.
+
+        Returns:
+            the module's output for the rows that are present.
+        """
+        tree, inputs = self._layout.select(tree, inputs)
+        new = 1 + tree.nodes - cached
+        if self._compiled is not None:
+            tree, inputs = padded_pass(tree, inputs, new)
+        depth = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self._device)
+        lengths = tuple(length - cached for length in self._cache.lengths)
+        positions = self._layout.positions(depth, lengths, active, cached)
+        mask = self._masks.of_step(tree, depth, lengths, cached, self._cache.first_visible)
+        arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
+        if self._compiled is not None:
+            del arguments["past_key_values"]
+            return self._compiled.run(self._model, arguments, self._cache, new, taps)
+        with grouped_attention():
+            return module(**{**arguments, "use_cache": True, "return_dict": True})

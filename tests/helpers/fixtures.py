@@ -1,0 +1,74 @@
+"""Fixtures: the embedded model, a profile directory of its own for every test, and one test for each fixture folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_specgen  # noqa: F401  (installs the keyword)
+from tests.helpers import shared_draft, tiny_model
+from tests.helpers.comparison import seed
+from tests.helpers.encoder_decoder import encoder_decoder
+from tests.helpers.head_fixtures import find_fixtures, target_of
+from tests.helpers.models import SHARED
+from tests.helpers.multimodal import multimodal_model
+from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
+from tests.helpers.stateful import stateful_model
+
+pytest_plugins = ["tests.helpers.recipes"]
+
+_profile_directories = itertools.count()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for every draft-head fixture in the folder."""
+    if "head_fixture" in metafunc.fixturenames:
+        found = find_fixtures(metafunc.config.getoption("head_fixtures"))
+        if not found:
+            raise pytest.UsageError(f"no expected.json in {metafunc.config.getoption('head_fixtures')}")
+        metafunc.parametrize("head_fixture", found, ids=lambda fixture: fixture.folder.name)
+
+
+@pytest.fixture(scope="session")
+def _profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(autouse=True)
+def _isolated(_profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed seed, and no latency profile of the user or of another test."""
+    monkeypatch.setenv("HF_SPECGEN_CACHE", str(_profiles / str(next(_profile_directories))))
+    seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _models_of_the_file() -> Iterator[None]:
+    """The tests of a file share their tiny models; what calls remember of a model never reaches another file."""
+    yield
+    for build in (tiny_model, shared_draft, stateful_model, multimodal_model, encoder_decoder, target_of):
+        build.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def reference_model():
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32).eval()
+    SHARED.add(model)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(REFERENCE_LM)
+
+
+@pytest.fixture(scope="session")
+def edit_prompts() -> list[str]:
+    lines = (BENCHMARK_ASSETS / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row["prompt"] for row in rows if row["domain"] == "edit"]
