@@ -25,7 +25,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.harness.plan import WIDE, Plan
+from benchmarks.harness.plan import WIDE, WIDE_FLOAT32, Plan
 
 TOKENS_DIFFER, BAD_INPUT, INTERRUPTED = 1, 2, 130
 NEEDED = ("datasets", "evaluate", "jinja2", "matplotlib", "yaml")
@@ -59,8 +59,16 @@ def make_parser() -> ArgumentParser:
         default = getattr(Plan(), field.name)
         flag = f"--{field.name.replace('_', '-')}"
         shown = f"{field.metadata['help']} (full suite: {_shown(default) or 'empty'})"
-        suite.add_argument(flag, type=_reader(default), default=SUPPRESS, help=shown, metavar="VALUE")
-    suite.add_argument("--wide", action="store_true", help="the embedded model widened to 300M parameters, in bfloat16")
+        if isinstance(default, bool):
+            suite.add_argument(flag, action="store_true", default=SUPPRESS, help=field.metadata["help"])
+        else:
+            suite.add_argument(flag, type=_reader(default), default=SUPPRESS, help=shown, metavar="VALUE")
+    suite.add_argument(
+        "--wide",
+        action="store_true",
+        help="the embedded model widened to 300M parameters, in bfloat16, or in float32 with packed weights on a CPU where "
+        "that is faster",
+    )
     suite.add_argument("--quick", action="store_true", help="little work: no results to quote")
     suite.add_argument("--resume", action="store_true", help="continue the interrupted run in --out")
     suite.add_argument("--out", type=Path, default=Path("benchmark-report"), help="folder for the results")
@@ -100,7 +108,8 @@ def run_suite(options: Namespace) -> int:
         raise ValueError(f"unknown suite {options.name!r}; there are {', '.join(SUITES)}")
     suite = SUITES[options.name]
     given = {field.name: getattr(options, field.name) for field in fields(Plan) if hasattr(options, field.name)}
-    plan = replace(suite.plan.quick() if options.quick else suite.plan, **{**(WIDE if options.wide else {}), **given})
+    wide = _wide(given) if options.wide else {}
+    plan = replace(suite.plan.quick() if options.quick else suite.plan, **{**wide, **given})
     console = Console(stderr=True)
     outcome = run(plan, options.out, console, resume=options.resume)
     if outcome is None:
@@ -120,6 +129,17 @@ def run_suite(options: Namespace) -> int:
         console.print(f"tokens differ from plain decoding: {', '.join(wrong)}", style="red")
         return TOKENS_DIFFER
     return INTERRUPTED if outcome.interrupted else 0
+
+
+def _wide(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of `--wide` on this machine."""
+    from hf_specgen.evaluation.widen import fast_dtype
+    from hf_specgen.evaluation.workloads import WorkloadSettings, load
+
+    if given.get("device", "cpu") != "cpu" or {"dtype", "pack_weights", "resume"} & set(given):
+        return WIDE
+    small, _ = load(WorkloadSettings())
+    return WIDE_FLOAT32 if fast_dtype(small, WIDE["widen"]) == "float32" else WIDE
 
 
 def run_micro(options: Namespace) -> int:

@@ -21,7 +21,9 @@ QUICK = {
 """Replaced by `Plan.quick`, except where a plan leaves the part out."""
 DTYPES = ("float32", "bfloat16", "float16")
 WIDE: dict[str, Any] = {"widen": 300_000_000, "dtype": "bfloat16"}
-"""`--wide`: the embedded model widened to 300M parameters, as a latency model of a larger target."""
+"""The embedded model widened to 300M parameters, as a latency model of a larger target."""
+WIDE_FLOAT32: dict[str, Any] = {**WIDE, "dtype": "float32", "pack_weights": True}
+"""The same on CPUs without matrix instructions for bfloat16."""
 
 
 def _option(default: Any, description: str) -> Any:
@@ -59,6 +61,7 @@ class Plan:
     seed: int = _option(0, "seed of the sampled domains")
     dtype: str = _option("float32", "float32, bfloat16 or float16")
     device: str = _option("cpu", "cpu, cuda, mps …")
+    pack_weights: bool = _option(False, "packed weights for the strategies of this package (float32 on a CPU)")
     widen: int = _option(0, "measure the same function with so many parameters; 0 for the model itself")
 
     def __post_init__(self) -> None:
@@ -72,6 +75,8 @@ class Plan:
             raise ValueError("batch sizes and contexts must be at least 1, temperatures at least 0")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.pack_weights and (self.dtype, self.device) != ("float32", "cpu"):
+            raise ValueError(f"pack_weights needs float32 on cpu, got {self.dtype} on {self.device}; leave it out")
 
     def quick(self) -> Plan:
         """The same plan with so little work that it takes a minute: too little for results to quote."""

@@ -33,6 +33,7 @@ from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.projection import latency_for, project
 from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load
+from hf_specgen.target.packed_weights import packed_weights
 
 
 @dataclass
@@ -172,6 +173,8 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     families = build(plan.strategies, plan.peers, model, profile)
     if plan.default_settings:
         families = [family.with_defaults() for family in families]
+    if plan.pack_weights:
+        families = [family.with_packed_weights() for family in families]
     journal = Journal(folder, plan, state.process_index, resume=resume)
     bench = Bench(model, tokenizer, journal, state, plan.seed, profile)
     begin = perf_counter()
@@ -202,7 +205,8 @@ def _measure(
 ) -> None:
     _warm_up(plan, domains, families, bench)
     if bench.state.is_main_process:
-        outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
+        with packed_weights(plan.pack_weights):
+            outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
     tuned = [family for family in families if len(family.settings) > 1]
     tuning = list(tuning_units(plan, domains, bench.tokenizer, tuned)) if tuned else []
     any_setting = [PLAIN, *(family.variant(next(iter(family.settings))) for family in families)]

@@ -116,7 +116,8 @@ def sentence(result: dict[str, Any]) -> str | None:
     if best.variant is None:
         return f"Use plain generate: no strategy was faster over all domains (the best: {best.speedup:.2f}x)."
     interval = f" (95% interval {best.low:.2f} to {best.high:.2f})" if best.low is not None else ""
-    return f"Use {best.code}: {best.speedup:.2f}x{interval}."
+    packed = " with pack_weights=True" if result["plan"].get("pack_weights") else ""
+    return f"Use {best.code}{packed}: {best.speedup:.2f}x{interval}."
 
 
 def _choice(rows: list[dict[str, Any]], result: dict[str, Any]) -> Choice:
