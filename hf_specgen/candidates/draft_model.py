@@ -24,12 +24,11 @@ from hf_specgen import compat
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt
-from hf_specgen.candidates.reencoding import ReencodingSession, load_tokenizer
+from hf_specgen.candidates.translated import translated_session
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
-from hf_specgen.target.compiled import compiled_passes
 from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
@@ -128,9 +127,7 @@ class DraftModelCandidates(Candidates):
                     f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
                     "decoder-only models; use a draft of the target's family"
                 )
-            tokenizers = load_tokenizer(call.model.name_or_path), load_tokenizer(draft.name_or_path)
-            compiled = compiled_passes(draft) if self.compile else None
-            return ReencodingSession(call, draft, tokenizers, self.k, self.confidence_threshold, compiled)
+            return translated_session(call, draft, self.k, self.tree, self.confidence_threshold, self.compile)
         reader = make_target(TargetRequirements(), draft, *prompt, compile=self.compile)
         return _DraftModelSession(self, draft, reader, call)
 
