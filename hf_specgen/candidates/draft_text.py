@@ -33,7 +33,7 @@ class DraftText:
 
     def __init__(self, call: Call, draft: PreTrainedModel, rows: Sequence[Reencoder], compile: bool):
         self._state, self._rows = call.state, rows
-        self._embedded = int(cast(Any, draft.get_input_embeddings()).weight.shape[0])
+        self._embedded = embedding_size(draft)
         self._table = position_table(text_config(draft))
         longest = max(len(row.tokens) for row in rows)
         if longest > self._table:
@@ -122,3 +122,8 @@ class DraftText:
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Tokens, with 0 in place of those that the draft model has no embedding for."""
         return [token if token < self._embedded else 0 for token in tokens]
+
+
+def embedding_size(model: PreTrainedModel) -> int:
+    """The number of tokens that a model has embeddings for."""
+    return int(cast(Any, model.get_input_embeddings()).weight.shape[0])

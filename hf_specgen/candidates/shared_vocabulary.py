@@ -82,8 +82,8 @@ def shared_ids(target: str, draft: str) -> tuple[int, ...]:
 def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """The text of every token inside a sentence, with its id.
 
-    Decoded behind another token: then "▁the" of SentencePiece and "Ġthe" of byte-level BPE both are " the", and "ing" is
-    the text of WordPiece's "##ing". A token that is a part of a character keeps the name it has in its vocabulary,
+    Decoded behind another token: then "▁the" of SentencePiece and "Ġthe" of byte-level BPE both are " the", and "ing"
+    is the text of WordPiece's "##ing". A token that is a part of a character keeps the name it has in its vocabulary,
     which is the same in all byte-level vocabularies. Of several tokens with one text the last counts: SentencePiece has
     its bytes first.
     """

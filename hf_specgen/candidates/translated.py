@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import DraftSession, Tree
-from hf_specgen.candidates.draft_text import DraftText
+from hf_specgen.candidates.draft_text import DraftText, embedding_size
+from hf_specgen.candidates.pair_speed import DraftPair, warn_if_slower
 from hf_specgen.candidates.reencoding import Codec, Reencoder, load_tokenizer
 from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_ids
+from hf_specgen.depth.schedules import context_length
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 
@@ -34,15 +37,18 @@ def translated_session(
     names = str(call.model.name_or_path), str(draft.name_or_path)
     of_target, of_draft = map(load_tokenizer, names)
     codecs = Codec(of_target, of_draft), Codec(of_draft, of_target)
-    draft_size = min(vocabulary_size(draft), len(draft.get_input_embeddings().weight))
+    draft_size = min(draft.config.get_text_config().vocab_size, embedding_size(draft))
     shared = SharedVocabulary(shared_ids(*names), vocabulary_size(call.model), draft_size)
-    uses_shared = shared.share(list(chain.from_iterable(call.state.prompts))) >= MIN_SHARED_PROMPT
+    share = shared.share(list(chain.from_iterable(call.state.prompts)))
+    uses_shared = share >= MIN_SHARED_PROMPT
     translate = shared.draft_token if uses_shared else None
     rows = [Reencoder(*codecs, prompt, translate) for prompt in call.state.prompts]
     text = DraftText(call, draft, rows, compile)
     if not uses_shared:
-        return ReencodingSession(call, text, rows, k, confidence_threshold)
-    return SharedVocabularySession(call, text, shared, k, None if text.chains_only else tree, confidence_threshold)
+        pair = DraftPair(names[1], "encoding its text again", share)
+        return ReencodingSession(call, text, rows, k, tree, confidence_threshold, pair)
+    pair = DraftPair(names[1], "the tokens that both vocabularies have", share)
+    return SharedVocabularySession(call, text, shared, k, tree, confidence_threshold, pair)
 
 
 class SharedVocabularySession(AutoregressiveSession):
@@ -53,14 +59,23 @@ class SharedVocabularySession(AutoregressiveSession):
         text: the rows' texts in the draft's tokens.
         shared: the common tokens.
         k, tree, confidence_threshold: as in `DraftModelCandidates`.
+        pair: for the warning that drafting is slower.
     """
 
     def __init__(
-        self, call: Call, text: DraftText, shared: SharedVocabulary, k: int, tree: Tree, confidence_threshold: float
+        self,
+        call: Call,
+        text: DraftText,
+        shared: SharedVocabulary,
+        k: int,
+        tree: Tree,
+        confidence_threshold: float,
+        pair: DraftPair,
     ):
         assert call.model is not None
-        super().__init__(call, k, tree, confidence_threshold, vocabulary_size(call.model))
-        self._text, self._shared = text, shared
+        size = None if text.chains_only else tree
+        super().__init__(call, k, size, confidence_threshold, vocabulary_size(call.model))
+        self._text, self._shared, self._pair = text, shared, pair
         self._drafts = [True] * call.state.batch  # the rows that draft in this step
         self._read: list[list[int]] = []  # the draft's tokens of the nodes that it has read in this step
 
@@ -79,6 +94,10 @@ class SharedVocabularySession(AutoregressiveSession):
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         self._text.keep(paths, self._read)
 
+    def end(self) -> None:
+        super().end()
+        warn_if_slower(self.call, self._pair)
+
 
 class ReencodingSession(DraftSession):
     """Drafts chains greedily as text, which the target's tokenizer encodes.
@@ -87,13 +106,24 @@ class ReencodingSession(DraftSession):
         call: the call.
         text: the rows' texts in the draft's tokens.
         rows: of `text`.
-        k: maximum depth.
-        confidence_threshold: a draft ends before a token with a lower probability.
+        k, confidence_threshold: as in `DraftModelCandidates`.
+        tree: "auto" to end a draft where a further token costs more than it is expected to gain.
+        pair: for the warning that drafting is slower.
     """
 
-    def __init__(self, call: Call, text: DraftText, rows: Sequence[Reencoder], k: int, confidence_threshold: float):
+    def __init__(
+        self,
+        call: Call,
+        text: DraftText,
+        rows: Sequence[Reencoder],
+        k: int,
+        tree: Tree,
+        confidence_threshold: float,
+        pair: DraftPair,
+    ):
         super().__init__(call)
         self._text, self._rows, self._k, self._threshold = text, rows, k, confidence_threshold
+        self._is_adaptive, self._pair = tree == "auto", pair
         self.passes: list[int] = []
 
     @torch.no_grad()
@@ -109,13 +139,31 @@ class ReencodingSession(DraftSession):
         """Draft greedily: the tokens of the draft model that continue each row."""
         written: list[list[int]] = [[] for _ in depths]
         active = [depth > 0 for depth in depths]
+        joint, min_joint = [1.0] * len(depths), self._min_joint(sum(active))
         logits = self._text.read(active, self.passes)
         while True:
             probabilities, tokens = (values.tolist() for values in logits.float().softmax(dim=-1).max(dim=-1))
-            for row, is_active in enumerate(active):
-                if is_active:
+            for row, probability in enumerate(probabilities):
+                if active[row]:
                     written[row].append(tokens[row])
-                    active[row] = len(written[row]) < depths[row] and probabilities[row] >= self._threshold
+                    joint[row] *= probability
+                    may_go_on = probability >= self._threshold and joint[row] >= min_joint
+                    active[row] = may_go_on and len(written[row]) < depths[row]
             if not any(active):
                 return written
             logits = self._text.append(tokens, active, self.passes)
+
+    def _min_joint(self, rows: int) -> float:
+        """The joint probability below which a further token costs more than it gains; 0 without a latency model.
+
+        It gains a plain step with that probability, and costs a pass of the draft and one more token in the target's.
+        """
+        latency = self.call.depth.latency if self._is_adaptive and self.call.depth is not None else None
+        if latency is None:
+            return 0.0
+        target, drafter = latency.at(rows, context_length(self.call))
+        plain, two, three = target.by_tokens(np.array([rows, 2 * rows, 3 * rows])).tolist()
+        return float((drafter.by_tokens(rows) + three - two) / plain)
+
+    def end(self) -> None:
+        warn_if_slower(self.call, self._pair)
