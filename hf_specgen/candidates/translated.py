@@ -19,7 +19,7 @@ from hf_specgen.depth.schedules import context_length
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 
-MIN_SHARED_PROMPT = 0.5
+MIN_SHARED = 0.5
 """Share of the prompt's tokens."""
 
 
@@ -40,7 +40,7 @@ def translated_session(
     draft_size = min(draft.config.get_text_config().vocab_size, embedding_size(draft))
     shared = SharedVocabulary(shared_ids(*names), vocabulary_size(call.model), draft_size)
     share = shared.share(list(chain.from_iterable(call.state.prompts)))
-    uses_shared = share >= MIN_SHARED_PROMPT
+    uses_shared = share >= MIN_SHARED
     translate = shared.draft_token if uses_shared else None
     rows = [Reencoder(*codecs, prompt, translate) for prompt in call.state.prompts]
     text = DraftText(call, draft, rows, compile)
