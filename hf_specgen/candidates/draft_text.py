@@ -35,10 +35,10 @@ class DraftText:
         self._state, self._rows = call.state, rows
         self._embedded = embedding_size(draft)
         self._table = position_table(text_config(draft))
-        longest = max(len(row.tokens) for row in rows)
-        if longest > self._table:
+        self._longest = max(len(row.tokens) for row in rows)
+        if self._longest > self._table:
             raise ValueError(
-                f"the prompt has {longest} tokens of the draft's vocabulary, but the draft reads at most "
+                f"the prompt has {self._longest} tokens of the draft's vocabulary, but the draft reads at most "
                 f"{self._table}; use another draft"
             )
         self._cached = [self._known(row.tokens[: row.stable]) for row in rows]
@@ -48,22 +48,27 @@ class DraftText:
         self.chains_only = self._reader.verifies_chains_only
         """Whether the draft model can only read chains."""
         self._translated = [0] * len(rows)
+        self._is_complete = [True] * len(rows)
         self._prompt_logits: torch.Tensor | None = None
+
+    def follow(self) -> None:
+        """Translate what has been generated since the last call."""
+        for row, text in enumerate(self._state.generated):
+            self._is_complete[row] = self._rows[row].extend(text[self._translated[row] :])
+            self._translated[row] = len(text)
+        self._longest = max(len(row.tokens) for row in self._rows)
 
     def room(self, row: int) -> int:
         """How many tokens the draft can read after a row's text; 0 while the text ends within a character."""
-        longest = max(map(len, self._cached)) + len(self._rows[row].tokens) - len(self._cached[row])
-        if longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
+        if not self._is_complete[row] or self._longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
             return 0
-        new = self._state.generated[row][self._translated[row] :]
-        self._translated[row] += len(new)
-        return max(0, self._table - len(self._rows[row].tokens)) if self._rows[row].extend(new) else 0
+        return max(0, self._table - len(self._rows[row].tokens))
 
     def read(self, active: Sequence[bool], passes: list[int]) -> torch.Tensor:
         """Read what the cache lacks of the texts of the active rows.
 
         Args:
-            active: the rows to read; `room` has been called for each of them.
+            active: the rows to read, as `follow` has translated them.
             passes: receives the number of tokens of the pass over new text, if there is one.
 
         Returns:
@@ -88,19 +93,24 @@ class DraftText:
         """Keep a path of the last tree in each row's cache; `tokens` are those of its nodes."""
         self._reader.commit(paths)
         for row, path in enumerate(paths):
-            self._cached[row] = self._cached[row] + [tokens[row][node] for node in path]
+            self._cached[row] += [tokens[row][node] for node in path]
 
     def _unread(self, row: int) -> list[int]:
         """The row's tokens that the cache lacks; cached tokens that differ are dropped.
 
         The last token is always read anew, for the logits after it, unless they are those after the prompt.
         """
-        tokens, cached = self._known(self._rows[row].tokens), self._cached[row]
-        pairs = enumerate(zip(cached, tokens, strict=False))
-        common = next((place for place, (old, new) in pairs if old != new), min(len(cached), len(tokens)))
-        common = max(self._prompts[row], min(common, len(tokens) - 1))
-        self._cached[row] = tokens[:common]
-        return tokens[common:]
+        text, cached = self._rows[row], self._cached[row]
+        same = min(text.unchanged, len(cached))
+        tail = self._known(text.tokens[same:])
+        same += next(
+            (place for place, (old, new) in enumerate(zip(cached[same:], tail, strict=False)) if old != new),
+            min(len(cached) - same, len(tail)),
+        )
+        same = max(self._prompts[row], min(same, len(text.tokens) - 1))
+        del cached[same:]
+        text.unchanged = len(text.tokens)
+        return self._known(text.tokens[same:])
 
     def _rewind(self) -> None:
         self._reader.rewind([len(tokens) - prompt for tokens, prompt in zip(self._cached, self._prompts, strict=True)])
@@ -114,7 +124,7 @@ class DraftText:
         logits = self._reader.forward(tree, [tokens[0] if tokens else 0 for tokens in unread], reads)
         self._reader.commit([list(range(len(tokens) - 1)) if tokens else None for tokens in unread])
         for row, tokens in enumerate(unread):
-            self._cached[row] = self._cached[row] + tokens
+            self._cached[row] += tokens
         last = torch.tensor([max(0, len(tokens) - 1) for tokens in unread], device=logits.device)
         after = logits[torch.arange(len(unread), device=logits.device), last]
         return torch.where(torch.tensor(reads, device=logits.device)[:, None], after, self._prompt_logits)

@@ -22,6 +22,8 @@ UNSTABLE_TOKENS = 8
 """Tokens at the end of a text that are encoded anew when it grows; earlier ones do not change in practice."""
 INCOMPLETE = "\ufffd"
 """The replacement character: what a tokenizer decodes the first bytes of a character to."""
+LINE_BREAK = "\n"
+"""Text is encoded behind it, since SentencePiece adds a space to what it takes for the beginning of a text."""
 
 
 @lru_cache(maxsize=8)
@@ -38,15 +40,26 @@ class Codec:
         unknown = (None, other.unk_token_id)
         special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
         self._hidden = {index for index, token in special if other.convert_tokens_to_ids(token) in unknown}
+        self._line_break = self._encode(LINE_BREAK)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens; special tokens that the other tokenizer does not know are left out."""
         shown = [token for token in tokens if token not in self._hidden]
         return str(self._tokenizer.decode(shown, clean_up_tokenization_spaces=False))
 
-    def encode(self, text: str, begins: bool = False) -> list[int]:
-        """The tokens of a text; with the tokenizer's special tokens, such as BOS, if it `begins` a sequence."""
-        return list(self._tokenizer.encode(text, add_special_tokens=begins))
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that follows another."""
+        tokens, before = self._encode(LINE_BREAK + text), len(self._line_break)
+        return tokens[before:] if tokens[:before] == self._line_break else self._encode(text)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens of a text with which a sequence begins, with special tokens such as BOS."""
+        tokens: list[int] = list(self._tokenizer.encode(text))
+        begin = self._tokenizer.bos_token_id
+        return tokens[1:] if tokens[:2] == [begin, begin] else tokens  # the text has begun with one, too
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 class Reencoder:
@@ -59,7 +72,8 @@ class Reencoder:
 
     Attributes:
         tokens: the text in the draft's tokens.
-        stable: how many of them at the beginning never change.
+        stable: how many of them at the beginning never change; all of the prompt if tokens are translated one by one.
+        unchanged: how many of them at the beginning have not changed since it was last set.
     """
 
     def __init__(
@@ -75,9 +89,9 @@ class Reencoder:
             complete -= 1
         self._text: list[int] = list(prompt[:complete])
         self._incomplete: list[int] = []
-        self.tokens: list[int] = draft.encode(target.decode(self._text), begins=True) or [0]
+        self.tokens: list[int] = draft.encode_prompt(target.decode(self._text)) or [0]
         self.stable = 1
-        self.stable = self._first_unstable()
+        self.stable = self.unchanged = len(self.tokens) if translate else self._first_unstable()
         self.extend(prompt[complete:])
 
     def extend(self, new: Sequence[int]) -> bool:
@@ -105,6 +119,7 @@ class Reencoder:
         tail = self._draft.decode(self.tokens[kept:])
         text = tail + after[len(before) :] if after.startswith(before) else tail + self._target.decode(new)
         self.tokens[kept:] = self._draft.encode(text)
+        self.unchanged = min(self.unchanged, kept)
         return True
 
     def _first_unstable(self) -> int:

@@ -44,10 +44,11 @@ class SharedVocabulary:
         known = [index if index < draft_size else -1 for index in draft_ids[:target_size]]
         self._draft_ids = known + [-1] * (target_size - len(known))
         self._index = torch.tensor(self._draft_ids)
+        self._by_device: dict[torch.device, torch.Tensor] = {}
 
     def draft_token(self, token: int) -> int | None:
         """The draft's token for a token of the target; None where it has none."""
-        index = self._draft_ids[token]
+        index = self._draft_ids[token] if token < len(self._draft_ids) else -1
         return None if index < 0 else index
 
     def draft_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -56,16 +57,30 @@ class SharedVocabulary:
 
     def share(self, tokens: Sequence[int]) -> float:
         """The share of some target tokens that the draft has too; of no tokens, 0."""
-        return sum(self._draft_ids[token] >= 0 for token in tokens) / max(1, len(tokens))
+        return sum(self.draft_token(token) is not None for token in tokens) / max(1, len(tokens))
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits over the target's vocabulary: `[…, draft vocab]` to `[…, target vocab]`."""
-        if self._index.device != logits.device:
-            self._index = self._index.to(logits.device)
-        return logits[..., self._index.clamp(min=0)].masked_fill(self._index < 0, NOT_SHARED)
+        index = self._index_on(logits.device)
+        return logits[..., index.clamp(min=0)].masked_fill(index < 0, NOT_SHARED)
+
+    def _index_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self._by_device:
+            self._by_device[device] = self._index.to(device)
+        return self._by_device[device]
 
 
 @lru_cache(maxsize=8)
+def shared_vocabulary(target: str, draft: str, target_size: int, draft_size: int) -> SharedVocabulary:
+    """The common tokens of two tokenizers; kept for later calls.
+
+    Args:
+        target, draft: folders or repositories of the tokenizers.
+        target_size, draft_size: as in `SharedVocabulary`.
+    """
+    return SharedVocabulary(shared_ids(target, draft), target_size, draft_size)
+
+
 def shared_ids(target: str, draft: str) -> tuple[int, ...]:
     """For each token of the target's tokenizer, the id of the draft's token with the same text, or -1.
 

@@ -14,7 +14,7 @@ from hf_specgen.candidates.base import DraftSession, Tree
 from hf_specgen.candidates.draft_text import DraftText, embedding_size
 from hf_specgen.candidates.pair_speed import DraftPair, warn_if_slower
 from hf_specgen.candidates.reencoding import Codec, Reencoder, load_tokenizer
-from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_ids
+from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_vocabulary
 from hf_specgen.depth.schedules import context_length
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
@@ -38,7 +38,7 @@ def translated_session(
     of_target, of_draft = map(load_tokenizer, names)
     codecs = Codec(of_target, of_draft), Codec(of_draft, of_target)
     draft_size = min(draft.config.get_text_config().vocab_size, embedding_size(draft))
-    shared = SharedVocabulary(shared_ids(*names), vocabulary_size(call.model), draft_size)
+    shared = shared_vocabulary(*names, vocabulary_size(call.model), draft_size)
     share = shared.share(list(chain.from_iterable(call.state.prompts)))
     uses_shared = share >= MIN_SHARED
     translate = shared.draft_token if uses_shared else None
@@ -79,8 +79,18 @@ class SharedVocabularySession(AutoregressiveSession):
         self._drafts = [True] * call.state.batch  # the rows that draft in this step
         self._read: list[list[int]] = []  # the draft's tokens of the nodes that it has read in this step
 
+    def draft(self, budget: Sequence[int]) -> DraftTree:
+        if any(budget):
+            self._text.follow()
+        return super().draft(budget)
+
+    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
+        if any(budget):
+            self._text.follow()
+        return super().draft_at_prefill(budget)
+
     def room(self, row: int) -> int:
-        return self._text.room(row) if self.budget[row] else 0
+        return self._text.room(row)
 
     def first_scores(self) -> torch.Tensor:
         self._drafts = [budget > 0 and self.room(row) > 0 for row, budget in enumerate(self.budget)]
@@ -129,7 +139,9 @@ class ReencodingSession(DraftSession):
     @torch.no_grad()
     def draft(self, budget: Sequence[int]) -> DraftTree:
         self.passes = []
-        depths = [min(self._k, depth, self._text.room(row)) if depth else 0 for row, depth in enumerate(budget)]
+        if any(budget):
+            self._text.follow()
+        depths = [min(self._k, depth, self._text.room(row)) for row, depth in enumerate(budget)]
         if not any(depths):
             return DraftTree.empty(len(depths))
         drafts = zip(self._rows, self._write(depths), depths, strict=True)

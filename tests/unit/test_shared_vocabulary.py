@@ -112,19 +112,21 @@ def test_target_logits_agree_with_the_reference(target_size: int, draft_size: in
     assert float(q.sum()) == pytest.approx(6)
 
 
-def reencoder(kind: str, prompt: list[int]) -> tuple[Reencoder, Any]:
+def reencoder(kind: str, prompt: list[int], one_by_one: bool = True) -> tuple[Reencoder, Any]:
     folders = str(TARGET), str(tokenizer_folder(kind))
     ours, theirs = map(load_tokenizer, folders)
     shared = SharedVocabulary(shared_ids(*folders), VOCAB, VOCAB)
-    return Reencoder(Codec(ours, theirs), Codec(theirs, ours), prompt, shared.draft_token), theirs
+    translate = shared.draft_token if one_by_one else None
+    return Reencoder(Codec(ours, theirs), Codec(theirs, ours), prompt, translate), theirs
 
 
+@pytest.mark.parametrize("one_by_one", [True, False])
 @pytest.mark.parametrize("kind", ["reversed", "pairs", "bytes"])
-def test_reencoder_with_shared_tokens_keeps_the_text(kind: str) -> None:
-    """Would catch: text lost or doubled where shared tokens and encoded text meet."""
+def test_reencoder_keeps_the_text(kind: str, one_by_one: bool) -> None:
+    """Would catch: text lost or doubled where shared tokens and encoded text meet; a space where encoding begins."""
     tokens = torch.randint(0, VOCAB, (60,), generator=torch.Generator().manual_seed(3)).tolist()
     tokens = [token - token % 2 for token in tokens]  # "pairs" knows every second character
-    row, theirs = reencoder(kind, tokens[:5])
+    row, theirs = reencoder(kind, tokens[:5], one_by_one)
     for start in range(5, 60, 3):
         assert row.extend(tokens[start : start + 3])
         assert theirs.decode(row.tokens).strip() == "".join(CHARACTERS[token] for token in tokens[: start + 3])
