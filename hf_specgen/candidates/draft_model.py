@@ -3,7 +3,9 @@
 The draft keeps a per-row cache of its own from step to step. After a step it keeps what it computed for accepted nodes
 and drops the rest, so it reads at most two new tokens: an accepted leaf of its tree, and the bonus token.
 
-Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et al. (2023).
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et al. (2023). For
+drafts with another tokenizer: Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms
+for Heterogeneous Vocabularies" (2025).
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ MAX_DEPTH = 16
 class DraftModelCandidates(Candidates):
     """Drafts with a small model.
 
-    A draft of another tokenizer writes text, which is encoded again in the target's vocabulary: chains only, and fewer
-    draft tokens are accepted than with a draft of the target's family.
+    A draft with another tokenizer proposes tokens that both vocabularies have, or, if few of the prompt's tokens are
+    such, chains of text that is encoded again in the target's vocabulary. Fewer of its tokens are accepted than with a
+    draft of the target's family; a warning is issued once if generation becomes slower.
 
     Args:
         model_or_id: a loaded model (also one that PEFT has wrapped), a Hub id or a folder.
@@ -127,7 +130,11 @@ class DraftModelCandidates(Candidates):
                     f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
                     "decoder-only models; use a draft of the target's family"
                 )
-            return translated_session(call, draft, self.k, self.tree, self.confidence_threshold, self.compile)
+            # In a combination the policy observes all members together.
+            warns = call.candidates is self
+            return translated_session(
+                call, draft, self.k, self.tree, self.confidence_threshold, compile=self.compile, warns=warns
+            )
         reader = make_target(TargetRequirements(), draft, *prompt, compile=self.compile)
         return _DraftModelSession(self, draft, reader, call)
 

@@ -60,9 +60,9 @@ class SharedVocabulary:
         return sum(self.draft_token(token) is not None for token in tokens) / max(1, len(tokens))
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The draft's logits over the target's vocabulary: `[…, draft vocab]` to `[…, target vocab]`."""
+        """The draft's logits over the target's vocabulary: `[…, draft vocab]` to `[…, target vocab]`, float32."""
         index = self._index_on(logits.device)
-        return logits[..., index.clamp(min=0)].masked_fill(index < 0, NOT_SHARED)
+        return logits[..., index.clamp(min=0)].float().masked_fill(index < 0, NOT_SHARED)
 
     def _index_on(self, device: torch.device) -> torch.Tensor:
         if device not in self._by_device:

@@ -1,4 +1,11 @@
-"""Sessions of a draft model with another tokenizer, which draft by the shared vocabulary or by encoding text again."""
+"""Sessions of a draft model with another tokenizer, which draft by the shared vocabulary or by encoding text again.
+
+The choice depends on the prompt: if most of its tokens are in both vocabularies, so are most tokens of the answer, and
+trees of shared tokens are accepted more often than chains of re-encoded text.
+
+Source: Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
+Vocabularies" (2025), sections 3 and 4.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +27,20 @@ from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 
 MIN_SHARED = 0.5
-"""Share of the prompt's tokens."""
+"""Share of the prompt's tokens that both vocabularies have, from which on drafts are translated by them. With 60% trees
+of shared tokens yield more tokens per pass of the target than re-encoded chains do, with 47% as many at a higher cost;
+see docs/strategies/draft_model.md."""
 
 
 def translated_session(
-    call: Call, draft: PreTrainedModel, k: int, tree: Tree, confidence_threshold: float, compile: bool
+    call: Call,
+    draft: PreTrainedModel,
+    k: int,
+    tree: Tree,
+    confidence_threshold: float,
+    *,
+    compile: bool = False,
+    warns: bool = True,
 ) -> DraftSession:
     """The session of a draft model whose tokenizer differs from the target's.
 
@@ -32,6 +48,7 @@ def translated_session(
         call: the call; `call.model` is set.
         draft: the draft model.
         k, tree, confidence_threshold, compile: as in `DraftModelCandidates`.
+        warns: whether to warn, once, if drafting is slower than plain decoding.
     """
     assert call.model is not None
     names = str(call.model.name_or_path), str(draft.name_or_path)
@@ -44,11 +61,11 @@ def translated_session(
     translate = shared.draft_token if uses_shared else None
     rows = [Reencoder(*codecs, prompt, translate) for prompt in call.state.prompts]
     text = DraftText(call, draft, rows, compile)
-    if not uses_shared:
-        pair = DraftPair(names[1], "encoding its text again", share)
-        return ReencodingSession(call, text, rows, k, tree, confidence_threshold, pair)
-    pair = DraftPair(names[1], "the tokens that both vocabularies have", share)
-    return SharedVocabularySession(call, text, shared, k, tree, confidence_threshold, pair)
+    method = "the tokens that both vocabularies have" if uses_shared else "encoding its text again"
+    pair = DraftPair(names[1], method, share) if warns else None
+    if uses_shared:
+        return SharedVocabularySession(call, text, shared, k, tree, confidence_threshold, pair)
+    return ReencodingSession(call, text, rows, k, tree, confidence_threshold, pair)
 
 
 class SharedVocabularySession(AutoregressiveSession):
@@ -59,7 +76,7 @@ class SharedVocabularySession(AutoregressiveSession):
         text: the rows' texts in the draft's tokens.
         shared: the common tokens.
         k, tree, confidence_threshold: as in `DraftModelCandidates`.
-        pair: for the warning that drafting is slower.
+        pair: for the warning that drafting is slower; None if there is to be none.
     """
 
     def __init__(
@@ -70,7 +87,7 @@ class SharedVocabularySession(AutoregressiveSession):
         k: int,
         tree: Tree,
         confidence_threshold: float,
-        pair: DraftPair,
+        pair: DraftPair | None = None,
     ):
         assert call.model is not None
         size = None if text.chains_only else tree
@@ -106,7 +123,8 @@ class SharedVocabularySession(AutoregressiveSession):
 
     def end(self) -> None:
         super().end()
-        warn_if_slower(self.call, self._pair)
+        if self._pair is not None:
+            warn_if_slower(self.call, self._pair)
 
 
 class ReencodingSession(DraftSession):
@@ -118,7 +136,7 @@ class ReencodingSession(DraftSession):
         rows: of `text`.
         k, confidence_threshold: as in `DraftModelCandidates`.
         tree: "auto" to end a draft where a further token costs more than it is expected to gain.
-        pair: for the warning that drafting is slower.
+        pair: for the warning that drafting is slower; None if there is to be none.
     """
 
     def __init__(
@@ -129,7 +147,7 @@ class ReencodingSession(DraftSession):
         k: int,
         tree: Tree,
         confidence_threshold: float,
-        pair: DraftPair,
+        pair: DraftPair | None = None,
     ):
         super().__init__(call)
         self._text, self._rows, self._k, self._threshold = text, rows, k, confidence_threshold
@@ -178,4 +196,5 @@ class ReencodingSession(DraftSession):
         return float((drafter.by_tokens(rows) + three - two) / plain)
 
     def end(self) -> None:
-        warn_if_slower(self.call, self._pair)
+        if self._pair is not None:
+            warn_if_slower(self.call, self._pair)

@@ -15,11 +15,12 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from hf_specgen import DraftModelCandidates
+from hf_specgen import Candidates, CombinedCandidates, DraftModelCandidates, NgramCandidates
 from hf_specgen.candidates import pair_speed, translated
 from hf_specgen.candidates.reencoding import Codec, Reencoder
 from hf_specgen.depth import AdaptiveDepth, CostCurve, LatencyModel
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
+from hf_specgen.target import compiled
 from tests.helpers import SAMPLING, assert_same_tokens
 from tests.helpers.goodness_of_fit import goodness_of_fit
 
@@ -205,6 +206,15 @@ def test_prompt_of_one_token_is_read_once(tmp_path: Path) -> None:
     assert read == [[6]]
 
 
+def test_compiled_draft_with_another_tokenizer_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: passes for trees and texts in the draft's tokens that do not fit the compiled cache."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 0)
+    candidates = DraftModelCandidates(draft, k=3, tree=6, compile=True)
+    statistics = assert_same_tokens(target, {"input_ids": torch.tensor([[0, 1, 2]])}, candidates, max_new_tokens=12)
+    assert statistics.accepted > 5
+
+
 def test_prompt_longer_in_the_tokens_of_the_draft_is_refused(tmp_path: Path) -> None:
     target = small_model("abcdef?", tmp_path / "target", 0)
     draft = small_model("?fedcba", tmp_path / "draft", 3, positions=4)
@@ -212,10 +222,13 @@ def test_prompt_longer_in_the_tokens_of_the_draft_is_refused(tmp_path: Path) -> 
         target.generate(torch.tensor([[0] * 5]), max_new_tokens=2, candidate_generator=DraftModelCandidates(draft, k=2))
 
 
-def warnings_of(model: Any, draft: Any, pass_seconds: float, calls: int) -> list[str]:
+def warnings_of(model: Any, draft: Any, pass_seconds: float, calls: int, combined: bool = False) -> list[str]:
     """The warnings of some calls, by a latency model in which a pass of the draft takes so long."""
     latency = LatencyModel.from_curves(CostCurve((1, 65), (0.010, 0.011), 256, 1), draft_token=pass_seconds)
-    candidates = DraftModelCandidates(draft, policy=AdaptiveDepth(latency))
+    policy = AdaptiveDepth(latency)
+    candidates: Candidates = DraftModelCandidates(draft, policy=policy)
+    if combined:
+        candidates = CombinedCandidates([candidates, NgramCandidates()], policy=policy)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(calls):
@@ -227,6 +240,7 @@ def warnings_of(model: Any, draft: Any, pass_seconds: float, calls: int) -> list
 def test_draft_that_is_slower_is_warned_of_once(tmp_path: Path) -> None:
     """Would catch: a warning in every call, before there are enough steps, or with other figures than observed."""
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 3)
+    assert not warnings_of(target, draft, pass_seconds=0.008, calls=6, combined=True), "its members are not told apart"
     found = warnings_of(target, draft, pass_seconds=0.008, calls=12)
     assert len(found) == 1 and str(tmp_path / "draft") in found[0]
     assert "100% of the prompt's tokens" in found[0] and "tokens per step" in found[0]

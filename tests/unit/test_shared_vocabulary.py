@@ -95,21 +95,23 @@ def test_shared_ids_agree_with_the_reference(target: str, kind: str) -> None:
     assert shared and len(set(shared)) == len(shared), "two tokens of the target with one of the draft"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("target_size", "draft_size"), [(99, 99), (104, 99), (99, 60), (80, 99)])
-def test_target_logits_agree_with_the_reference(target_size: int, draft_size: int) -> None:
-    """Would catch: padded tables, tokens that the model does not have, q that is not renormalised."""
+def test_target_logits_agree_with_the_reference(target_size: int, draft_size: int, dtype: torch.dtype) -> None:
+    """Would catch: padded tables, tokens that the model does not have, q that is not renormalised, float16's range."""
     ids = shared_ids(str(TARGET), str(tokenizer_folder("pairs")))
-    logits = torch.randn(2, 3, draft_size, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(2, 3, draft_size, generator=torch.Generator().manual_seed(0)).to(dtype)
     shared = SharedVocabulary(ids, target_size, draft_size)
     found = shared.target_logits(logits)
     for row, wanted in zip(found.flatten(0, 1), logits.flatten(0, 1), strict=True):
         assert row.tolist() == reference_target_logits(wanted.tolist(), list(ids), target_size)
-    q, of_draft = found.softmax(dim=-1), logits.softmax(dim=-1)
+    q, of_draft = found.softmax(dim=-1), logits.float().softmax(dim=-1)
     known = {token: shared.draft_token(token) for token in range(target_size)}
     common = [(token, index) for token, index in known.items() if index is not None]
     kept = of_draft[..., [index for _, index in common]]
     torch.testing.assert_close(q[..., [token for token, _ in common]], kept / kept.sum(dim=-1, keepdim=True))
     assert float(q.sum()) == pytest.approx(6)
+    assert shared.draft_token(10**6) is None, "a token of the prompt may be beyond the target's logits"
 
 
 def reencoder(kind: str, prompt: list[int], one_by_one: bool = True) -> tuple[Reencoder, Any]:
