@@ -66,7 +66,7 @@ def make_parser() -> ArgumentParser:
     suite.add_argument("--out", type=Path, default=Path("benchmark-report"), help="folder for the results")
     micro = commands.add_parser("micro", help="single parts, each with a table")
     micro.set_defaults(run=run_micro)
-    micro.add_argument("names", nargs="*", help="all if left out")
+    micro.add_argument("names", nargs="*", help="all that need no GPU if left out")
     micro.add_argument("--repeats", type=int, default=3, help="repeats of everything that is timed")
     micro.add_argument("--quick", action="store_true", help="little work: no results to quote")
     micro.add_argument("--out", type=Path, default=RESULTS, help="folder for one JSON file of each")
@@ -124,11 +124,11 @@ def run_suite(options: Namespace) -> int:
 
 def run_micro(options: Namespace) -> int:
     """Measure single parts, one result file each."""
-    from benchmarks.micro import MICRO
+    from benchmarks.micro import MICRO, ON_A_GPU
 
     if unknown := sorted(set(options.names) - set(MICRO)):
         raise ValueError(f"unknown measurement {unknown[0]!r}; there are {', '.join(MICRO)}")
-    for name in options.names or MICRO:
+    for name in options.names or (name for name in MICRO if name not in ON_A_GPU):
         _record(name, options, partial(MICRO[name], 1 if options.quick else options.repeats, options.quick))
     return 0
 

@@ -63,7 +63,7 @@ class RaisingCriterion(StoppingCriteria):
         self._left -= 1
         if self._left == 0:
             raise self._fault
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class _After(StoppingCriteria):
@@ -74,7 +74,7 @@ class _After(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         new = input_ids.shape[1] - self._prompt_length
-        return torch.tensor([new >= 2 + 3 * row for row in range(len(input_ids))])
+        return torch.tensor([new >= 2 + 3 * row for row in range(len(input_ids))], device=input_ids.device)
 
 
 class _AnyRow(_After):
@@ -83,7 +83,7 @@ class _AnyRow(_After):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         new = input_ids[:, self._prompt_length :]
         found = bool(((new[:, 1:] > 50) & (new[:, :-1] > 50)).any())
-        return torch.full((len(input_ids),), found)
+        return torch.full((len(input_ids),), found, device=input_ids.device)
 
 
 class _OnScores(_After):
@@ -91,7 +91,7 @@ class _OnScores(_After):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not scores:
-            return torch.zeros(len(input_ids), dtype=torch.bool)
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         return scores[-1].argmax(dim=-1) % 7 == 0
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import hf_specgen
 from tests.fuzz.cases import Case
+from tests.fuzz.device import device, random_state
 
 PACKAGE = str(Path(hf_specgen.__file__).parent)
 REFUSALS = (ValueError, TypeError, NotImplementedError)
@@ -246,8 +247,8 @@ def states_between_columns(case: Case, rows: int, vocab: int) -> list[torch.Tens
     """The states that torch's generator passes in plain `generate`: one before each column, and that at the end."""
     with torch.random.fork_rng():
         torch.manual_seed(case.seed)
-        states = [torch.get_rng_state()]
+        states = [random_state()]
         for _ in range(case.max_new_tokens if case.do_sample else 0):
-            torch.empty(rows, vocab).exponential_()
-            states.append(torch.get_rng_state())
+            torch.empty(rows, vocab, device=device()).exponential_()
+            states.append(random_state())
     return states

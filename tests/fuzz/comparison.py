@@ -17,6 +17,7 @@ from tests.fuzz import checks, settings, strategies
 from tests.fuzz.callbacks import Fault, Interrupt
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Difference, Run
+from tests.fuzz.device import device, random_state
 from tests.fuzz.models import tiny_model
 from tests.fuzz.settings import Ends
 from tests.fuzz.surroundings import SECONDS_PER_CALL, broken_logits, fault_in, modes, time_limit
@@ -138,7 +139,9 @@ class Comparison:
     def _check_whole_model(self) -> None:
         """A first call, in which the package finds out what the model can do: not while its logits are broken."""
         with contextlib.suppress(*checks.REFUSALS):
-            self.model.generate(torch.tensor([[5, 6]]), max_new_tokens=1, candidate_generator=self.candidates)
+            self.model.generate(
+                torch.tensor([[5, 6]], device=device()), max_new_tokens=1, candidate_generator=self.candidates
+            )
 
     def _new_cache(self) -> Any:
         return DynamicCache(config=self.model.config) if self.case.cache == "dynamic" else None
@@ -183,7 +186,7 @@ class Comparison:
             cache=cache if cache is not None else getattr(output, "past_key_values", None),
             streamed=streamer.chunks if streamer else [],
             stream_ended=streamer.ended if streamer else 0,
-            random_state=torch.get_rng_state(),
+            random_state=random_state(),
         )
 
     def _speculate(

@@ -38,7 +38,7 @@ def exit_adapter(model: Any, exit_layer: int, ids: torch.Tensor, mask: torch.Ten
 def recycling_table(model: Any, ids: torch.Tensor) -> RecyclingTable:
     """A table in which the successors of a text's tokens are those of the text."""
     table = RecyclingTable(output_matrix(model).weight.shape[0])
-    before, after = ids[:, :-1].flatten().numpy(), ids[:, 1:].flatten().numpy()
+    before, after = (part.flatten().cpu().numpy() for part in (ids[:, :-1], ids[:, 1:]))
     successors = np.stack([after, (after + 1) % table.vocab_size], axis=1)
     table.update(TopTokens(before, successors, np.tile([0.6, 0.2], (len(after), 1))))
     return table
@@ -64,5 +64,5 @@ def _inputs_of(module: nn.Module, model: Any, ids: torch.Tensor, mask: torch.Ten
 def _ridge(states: torch.Tensor, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
     x = states.flatten(0, 1).double()
     y = nn.functional.one_hot(tokens.flatten(), vocab).double()
-    solution = torch.linalg.solve(x.T @ x + 1e-3 * torch.eye(x.shape[1], dtype=torch.double), x.T @ y)
+    solution = torch.linalg.solve(x.T @ x + 1e-3 * torch.eye(x.shape[1], dtype=x.dtype, device=x.device), x.T @ y)
     return 20 * solution.T

@@ -67,7 +67,7 @@ def head_candidates(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         source: Any = {"mtp": FIXTURES.get(architecture), "assistant": ASSISTANT}.get(name)
-        return Steered(source or _random_head(name, model, Random(seed)), **settings)
+        return Steered(source or _random_head(name, model, Random(seed)).to(model.device), **settings)
 
 
 def _places(text: list[int], accuracy: float, seed: int) -> list[int | None]:

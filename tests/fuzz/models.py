@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
+from tests.fuzz.device import device
 from tests.fuzz.tokenizers import CHARACTERS, VOCAB, tokenizer_folder
 from tests.helpers import stateful
 
@@ -160,7 +161,7 @@ def tiny_model(
     model.generation_config.eos_token_id = None
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # grouped matrix products exist for shorter types only
-    return model.eval().to(dtype)
+    return model.eval().to(device(), dtype)
 
 
 def _config(architecture: str, layers: int, window: int, positions: int) -> Any:
@@ -235,7 +236,8 @@ def with_other_tokenizer(model: Any, kind: str) -> Any:
     folder = tokenizer_folder(kind)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [tokenizer.decode([token]) for token in range(VOCAB)]
-    order = torch.tensor([CHARACTERS.index(text[0]) if text[:1] in CHARACTERS else 0 for text in texts])
+    first = [CHARACTERS.index(text[0]) if text[:1] in CHARACTERS else 0 for text in texts]
+    order = torch.tensor(first, device=device())
     tables = {id(part.weight): part.weight for part in (draft.get_input_embeddings(), draft.get_output_embeddings())}
     with torch.no_grad():
         for weight in tables.values():

@@ -21,6 +21,7 @@ from transformers import (
 
 from tests.fuzz.callbacks import CRITERIA, PROCESSORS, Fault, Interrupt, RaisingCriterion, RaisingProcessor, Recorder
 from tests.fuzz.cases import Case
+from tests.fuzz.device import device
 from tests.fuzz.models import VOCAB
 
 LARGEST_VOCAB = 128
@@ -49,16 +50,16 @@ def prompts(case: Case) -> dict[str, torch.Tensor]:
             row[length // 2] = case.pad_id
         rows.append([case.pad_id] * (width - length) + row)
         mask.append([0] * (width - length) + [1] * length)
-    inputs = {"input_ids": torch.tensor(rows)}
+    inputs = {"input_ids": torch.tensor(rows, device=device())}
     if case.give_mask:
-        inputs["attention_mask"] = torch.tensor(mask)
+        inputs["attention_mask"] = torch.tensor(mask, device=device())
     return inputs
 
 
 def next_prompts(inputs: dict[str, torch.Tensor], text: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
     """The prompts of the next turn: the whole text, and two tokens more."""
     random = Random(seed)
-    question = torch.tensor([[random.randrange(1, VOCAB) for _ in range(2)] for _ in range(len(text))])
+    question = torch.tensor([[random.randrange(1, VOCAB) for _ in range(2)] for _ in range(len(text))], device=device())
     following = {"input_ids": torch.cat([text, question], dim=1)}
     mask = inputs.get("attention_mask")
     if mask is not None:

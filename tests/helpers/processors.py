@@ -10,9 +10,9 @@ class PrefixReader(LogitsProcessor):
     """Adds a bias that depends on all tokens of the row; not declared row-wise, so rows advance in lockstep."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        position = torch.arange(1, input_ids.shape[1] + 1)
+        position = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
         favourite = (input_ids * position).sum(dim=1) % scores.shape[1]
-        return scores.scatter_add(1, favourite[:, None], torch.full((len(scores), 1), 0.3))
+        return scores.scatter_add(1, favourite[:, None], scores.new_full((len(scores), 1), 0.3))
 
 
 class RowWisePrefixReader(PrefixReader):
@@ -43,6 +43,6 @@ class StatefulReader(LogitsProcessor):
         else:
             assert input_ids.shape[1] == self.seen + 1
             self.memory = 0.5 * self.memory
-            self.memory.scatter_add_(1, input_ids[:, -1:], torch.ones(len(scores), 1))
+            self.memory.scatter_add_(1, input_ids[:, -1:], scores.new_ones(len(scores), 1))
         self.seen = input_ids.shape[1]
         return scores - self.memory

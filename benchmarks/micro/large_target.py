@@ -1,0 +1,174 @@
+"""Speed of a large bfloat16 target on a GPU, at batch 1: the embedded function with as many layers and parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.harness.variants import PLAIN
+from benchmarks.micro.spread import spread
+from hf_specgen import (
+    Candidates,
+    CombinedCandidates,
+    DraftModelCandidates,
+    EagleCandidates,
+    FixedDepth,
+    NgramCandidates,
+)
+from hf_specgen.evaluation.cost import measure_cost_curve
+from hf_specgen.evaluation.measure import Sample, Variant, measure_round
+from hf_specgen.evaluation.widen import widen
+from hf_specgen.evaluation.workloads import (
+    DOMAINS,
+    EMBEDDED_DRAFT,
+    EMBEDDED_EAGLE,
+    WorkloadSettings,
+    domain_prompts,
+    encode,
+    load,
+    load_model,
+)
+
+PARAMETERS, LAYERS = 8 * 10**9, 32
+"""Of a target like Llama 3.1 8B; its passes take as long as reading so many parameters and starting so many layers."""
+QUICK_PARAMETERS, QUICK_LAYERS = 20 * 10**6, 9
+NEW_TOKENS, CONTEXT, WIDTHS = 64, 256, (1, 2, 4, 8, 16, 32, 64)
+NODES = 31
+"""Draft tokens of a tree where passes are compiled, so that few widths are."""
+
+
+class Setup(NamedTuple):
+    """The models, on the GPU if there is one."""
+
+    model: PreTrainedModel
+    draft: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    device: str
+
+
+def large_target(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Speed of every side, eager."""
+    setup = _setup(quick)
+    return _measure(setup, _eager(setup.draft), repeats, quick)
+
+
+def large_target_compiled(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Speed of compiled passes, captured as CUDA graphs on a GPU."""
+    setup = _setup(quick)
+    return _measure(setup, _compiled(setup.draft), repeats, quick)
+
+
+def large_target_latency(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Latency of an eager pass by its number of tokens."""
+    curve = measure_cost_curve(_setup(quick).model, WIDTHS, context=CONTEXT, repeats=2 * repeats + 1)
+    return [
+        {"tokens": width, "milliseconds": 1e3 * seconds, "over one token": curve.relative(width)}
+        for width, seconds in zip(WIDTHS, curve.seconds, strict=True)
+    ]
+
+
+@cache
+def _setup(quick: bool) -> Setup:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    small, tokenizer = load(WorkloadSettings(device=device, dtype="bfloat16"))
+    model = widen(deepen(small, QUICK_LAYERS if quick else LAYERS), QUICK_PARAMETERS if quick else PARAMETERS)
+    draft, _ = load_model(str(EMBEDDED_DRAFT), small.dtype, device)
+    return Setup(model, draft, tokenizer, device)
+
+
+def _measure(setup: Setup, variants: list[Variant], repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Speed on prompts of five domains, after a prompt of each from which latencies are learnt.
+
+    In bfloat16 the target's own passes over one token and over several round differently, so that texts part where two
+    tokens are equally likely: `same tokens` is the share of the tokens before the first difference.
+    """
+    samples: dict[str, dict[str, list[tuple[Sample, Sample]]]] = {variant.name: {} for variant in variants}
+    for domain, texts in domain_prompts(WorkloadSettings(prompts_per_domain=1 + repeats)).items():
+        for turn, text in enumerate(texts):
+            encoded = next(encode(setup.tokenizer, [text], 1))
+            inputs = {name: tensor.to(setup.device) for name, tensor in encoded.items()}
+            generation = {"max_new_tokens": 16 if quick else NEW_TOKENS, **DOMAINS[domain]}
+            measured = measure_round(setup.model, inputs, variants, generation, turn, first=turn)
+            if turn > 0:
+                for name, sample in measured.items():
+                    samples[name].setdefault(domain, []).append((sample, measured[PLAIN.name]))
+        if quick:
+            break
+    return [_row(name, by_domain) for name, by_domain in samples.items()]
+
+
+def deepen(model: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """The same function with so many layers: those added compute like others and contribute nothing."""
+    deep = copy.deepcopy(model)
+    stack: Any = deep.model.layers
+    for number in range(len(stack), layers):
+        layer = copy.deepcopy(stack[-1])
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            torch.nn.init.zeros_(projection.weight)
+        layer.self_attn.layer_idx = number
+        stack.append(layer)
+    deep.config.num_hidden_layers = layers
+    if getattr(deep.config, "layer_types", None):
+        deep.config.layer_types = [deep.config.layer_types[0]] * layers
+    return deep
+
+
+def _eager(draft: PreTrainedModel) -> list[Variant]:
+    strategies: dict[str, Callable[[], Candidates]] = {
+        "n-grams": NgramCandidates,
+        "n-grams + recycling": CombinedCandidates,
+        "EAGLE-3": lambda: EagleCandidates(str(EMBEDDED_EAGLE)),
+        "draft model": lambda: DraftModelCandidates(draft),
+        "n-grams + draft model": lambda: CombinedCandidates([NgramCandidates(), DraftModelCandidates(draft)]),
+    }
+    return [
+        PLAIN,
+        Variant("prompt_lookup_num_tokens", lambda: {"prompt_lookup_num_tokens": 10}),
+        Variant("assistant_model", lambda: {"assistant_model": draft}),
+        *(Variant(name, partial(dict, candidate_generator=build())) for name, build in strategies.items()),
+    ]
+
+
+def _compiled(draft: PreTrainedModel) -> list[Variant]:
+    strategies: dict[str, Candidates] = {
+        "no drafts": NgramCandidates(policy=FixedDepth(0)),
+        "EAGLE-3": EagleCandidates(str(EMBEDDED_EAGLE), k=6, tree=NODES),
+        "draft model": DraftModelCandidates(draft, k=6, tree=NODES, compile=True),
+    }
+    compiled = (
+        Variant(f"{name}, compiled", partial(dict, candidate_generator=strategy, compile=True))
+        for name, strategy in strategies.items()
+    )
+    return [PLAIN, *compiled]
+
+
+def _row(name: str, samples: dict[str, list[tuple[Sample, Sample]]]) -> dict[str, Any]:
+    every = [pair for pairs in samples.values() for pair in pairs]
+    row = {"variant": name, **spread([s.seconds / (s.tokens or 1) for s, _ in every], "seconds per token")}
+    row["over plain"] = _speedup(every)
+    steps = sum(s.speculation.steps for s, _ in every if s.speculation is not None)
+    row["tokens per step"] = sum(s.tokens for s, _ in every) / steps if steps else 1.0
+    row["same tokens"] = sum(_common(*pair) for pair in every) / (sum(plain.tokens for _, plain in every) or 1)
+    return {**row, **{domain: _speedup(pairs) for domain, pairs in samples.items()}}
+
+
+def _speedup(pairs: list[tuple[Sample, Sample]]) -> float:
+    """By tokens per second: lengths can differ where texts part."""
+    ours, plain = ([pair[side] for pair in pairs] for side in (0, 1))
+    return _tokens_per_second(ours) / _tokens_per_second(plain)
+
+
+def _tokens_per_second(samples: list[Sample]) -> float:
+    return sum(sample.tokens for sample in samples) / sum(sample.seconds for sample in samples)
+
+
+def _common(ours: Sample, plain: Sample) -> int:
+    """Tokens of plain `generate` before the first that differs."""
+    new = [sample.ids[0].tolist()[-sample.tokens :] for sample in (ours, plain)]
+    differs = [number for number, pair in enumerate(zip(*new, strict=False)) if pair[0] != pair[1]]
+    return differs[0] if differs else min(map(len, new))
