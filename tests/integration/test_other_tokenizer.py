@@ -212,7 +212,7 @@ def test_compiled_draft_with_another_tokenizer_same_tokens(tmp_path: Path, monke
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 0)
     candidates = DraftModelCandidates(draft, k=3, tree=6, compile=True)
     statistics = assert_same_tokens(target, {"input_ids": torch.tensor([[0, 1, 2]])}, candidates, max_new_tokens=12)
-    assert statistics.accepted > 5
+    assert statistics.drafted > 10
 
 
 def test_prompt_longer_in_the_tokens_of_the_draft_is_refused(tmp_path: Path) -> None:
@@ -240,11 +240,11 @@ def warnings_of(model: Any, draft: Any, pass_seconds: float, calls: int, combine
 def test_draft_that_is_slower_is_warned_of_once(tmp_path: Path) -> None:
     """Would catch: a warning in every call, before there are enough steps, or with other figures than observed."""
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 3)
-    assert not warnings_of(target, draft, pass_seconds=0.008, calls=6, combined=True), "its members are not told apart"
-    found = warnings_of(target, draft, pass_seconds=0.008, calls=12)
+    assert not warnings_of(target, draft, pass_seconds=0.02, calls=6, combined=True), "its members are not told apart"
+    found = warnings_of(target, draft, pass_seconds=0.02, calls=12)
     assert len(found) == 1 and str(tmp_path / "draft") in found[0]
     assert "100% of the prompt's tokens" in found[0] and "tokens per step" in found[0]
-    assert not warnings_of(target, draft, pass_seconds=0.008, calls=2)
+    assert not warnings_of(target, draft, pass_seconds=0.02, calls=2)
 
 
 def test_draft_that_is_faster_is_not_warned_of(tmp_path: Path) -> None:
