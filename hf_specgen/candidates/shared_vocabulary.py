@@ -44,7 +44,7 @@ class SharedVocabulary:
         known = [index if index < draft_size else -1 for index in draft_ids[:target_size]]
         self._draft_ids = known + [-1] * (target_size - len(known))
         self._index = torch.tensor(self._draft_ids)
-        self._by_device: dict[torch.device, torch.Tensor] = {}
+        self._by_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def draft_token(self, token: int) -> int | None:
         """The draft's token for a token of the target; None where it has none."""
@@ -61,12 +61,14 @@ class SharedVocabulary:
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits over the target's vocabulary: `[…, draft vocab]` to `[…, target vocab]`, float32."""
-        index = self._index_on(logits.device)
-        return logits[..., index.clamp(min=0)].float().masked_fill(index < 0, NOT_SHARED)
+        index, is_missing = self._index_on(logits.device)
+        return logits[..., index].float().masked_fill_(is_missing, NOT_SHARED)
 
-    def _index_on(self, device: torch.device) -> torch.Tensor:
+    def _index_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[target_size]` the draft's id of each token, 0 where it has none, and whether it has none."""
         if device not in self._by_device:
-            self._by_device[device] = self._index.to(device)
+            index = self._index.to(device)
+            self._by_device[device] = index.clamp(min=0), index < 0
         return self._by_device[device]
 
 

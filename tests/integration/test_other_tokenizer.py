@@ -240,8 +240,8 @@ def warnings_of(model: Any, draft: Any, pass_seconds: float, calls: int, combine
 def test_draft_that_is_slower_is_warned_of_once(tmp_path: Path) -> None:
     """Would catch: a warning in every call, before there are enough steps, or with other figures than observed."""
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 3)
-    assert not warnings_of(target, draft, pass_seconds=0.02, calls=6, combined=True), "its members are not told apart"
-    found = warnings_of(target, draft, pass_seconds=0.02, calls=12)
+    assert not warnings_of(target, draft, pass_seconds=0.02, calls=4, combined=True), "its members are not told apart"
+    found = warnings_of(target, draft, pass_seconds=0.02, calls=8)
     assert len(found) == 1 and str(tmp_path / "draft") in found[0]
     assert "100% of the prompt's tokens" in found[0] and "tokens per step" in found[0]
     assert not warnings_of(target, draft, pass_seconds=0.02, calls=2)
@@ -249,6 +249,6 @@ def test_draft_that_is_slower_is_warned_of_once(tmp_path: Path) -> None:
 
 def test_draft_that_is_faster_is_not_warned_of(tmp_path: Path) -> None:
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 0)
-    assert not warnings_of(target, draft, pass_seconds=0.0001, calls=4)
+    assert not warnings_of(target, draft, pass_seconds=0.0001, calls=2)
     (total,) = pair_speed._observed[target].values()
     assert total is not None and total.steps >= pair_speed.MIN_DRAFTED_STEPS, "it tests nothing"
