@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -81,25 +81,35 @@ def _setup(quick: bool) -> Setup:
     return Setup(model, draft, tokenizer, device)
 
 
+Samples = dict[str, dict[str, list[tuple[Sample, Sample]]]]
+"""By variant and domain, each with plain `generate` on the same prompt."""
+
+
 def _measure(setup: Setup, variants: list[Variant], repeats: int, quick: bool) -> list[dict[str, Any]]:
     """Speed on prompts of five domains, after a prompt of each from which latencies are learnt.
 
     In bfloat16 the target's own passes over one token and over several round differently, so that texts part where two
     tokens are equally likely: `same tokens` is the share of the tokens before the first difference.
     """
-    samples: dict[str, dict[str, list[tuple[Sample, Sample]]]] = {variant.name: {} for variant in variants}
-    for domain, texts in domain_prompts(WorkloadSettings(prompts_per_domain=1 + repeats)).items():
-        for turn, text in enumerate(texts):
-            encoded = next(encode(setup.tokenizer, [text], 1))
+    run_prompts(setup, variants, [0], quick)
+    samples = run_prompts(setup, variants, range(1, 1 + repeats), quick)
+    return [_row(name, by_domain) for name, by_domain in samples.items()]
+
+
+def run_prompts(setup: Setup, variants: list[Variant], turns: Sequence[int], quick: bool) -> Samples:
+    """All variants on the prompts of these numbers in each domain."""
+    samples: Samples = {variant.name: {} for variant in variants}
+    for domain, texts in domain_prompts(WorkloadSettings(prompts_per_domain=1 + max(turns))).items():
+        for turn in turns:
+            encoded = next(encode(setup.tokenizer, texts[turn : turn + 1], 1))
             inputs = {name: tensor.to(setup.device) for name, tensor in encoded.items()}
             generation = {"max_new_tokens": 16 if quick else NEW_TOKENS, **DOMAINS[domain]}
             measured = measure_round(setup.model, inputs, variants, generation, turn, first=turn)
-            if turn > 0:
-                for name, sample in measured.items():
-                    samples[name].setdefault(domain, []).append((sample, measured[PLAIN.name]))
+            for name, sample in measured.items():
+                samples[name].setdefault(domain, []).append((sample, measured[PLAIN.name]))
         if quick:
             break
-    return [_row(name, by_domain) for name, by_domain in samples.items()]
+    return samples
 
 
 def deepen(model: PreTrainedModel, layers: int) -> PreTrainedModel:
