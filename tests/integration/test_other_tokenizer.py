@@ -74,7 +74,7 @@ def test_permuted_vocabulary_drafts_what_the_same_vocabulary_does(
     steps = []
     for source in (EMBEDDED_DRAFT, draft):
         candidates = DraftModelCandidates(str(source), k=4, tree=tree, dtype=torch.float32)
-        statistics = assert_same_tokens(reference_model, prompts, candidates, max_new_tokens=20, **SAMPLING[sampling])
+        statistics = assert_same_tokens(reference_model, prompts, candidates, max_new_tokens=16, **SAMPLING[sampling])
         steps.append(statistics.rows)
     assert steps[0] == steps[1]
     assert sum(step.accepted for row in steps[1] for step in row) > 10
@@ -86,8 +86,8 @@ def test_reencoded_draft_is_accepted_as_often_as_the_same_vocabulary(
     """Would catch: text that is lost or doubled in translation, a draft cache that goes on from other tokens."""
     same = DraftModelCandidates(str(EMBEDDED_DRAFT), k=4, dtype=torch.float32)
     other = DraftModelCandidates(str(draft), k=4, dtype=torch.float32)
-    expected = assert_same_tokens(reference_model, prompts, same, max_new_tokens=20)
-    statistics = assert_same_tokens(reference_model, prompts, other, max_new_tokens=20)
+    expected = assert_same_tokens(reference_model, prompts, same, max_new_tokens=16)
+    statistics = assert_same_tokens(reference_model, prompts, other, max_new_tokens=16)
     assert statistics.accepted >= 0.8 * expected.accepted > 0
 
 
@@ -96,7 +96,7 @@ def test_reencoded_draft_sampled_batch_same_tokens(
 ) -> None:
     """Would catch: proposals that change the text."""
     candidates = DraftModelCandidates(str(draft), k=4, dtype=torch.float32, confidence_threshold=0.2)
-    statistics = assert_same_tokens(reference_model, prompts, candidates, max_new_tokens=24, **SAMPLING["sampled"])
+    statistics = assert_same_tokens(reference_model, prompts, candidates, max_new_tokens=12, **SAMPLING["sampled"])
     assert statistics.accepted > 0
 
 
@@ -156,7 +156,7 @@ def small_model(characters: str, folder: Path, seed: int, positions: int = 64) -
 def test_shared_vocabulary_rejection_sampling_has_the_distribution_of_the_target(tree: Any, tmp_path: Path) -> None:
     """Would catch: q that includes tokens which are never drafted, q in the draft's order.
 
-    Three of six tokens are shared. 3,000 samples of two tokens; fails by chance once in 1,000 runs of another seed.
+    Three of six tokens are shared. 2,000 samples of two tokens; fails by chance once in 1,000 runs of another seed.
     """
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("gfxcy?a", tmp_path / "draft", 3)
     ids = torch.tensor([[0, 2, 5]])
@@ -165,7 +165,7 @@ def test_shared_vocabulary_rejection_sampling_has_the_distribution_of_the_target
     candidates = DraftModelCandidates(draft, k=2, tree=tree)
     torch.manual_seed(11)
     counts = torch.zeros(49)
-    for _ in range(6):
+    for _ in range(4):
         output = target.generate(
             ids,
             do_sample=True,
@@ -240,11 +240,11 @@ def warnings_of(model: Any, draft: Any, pass_seconds: float, calls: int, combine
 def test_draft_that_is_slower_is_warned_of_once(tmp_path: Path) -> None:
     """Would catch: a warning in every call, before there are enough steps, or with other figures than observed."""
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 3)
-    assert not warnings_of(target, draft, pass_seconds=0.02, calls=4, combined=True), "its members are not told apart"
-    found = warnings_of(target, draft, pass_seconds=0.02, calls=8)
+    assert not warnings_of(target, draft, pass_seconds=0.016, calls=8, combined=True), "its members are not told apart"
+    found = warnings_of(target, draft, pass_seconds=0.016, calls=12)
     assert len(found) == 1 and str(tmp_path / "draft") in found[0]
     assert "100% of the prompt's tokens" in found[0] and "tokens per step" in found[0]
-    assert not warnings_of(target, draft, pass_seconds=0.02, calls=2)
+    assert not warnings_of(target, draft, pass_seconds=0.016, calls=2)
 
 
 def test_draft_that_is_faster_is_not_warned_of(tmp_path: Path) -> None:
