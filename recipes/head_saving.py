@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -56,16 +57,16 @@ def run(settings: HeadSettings, recipe: str, make_head: MakeHead, draft: DraftPa
     progress, weights = train(accelerator, module, loader, loss_sum, settings, evaluate=summary)
     if accelerator.is_main_process:
         head.load_state_dict({name.removeprefix("head."): weights[name] for name in weights})
+        save_head(copy.deepcopy(head).to(torch.bfloat16), settings.output)  # before the evaluation, which takes a while
         results = evaluation.measure() if evaluation else {}
-        _save(settings, recipe, head, results, progress.losses)
+        _write_card(settings, recipe, head, results, progress.losses)
     accelerator.end_training()
 
 
-def _save(
+def _write_card(
     settings: HeadSettings, recipe: str, head: DraftHead, results: dict[str, Any], losses: list[tuple[int, float]]
 ) -> None:
     folder = Path(settings.output)
-    save_head(cast(DraftHead, cast(Any, head).to(torch.bfloat16)), folder)
     parameters = sum(parameter.numel() for parameter in head.parameters())
     kind = "EAGLE-3 head" if isinstance(head, Eagle3Head) else "block head (DFlash)"
     write_card(

@@ -47,16 +47,21 @@ class Trained:
     weights: dict[str, torch.Tensor]
 
 
-def save(settings: Any, trained: Trained, results: dict[str, HeadScores], losses: list[tuple[int, float]]) -> None:
-    """Write the folder, and upload it if requested."""
+def save_weights(settings: Any, trained: Trained) -> None:
+    """Write the files that generation reads."""
     folder, heads = Path(settings.output), trained.heads
     heads.save_pretrained(folder)
     if trained.lora is not None:
         trained.lora.save_pretrained(folder / FOLDER)
     if trained.adapted is not None:
         trained.adapted.save_pretrained(folder / ADAPTER, state_dict=trained.weights)
+    write_custom_generate(folder, settings.push_to_hub or settings.output)
+
+
+def save_card(settings: Any, trained: Trained, results: dict[str, HeadScores], losses: list[tuple[int, float]]) -> None:
+    """Write the model card, and upload the folder if requested."""
+    folder, heads = Path(settings.output), trained.heads
     name = settings.push_to_hub or settings.output
-    write_custom_generate(folder, name)
     config = heads.config
     parameters = sum(parameter.numel() for parameter in heads.parameters())
     write_card(

@@ -11,6 +11,7 @@ model.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -27,7 +28,7 @@ from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.target.model_parts import output_matrix
 from medusa_evaluation import Evaluation
 from medusa_loss import answer_loss, medusa_loss
-from medusa_saving import Trained, save
+from medusa_saving import Trained, save_card, save_weights
 from training import start, train
 
 SHAPE = ("num_heads", "num_layers", "own_outputs", "reads_token", "lora_rank")
@@ -123,15 +124,18 @@ def main(arguments: list[str] | None = None) -> None:
     if accelerator.is_main_process:
         heads, lora = make_heads(settings, target, tokenizer)  # the trained ones may be wrapped or sharded
         HeadsTraining(heads, lora).load_state_dict(weights, strict=False)
+        adapter = {name.removeprefix("adapted."): weights[name] for name in weights if name.startswith("adapted.")}
+        adapted = module.adapted if isinstance(module, JointTraining) else None
+        trained = Trained(cast(Any, copy.deepcopy(heads)).to(target.dtype), lora, adapted, adapter)
+        save_weights(settings, trained)  # before the evaluation, which takes a while
         results = {}
         if settings.evaluation:
             final = Evaluation(settings, heads, lora, target, tokenizer)
             final.tune()
             results = final.measure()
-        adapter = {name.removeprefix("adapted."): weights[name] for name in weights if name.startswith("adapted.")}
-        adapted = module.adapted if isinstance(module, JointTraining) else None
-        trained = Trained(cast(Any, heads).to(target.dtype), lora, adapted, adapter)
-        save(settings, trained, results, progress.losses)
+            trained.heads.config = heads.config  # with the acceptance that was measured
+            save_weights(settings, trained)
+        save_card(settings, trained, results, progress.losses)
     accelerator.end_training()
 
 

@@ -39,7 +39,8 @@ class Plan:
     model: str = _option("", "Hub id or folder of the target; the embedded model if empty")
     strategies: tuple[str, ...] = _option(
         ("ngram", "draft", "layerskip", "medusa"),
-        "ngram, auto, draft=MODEL, layerskip=ADAPTER or =LAYER, medusa=HEADS, eagle=HEAD, or several combined with +",
+        "ngram, auto, draft=MODEL, layerskip=ADAPTER or =LAYER, medusa=HEADS, eagle=HEAD, dflash=HEAD, or several "
+        "combined with +",
     )
     default_settings: bool = _option(False, "measure strategies with their default settings instead of choosing them")
     peers: tuple[str, ...] = _option(("transformers",), "transformers: the same strategies in Transformers; or empty")

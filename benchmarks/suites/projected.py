@@ -7,7 +7,7 @@ from benchmarks.harness.plan import Plan, Suite
 PROFILE = "benchmarks/profiles/gpu_like.json"
 SUITE = Suite(
     Plan(
-        strategies=("ngram", "auto", "layerskip", "medusa", "eagle", "draft", "ngram+eagle", "ngram+draft"),
+        strategies=("ngram", "auto", "layerskip", "medusa", "dflash", "eagle", "draft", "ngram+eagle", "ngram+draft"),
         default_settings=True,
         peers=(),
         domains=("embedded",),

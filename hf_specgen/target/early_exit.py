@@ -71,8 +71,7 @@ class EarlyExitTarget(Target):
         with self._passing(self._last), self._detecting_output_type():
             logits = self.prompt.read(self.model, self.cache, DraftTree.empty(self.batch))
         self._prompt_was_read(self._before_prompt[0], 0)
-        seen = self._pass_through[self._last[0]].seen
-        assert seen is not None
+        seen = self._exit_state()
         self._states.append(seen)
         return seen[:, -1:], logits[:, -1:]
 
@@ -124,9 +123,7 @@ class EarlyExitTarget(Target):
             module = self.model if with_logits else decoder(self.model)
             active = self._within_table(tree.batch)
             outputs = self._run(module, tree, {"input_ids": tokens}, active, cached)
-        seen = self._pass_through[self._last[0]].seen
-        assert seen is not None
-        self._states.append(self._layout.spread(seen, tree.batch))
+        self._states.append(self._layout.spread(self._exit_state(), tree.batch))
         return self._states[-1], self._layout.spread(outputs.logits, tree.batch) if with_logits else None
 
     def forward(
@@ -143,6 +140,16 @@ class EarlyExitTarget(Target):
         with self._passing(self._first):
             logits = self._run(self.model, tree, {"inputs_embeds": states}, active).logits
         return self._layout.spread(logits, tree.batch)
+
+    def _exit_state(self) -> torch.Tensor:
+        """The input of layer E in the last pass, `[batch, tokens, hidden]`."""
+        state = self._pass_through[self._last[0]].seen
+        assert state is not None
+        if state.dim() != 3:  # an index into it would be out of bounds, which ends a process that uses a GPU
+            raise ValueError(
+                f"its layers pass on a state of shape {tuple(state.shape)} instead of one vector for each token"
+            )
+        return state
 
     def _within_table(self, batch: int) -> list[bool]:
         """Rows for which one more token can be drafted within the model's position table."""

@@ -62,6 +62,12 @@ def test_layer_skip_on_a_model_that_cannot_be_divided_is_refused(kind: str) -> N
         identical(model_of(kind), LayerSkipCandidates(2, k=2))
 
 
+def test_layer_skip_on_a_model_without_one_vector_a_token_is_refused() -> None:
+    """Would catch: an index out of bounds in the trial run, after which a process cannot use its GPU any more."""
+    with pytest.raises(ValueError, match="pass on a state of shape"):
+        identical(tiny_model("gemma3n_text"), LayerSkipCandidates(1, k=2))
+
+
 @pytest.mark.parametrize("kind", ["git", "moshi"])
 def test_model_whose_verification_differs_is_refused(kind: str) -> None:
     """Would catch: other tokens than plain generate in padded batches (git) or behind the window (moshi)."""
