@@ -3,7 +3,9 @@
 The draft keeps a per-row cache of its own from step to step. After a step it keeps what it computed for accepted nodes
 and drops the rest, so it reads at most two new tokens: an accepted leaf of its tree, and the bonus token.
 
-Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et al. (2023).
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et al. (2023). For
+drafts with another tokenizer: Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms
+for Heterogeneous Vocabularies" (2025).
 """
 
 from __future__ import annotations
@@ -24,12 +26,11 @@ from hf_specgen import compat
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt
-from hf_specgen.candidates.reencoding import ReencodingSession, load_tokenizer
+from hf_specgen.candidates.translated import translated_session
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
-from hf_specgen.target.compiled import compiled_passes
 from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
@@ -46,8 +47,9 @@ MAX_DEPTH = 16
 class DraftModelCandidates(Candidates):
     """Drafts with a small model.
 
-    A draft of another tokenizer writes text, which is encoded again in the target's vocabulary: chains only, and fewer
-    draft tokens are accepted than with a draft of the target's family.
+    A draft with another tokenizer proposes tokens that both vocabularies have, or, if few of the prompt's tokens are
+    such, chains of text that is encoded again in the target's vocabulary. Fewer of its tokens are accepted than with a
+    draft of the target's family; a warning is issued once if generation becomes slower.
 
     Args:
         model_or_id: a loaded model (also one that PEFT has wrapped), a Hub id or a folder.
@@ -128,9 +130,11 @@ class DraftModelCandidates(Candidates):
                     f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
                     "decoder-only models; use a draft of the target's family"
                 )
-            tokenizers = load_tokenizer(call.model.name_or_path), load_tokenizer(draft.name_or_path)
-            compiled = compiled_passes(draft) if self.compile else None
-            return ReencodingSession(call, draft, tokenizers, self.k, self.confidence_threshold, compiled)
+            # In a combination the policy observes all members together.
+            warns = call.candidates is self
+            return translated_session(
+                call, draft, self.k, self.tree, self.confidence_threshold, compile=self.compile, warns=warns
+            )
         reader = make_target(TargetRequirements(), draft, *prompt, compile=self.compile)
         return _DraftModelSession(self, draft, reader, call)
 

@@ -42,7 +42,7 @@ from hf_specgen.depth.controller import AdaptiveDepth, Controller
 from hf_specgen.depth.cost import CostCurve
 from hf_specgen.depth.latency import DraftLatency, LatencyModel, Slice
 from hf_specgen.depth.planner import Plan, plan_depths
-from hf_specgen.depth.policy import Fixed, FixedDepth, Policy, PolicySession, StepRecord
+from hf_specgen.depth.policy import DraftingSpeed, Fixed, FixedDepth, Policy, PolicySession, StepRecord
 from hf_specgen.depth.schedules import DisableWhen, MovingWindow, OffAbove, OffForShort, Schedule
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "CostCurve",
     "DisableWhen",
     "DraftLatency",
+    "DraftingSpeed",
     "Fixed",
     "FixedDepth",
     "LatencyModel",

@@ -12,7 +12,7 @@ from hf_specgen.depth.acceptance import AcceptanceEstimator, ObservedSpeed, reca
 from hf_specgen.depth.latency import LatencyModel, slice_of
 from hf_specgen.depth.learning import Profile, profile_of
 from hf_specgen.depth.planner import Plan, plan_depths
-from hf_specgen.depth.policy import Policy, PolicySession, StepRecord
+from hf_specgen.depth.policy import DraftingSpeed, Policy, PolicySession, StepRecord
 from hf_specgen.depth.ranks import from_first_rank, is_first_rank, lockstep_group
 from hf_specgen.depth.schedules import context_length
 
@@ -87,13 +87,14 @@ class AdaptiveSession(PolicySession):
     """The state of `AdaptiveDepth` in one call."""
 
     latency: LatencyModel
+    drafting_speed: DraftingSpeed
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
         self._call, self._candidates, self._margin = call, call.candidates, policy.margin
         key, negligible_cost = call.candidates.profile_key(), call.candidates.negligible_draft_cost
         self._key, self._k = (key, call.temperature), min(call.candidates.k, MAX_DRAFT_DEPTH)
         self._acceptance = AcceptanceEstimator(call.state.batch, self._k, PROPOSED_PRIOR if negligible_cost else 1.0)
-        self._speed = ObservedSpeed()
+        self._speed, self.drafting_speed = ObservedSpeed(), DraftingSpeed()
         self._profile: Profile | None = None
         self._group: Any = None
         self._fixed, self._wants_plain_step, self._exploring, self._exploration = True, False, False, 0.0
@@ -163,9 +164,7 @@ class AdaptiveSession(PolicySession):
         if self._exploring:
             self._exploration += accepted / max(1, step.batch) - self._trial_cost(step, bool(drafted))
             self._exploration = max(self._exploration, -MAX_EXPLORATION_DEBT)
-        self._speed.add(
-            sum(row.emitted for row in step.rows if row is not None) / max(1, step.batch), self._cost_of(step)
-        )
+        self._count_speed(step)
         if drafted:
             breadth = max(row.drafted for row in drafted) / step.depth
             self._nodes_per_level += SIZE_UPDATE * (breadth - self._nodes_per_level)
@@ -173,6 +172,13 @@ class AdaptiveSession(PolicySession):
         self._new.append(step)
         self._renew = self._renew or (self._exploring and accepted > 0) or self._drafts < REPLAN_EVERY
         self._plan_age += REJECTED_DRAFT_WEIGHT - 1 if drafted and not accepted and not self._exploring else 0
+
+    def _count_speed(self, step: StepRecord) -> None:
+        tokens = sum(row.emitted for row in step.rows if row is not None) / max(1, step.batch)
+        cost = self._cost_of(step)
+        self._speed.add(tokens, cost)
+        if self._fixed:
+            self.drafting_speed = self.drafting_speed.plus(DraftingSpeed(1, tokens, cost))
 
     def _look_up_latency(self, rows: int) -> None:
         """Update the latencies when the number of rows or the context changes, and in every step while learning."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hf_specgen.depth.latency import LatencyModel
 from hf_specgen.steps import RowStep
@@ -50,11 +50,31 @@ class StepRecord:
         return [self.batch] * self.depth if self.drafter_passes is None else self.drafter_passes
 
 
+class DraftingSpeed(NamedTuple):
+    """Sums over the steps for which drafts were requested.
+
+    Args:
+        steps: how many.
+        tokens: that they emitted per row.
+        cost: their time by the latency model, in plain steps.
+    """
+
+    steps: int = 0
+    tokens: float = 0.0
+    cost: float = 0.0
+
+    def plus(self, other: DraftingSpeed) -> DraftingSpeed:
+        """The sums over both."""
+        return DraftingSpeed(self.steps + other.steps, self.tokens + other.tokens, self.cost + other.cost)
+
+
 class PolicySession(ABC):
     """The state of a policy in one `generate` call."""
 
     latency: LatencyModel | None = None
     """The latency model in use, for strategies that size their own trees; None if the policy has none."""
+    drafting_speed: DraftingSpeed | None = None
+    """What drafting has gained and cost in this call, since latencies are final; None if the policy knows none."""
     remembers: bool = False
     """Whether counts of earlier calls may be used; if not, equal calls make the same drafts."""
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from tests.fuzz.device import device
-from tests.fuzz.tokenizers import VOCAB, tokenizer_folder
+from tests.fuzz.tokenizers import CHARACTERS, VOCAB, tokenizer_folder
 from tests.helpers import stateful
 
 WIDTH = 64
@@ -225,13 +225,22 @@ def disturbed_copy(model: Any, noise: float) -> Any:
 
 
 @lru_cache(maxsize=MAX_CACHED_MODELS)
-def with_reversed_vocabulary(model: Any) -> Any:
-    """The same model behind a tokenizer whose ids are in the opposite order."""
+def with_other_tokenizer(model: Any, kind: str) -> Any:
+    """The same model behind a tokenizer of another kind: its tokens have the weights of their first character.
+
+    Args:
+        model: of `tiny_model`.
+        kind: one of `tests.fuzz.tokenizers.KINDS`.
+    """
     draft = copy.deepcopy(model)
-    order = torch.arange(VOCAB - 1, -1, -1, device=device())
+    folder = tokenizer_folder(kind)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [tokenizer.decode([token]) for token in range(VOCAB)]
+    first = [CHARACTERS.index(text[0]) if text[:1] in CHARACTERS else 0 for text in texts]
+    order = torch.tensor(first, device=device())
     tables = {id(part.weight): part.weight for part in (draft.get_input_embeddings(), draft.get_output_embeddings())}
     with torch.no_grad():
         for weight in tables.values():
             weight[:VOCAB] = weight[order].clone()
-    draft.name_or_path = str(tokenizer_folder(reversed_ids=True))
+    draft.name_or_path = str(folder)
     return draft

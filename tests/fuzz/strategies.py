@@ -26,8 +26,9 @@ from tests.fuzz.cases import Case
 from tests.fuzz.fitted import exit_adapter, medusa_heads, recycling_table
 from tests.fuzz.heads import CLASSES, head_candidates
 from tests.fuzz.internals import given_latency
-from tests.fuzz.models import VOCAB, disturbed_copy, tiny_model, with_reversed_vocabulary
+from tests.fuzz.models import VOCAB, disturbed_copy, tiny_model, with_other_tokenizer
 from tests.fuzz.scripted import Nodes, RandomDepths, Script, Scripted
+from tests.fuzz.tokenizers import KINDS
 
 MEDUSA_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
@@ -94,7 +95,7 @@ def draft_model(case: Case, model: Any) -> Any:
     if "draft" in case.strategies():
         return disturbed_copy(model, round((1 - case.accuracy) / 2, 2))
     if "draft_reencoded" in case.strategies():
-        return with_reversed_vocabulary(model)
+        return with_other_tokenizer(model, KINDS[1 + case.seed % (len(KINDS) - 1)])
     return None
 
 

@@ -310,6 +310,16 @@ def test_adaptive_trees_draft_where_their_steps_are_faster(nodes: int, drafts: b
     assert drafted == 100 if drafts else drafted < 30
 
 
+def test_drafting_speed_sums_steps_with_a_draft_by_the_latency_model() -> None:
+    """Two drafts of 10 nodes, of which 3 and 0 are accepted, cost two plain steps each; a plain step does not count."""
+    model = LatencyModel.from_curves(CostCurve((1, 11), (1.0, 2.0), context=1, batch=1))
+    session = AdaptiveDepth(model).start(make_call(candidates=Candidates(8, True, True)))
+    for nodes, accepted in [(10, 3), (0, 0), (10, 0)]:
+        session.depths([99])
+        _observe(session, 8 if nodes else 0, nodes, accepted)
+    assert session.drafting_speed == pytest.approx((2, 5.0, 4.0))
+
+
 def test_depths_never_exceed_the_room_of_a_row() -> None:
     session = AdaptiveDepth(GPU_LIKE).start(make_call(rows=3))
     for room in ([9, 1, 0], [2, 2, 2], [0, 0, 0], [0, 5, 1]):

@@ -1,0 +1,122 @@
+"""The tokens that the vocabularies of a target and of a draft model have in common, matched by their text.
+
+A draft model with another tokenizer is restricted to these tokens: its logits for them become logits over the target's
+vocabulary, those of all other tokens are left out. Its draft tokens are then ordinary target tokens with probabilities
+q, so that they form trees and are verified in every mode.
+
+Source: Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
+Vocabularies" (2025), section 4 (Token-Level Intersection).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_specgen.candidates.reencoding import INCOMPLETE, load_tokenizer
+
+NOT_SHARED = -1e9
+"""Logit of a token that the draft does not have. Finite, so that scores stay valid if a processor suppresses all
+others; the exponential function of it is 0."""
+
+
+class SharedVocabulary:
+    """The common tokens of two vocabularies.
+
+    Args:
+        draft_ids: for each token of the target, the id of the draft's token with the same text, or -1.
+        target_size: number of logits of the target.
+        draft_size: number of tokens that the draft has embeddings and logits for; its other tokens are not shared.
+
+    Example:
+        >>> shared = SharedVocabulary([2, -1, 0], target_size=4, draft_size=3)
+        >>> shared.draft_token(0), shared.draft_token(1), shared.share([0, 1, 2, 2])
+        (2, None, 0.75)
+        >>> shared.target_logits(torch.tensor([5.0, 6.0, 7.0])).tolist()  # token 3 is padding of the target's table
+        [7.0, -1000000000.0, 5.0, -1000000000.0]
+    """
+
+    def __init__(self, draft_ids: Sequence[int], target_size: int, draft_size: int):
+        known = [index if index < draft_size else -1 for index in draft_ids[:target_size]]
+        self._draft_ids = known + [-1] * (target_size - len(known))
+        self._index = torch.tensor(self._draft_ids)
+        self._by_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def draft_token(self, token: int) -> int | None:
+        """The draft's token for a token of the target; None where it has none."""
+        index = self._draft_ids[token] if token < len(self._draft_ids) else -1
+        return None if index < 0 else index
+
+    def draft_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The draft's tokens for those of the target, of any shape; 0 where it has none."""
+        return self._index.to(tokens.device)[tokens].clamp(min=0)
+
+    def share(self, tokens: Sequence[int]) -> float:
+        """The share of some target tokens that the draft has too; of no tokens, 0."""
+        return sum(self.draft_token(token) is not None for token in tokens) / max(1, len(tokens))
+
+    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The draft's logits over the target's vocabulary: `[…, draft vocab]` to `[…, target vocab]`, float32."""
+        index, is_missing = self._index_on(logits.device)
+        return logits[..., index].float().masked_fill_(is_missing, NOT_SHARED)
+
+    def _index_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[target_size]` the draft's id of each token, 0 where it has none, and whether it has none."""
+        if device not in self._by_device:
+            index = self._index.to(device)
+            self._by_device[device] = index.clamp(min=0), index < 0
+        return self._by_device[device]
+
+
+@lru_cache(maxsize=8)
+def shared_vocabulary(target: str, draft: str, target_size: int, draft_size: int) -> SharedVocabulary:
+    """The common tokens of two tokenizers; kept for later calls.
+
+    Args:
+        target, draft: folders or repositories of the tokenizers.
+        target_size, draft_size: as in `SharedVocabulary`.
+    """
+    return SharedVocabulary(shared_ids(target, draft), target_size, draft_size)
+
+
+def shared_ids(target: str, draft: str) -> tuple[int, ...]:
+    """For each token of the target's tokenizer, the id of the draft's token with the same text, or -1.
+
+    Args:
+        target, draft: folders or repositories of the tokenizers.
+    """
+    ours, theirs = (token_texts(load_tokenizer(name)) for name in (target, draft))
+    ids = [-1] * (1 + max(ours.values(), default=-1))
+    for text, index in ours.items():
+        ids[index] = theirs.get(text, -1)
+    return tuple(ids)
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The text of every token inside a sentence, with its id.
+
+    Decoded behind another token: then "▁the" of SentencePiece and "Ġthe" of byte-level BPE both are " the", and "ing"
+    is the text of WordPiece's "##ing". A token that is a part of a character keeps the name it has in its vocabulary,
+    which is the same in all byte-level vocabularies. Of several tokens with one text the last counts: SentencePiece has
+    its bytes first.
+    """
+    first = tokenizer.encode("x", add_special_tokens=False)[-1:]
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    before, *texts = _decoded(tokenizer, [first, *([*first, index] for _, index in vocabulary)])
+    found: dict[str, int] = {}
+    for (name, index), text in zip(vocabulary, texts, strict=True):
+        added = text[len(before) :] if text.startswith(before) else ""
+        found[name if not added or INCOMPLETE in added else added] = index
+    return found
+
+
+def _decoded(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
+    """The text of each sequence of tokens; at once where the tokenizer can."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and hasattr(backend, "decode_batch"):
+        return list(backend.decode_batch(sequences, skip_special_tokens=False))
+    return [str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False)) for tokens in sequences]
