@@ -8,7 +8,7 @@ drop the slots that are outside the window of every row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ class RaggedCache(Cache):
     @property
     def first_visible(self) -> int:
         """How many slots the sliding-window layers have dropped."""
-        return max((part.first for part in self._filled if isinstance(part, RaggedLayer)), default=0)
+        return max((layer.first for layer in self.layers if isinstance(layer, RaggedLayer)), default=0)
 
     def protect(self) -> None:
         """Keep all slots that a rollback to the present lengths needs."""
@@ -54,8 +54,12 @@ class RaggedCache(Cache):
     @property
     def _filled(self) -> list[Any]:
         """The parts that something has been written to."""
-        parts = [part for layer in self.layers for part in getattr(layer, "parts", ())]
-        return [part for part in parts if part.is_initialized]
+        return [part for part in self._parts if part.is_initialized]
+
+    @property
+    def _parts(self) -> Iterator[Any]:
+        """All parts of the layers."""
+        return (part for layer in self.layers for part in getattr(layer, "parts", ()))
 
     @property
     def has_recurrent_state(self) -> bool:
@@ -85,7 +89,7 @@ class RaggedCache(Cache):
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of filled slots of each row."""
-        return next((part.lengths for part in self._filled if part.lengths), ())
+        return next((part.lengths for part in self._parts if part.is_initialized and part.lengths), ())
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
