@@ -8,7 +8,7 @@ drop the slots that are outside the window of every row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -54,12 +54,7 @@ class RaggedCache(Cache):
     @property
     def _filled(self) -> list[Any]:
         """The parts that something has been written to."""
-        return [part for part in self._parts if part.is_initialized]
-
-    @property
-    def _parts(self) -> Iterator[Any]:
-        """All parts of the layers."""
-        return (part for layer in self.layers for part in getattr(layer, "parts", ()))
+        return [part for layer in self.layers for part in getattr(layer, "parts", ()) if part.is_initialized]
 
     @property
     def has_recurrent_state(self) -> bool:
@@ -89,7 +84,8 @@ class RaggedCache(Cache):
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of filled slots of each row."""
-        return next((part.lengths for part in self._parts if part.is_initialized and part.lengths), ())
+        parts = (part for layer in self.layers for part in getattr(layer, "parts", ()))
+        return next((part.lengths for part in parts if part.is_initialized and part.lengths), ())
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
