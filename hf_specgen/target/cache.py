@@ -89,6 +89,7 @@ class RaggedCache(Cache):
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
+        lengths = tuple(lengths)
         for part in self._filled:
             part.set_lengths(lengths)
 

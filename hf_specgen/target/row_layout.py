@@ -108,7 +108,7 @@ def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.
         >>> spread_rows(torch.tensor([[1], [3]]), [0, 2], batch=3).tolist()
         [[1], [0], [3]]
     """
-    if len(values) == batch:
+    if values.shape[0] == batch:
         return values
     result = values.new_zeros(batch, *values.shape[1:])
     result[list(rows)] = values
