@@ -86,6 +86,6 @@ class PolicyRunner:
         self._session.observe(step)
         if self._monitor is not None:
             self._monitor.observe(step)
-        drafter = tuple(step.passes) if any(step.requested) else None
-        passes = StepPasses(step.batch, context_length(self._call), step.batch * step.tokens_per_row, drafter)
+        drafter, batch = tuple(step.passes) if any(step.requested) else None, step.batch
+        passes = StepPasses(batch, context_length(self._call), batch * step.tokens_per_row, drafter)
         self._call.statistics.passes.append(passes)

@@ -126,7 +126,7 @@ class GenerationState:
         """Cut the row to `length` generated tokens."""
         del self.generated[row][length:]
         column = self.prompt_length + self._filled[row]
-        self._columns[row, self.prompt_length + length : column] = self._padding
+        self._columns.numpy()[row, self.prompt_length + length : column] = self._padding
         self._filled[row] = min(self._filled[row], length)
 
     @contextmanager
@@ -154,7 +154,8 @@ class GenerationState:
             filled, wanted = self._filled[row], min(len(tokens), columns - self.prompt_length)
             if wanted > filled:
                 first = self.prompt_length + filled
-                self._columns[row, first : self.prompt_length + wanted] = torch.tensor(tokens[filled:wanted])
+                # By way of numpy: a tenth of the time.
+                self._columns.numpy()[row, first : self.prompt_length + wanted] = tokens[filled:wanted]
                 self._filled[row] = wanted
         return self._columns[:, :columns].to(self.device, copy=True)
 

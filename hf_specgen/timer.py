@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter
 
 from hf_specgen.target.compiled import compile_seconds
@@ -25,17 +23,9 @@ class StepTimer:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._before_step = dict.fromkeys(STEP_PARTS, 0.0)
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Add the time inside the context to a part."""
-        begin, compiling = perf_counter(), compile_seconds()
-        try:
-            yield
-        finally:
-            compiling = compile_seconds() - compiling
-            self.seconds[name] += perf_counter() - begin - compiling
-            if compiling:
-                self.seconds["compile"] = self.seconds.get("compile", 0.0) + compiling
+    def part(self, name: str) -> _Part:
+        """A context whose time is added to a part."""
+        return _Part(self.seconds, name)
 
     def step_seconds(self) -> dict[str, float]:
         """Seconds of each part since the last call of this method; parts that took no time are left out."""
@@ -47,3 +37,19 @@ class StepTimer:
         """The seconds of all parts, and of the call in `total`."""
         self.seconds["total"] = perf_counter() - self._started
         return self.seconds
+
+
+class _Part:
+    """Adds the time inside the context to a part: a class, since a generator would take longer than some parts."""
+
+    def __init__(self, seconds: dict[str, float], name: str):
+        self._seconds, self._name = seconds, name
+
+    def __enter__(self) -> None:
+        self._compiling, self._begin = compile_seconds(), perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        elapsed, compiling = perf_counter() - self._begin, compile_seconds() - self._compiling
+        self._seconds[self._name] += elapsed - compiling
+        if compiling:
+            self._seconds["compile"] = self._seconds.get("compile", 0.0) + compiling

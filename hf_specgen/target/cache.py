@@ -44,7 +44,7 @@ class RaggedCache(Cache):
     @property
     def first_visible(self) -> int:
         """How many slots the sliding-window layers have dropped."""
-        return max((part.first for part in self._filled if isinstance(part, RaggedLayer)), default=0)
+        return max((layer.first for layer in self.layers if isinstance(layer, RaggedLayer)), default=0)
 
     def protect(self) -> None:
         """Keep all slots that a rollback to the present lengths needs."""
@@ -54,8 +54,7 @@ class RaggedCache(Cache):
     @property
     def _filled(self) -> list[Any]:
         """The parts that something has been written to."""
-        parts = [part for layer in self.layers for part in getattr(layer, "parts", ())]
-        return [part for part in parts if part.is_initialized]
+        return [part for layer in self.layers for part in getattr(layer, "parts", ()) if part.is_initialized]
 
     @property
     def has_recurrent_state(self) -> bool:
@@ -85,10 +84,12 @@ class RaggedCache(Cache):
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of filled slots of each row."""
-        return next((part.lengths for part in self._filled if part.lengths), ())
+        parts = (part for layer in self.layers for part in getattr(layer, "parts", ()))
+        return next((part.lengths for part in parts if part.is_initialized and part.lengths), ())
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
+        lengths = tuple(lengths)
         for part in self._filled:
             part.set_lengths(lengths)
 

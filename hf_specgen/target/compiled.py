@@ -42,12 +42,18 @@ BACKEND = "inductor"
 GRAPH_DEVICES = ("cuda",)
 """Where passes are captured as graphs."""
 
-_thread = threading.local()
+
+class _ThreadState(threading.local):
+    seconds = 0.0
+    """Time spent compiling."""
+
+
+_thread = _ThreadState()
 
 
 def compile_seconds() -> float:
     """How long this thread has spent compiling so far: not a part of any step's latency."""
-    return cast(float, getattr(_thread, "seconds", 0.0))
+    return _thread.seconds
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -68,10 +69,12 @@ class ModelPass:
         new = 1 + tree.nodes - cached
         if self._compiled is not None:
             tree, inputs = padded_pass(tree, inputs, new)
-        depth = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self._device)
-        lengths = tuple(length - cached for length in self._cache.lengths)
-        positions = self._layout.positions(depth, lengths, active, cached)
-        mask = self._masks.of_step(tree, depth, lengths, cached, self._cache.first_visible)
+        lengths = self._cache.lengths
+        if cached:
+            lengths = tuple(length - cached for length in lengths)
+        # By way of numpy: a third of the time of torch.tensor.
+        positions = torch.from_numpy(np.array(self._layout.positions(tree, lengths, active, cached))).to(self._device)
+        mask = self._masks.of_step(tree, lengths, cached, self._cache.first_visible)
         arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
         if self._compiled is not None:
             del arguments["past_key_values"]

@@ -10,8 +10,6 @@ import torch
 from hf_specgen.tree import DraftTree
 
 T = TypeVar("T")
-UNLIMITED = 2**31
-"""Last position of a row that has passed the model's position table."""
 
 
 class RowLayout:
@@ -53,30 +51,28 @@ class RowLayout:
         return spread_rows(values, self.rows, batch)
 
     def positions(
-        self, depths: torch.Tensor, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
-    ) -> torch.Tensor:
-        """`[rows, tokens]` positions of the tokens of a pass.
+        self, tree: DraftTree, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
+    ) -> list[list[int]]:
+        """`[rows][tokens]` positions of the tokens of a pass: the pending token and the nodes of a draft.
 
         Args:
-            depths: `[rows, 1 + nodes]` depth of the pending token and of each node.
+            tree: the draft of the rows in the cache.
             lengths: slots of each row before the pending token.
             active: of all rows of the call, those that take part; all if None.
             cached: how many of the pending token and the first nodes are in the cache already.
         """
-        last = self._last_position
-        bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
-        takes_part = [True] * len(bases) if active is None else self.of(active)
-        # An ended row and its nodes may exceed the model's position table, where a model would raise.
-        bases = [base if part else min(base, last) for base, part in zip(bases, takes_part, strict=True)]
-        positions = torch.tensor(bases, device=depths.device)[:, None] + depths[:, cached:]
-        if all(takes_part) and not cached:
-            return positions
-        # So may the padding nodes of a draft that grows; the results of all these nodes are ignored.
-        ends = [
-            last if base <= last and (cached or not part) else UNLIMITED
-            for base, part in zip(bases, takes_part, strict=True)
-        ]
-        return positions.minimum(torch.tensor(ends, device=depths.device)[:, None])
+        last, positions = self._last_position, []
+        takes_part = [True] * len(lengths) if active is None else self.of(active)
+        for place, (length, offset, part) in enumerate(zip(lengths, self.offsets, takes_part, strict=True)):
+            depths = tree.depths(place)[cached:]
+            base = length + offset
+            # An ended row and its nodes may exceed the model's position table, where a model would raise. So may the
+            # padding nodes of a draft that grows. The results of all these nodes are ignored.
+            if not part or (cached and base <= last):
+                positions.append([min(base + depth, last) for depth in depths])
+            else:
+                positions.append([base + depth for depth in depths])
+        return positions
 
     def to_keep(self, needed: Sequence[bool]) -> list[int] | None:
         """The places in the cache of the rows that are still needed; None while too few can be dropped.
@@ -112,7 +108,7 @@ def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.
         >>> spread_rows(torch.tensor([[1], [3]]), [0, 2], batch=3).tolist()
         [[1], [0], [3]]
     """
-    if len(values) == batch:
+    if values.shape[0] == batch:
         return values
     result = values.new_zeros(batch, *values.shape[1:])
     result[list(rows)] = values

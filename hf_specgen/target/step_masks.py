@@ -17,6 +17,8 @@ from hf_specgen.tree import DraftTree, chain_parents
 
 UNMASKED = ("conv", "linear_attention")
 """Kinds of layers without a mask: no generated token is padding."""
+DROPPING = ("sliding_attention", "chunked_attention")
+"""Kinds of attention whose layers drop slots that no later token attends to."""
 ADDITIVE = ("eager", "flex_attention")
 """Attention implementations whose masks are numbers to add to the scores: that of flex attention is added by its score
 function, so that a tree needs no block mask of its own."""
@@ -40,21 +42,20 @@ class StepMasks:
         """Whether a draft must be a chain: the attention kernel takes no mask."""
         self._kinds = masks.layer_kinds(self._config)
         windows = {"sliding_attention": getattr(self._config, "sliding_window", None)}
-        device = compat.input_device(model)
-        self._templates = {kind: ChainMasks(device, windows.get(kind)) for kind in self._kinds}
+        self._device = compat.input_device(model)
+        self._templates = {kind: ChainMasks(self._device, windows.get(kind)) for kind in self._kinds}
+        # Whether a model takes a mask for each kind of layer, or the only mask itself.
+        self._is_by_kind = hasattr(self._config, "layer_types")
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
         self._visible = None if self._visible is None else self._visible[list(rows)]
 
-    def of_step(
-        self, tree: DraftTree, depths: torch.Tensor, lengths: tuple[int, ...], cached: int, first_visible: int
-    ) -> Any:
+    def of_step(self, tree: DraftTree, lengths: tuple[int, ...], cached: int, first_visible: int) -> Any:
         """The `attention_mask` argument of a forward pass over the pending token and the nodes of a tree.
 
         Args:
             tree: the draft.
-            depths: `[batch, 1 + nodes]` depth of each of these tokens.
             lengths: cached slots of each row before the pending token.
             cached: how many of these tokens are cached already; the mask is for the others.
             first_visible: slots that layers with a sliding window or chunks have dropped.
@@ -70,23 +71,23 @@ class StepMasks:
                     f"attention implementation {self._implementation!r} takes no mask, so it verifies chains of rows "
                     "that are equally long, without padding"
                 )
-            return dict.fromkeys([*self._kinds, *UNMASKED]) if hasattr(self._config, "layer_types") else None
+            return dict.fromkeys([*self._kinds, *UNMASKED]) if self._is_by_kind else None
         if chains and "chunked_attention" not in self._kinds:
             made = {kind: self._of_chains(kind, lengths, 1 + tree.nodes) for kind in self._kinds}
         else:
             layout = masks.StepLayout(
-                lengths=torch.tensor(lengths, device=depths.device),
-                depths=depths,
-                ancestors=masks.ancestors(tree, depths.device),
+                lengths=torch.tensor(lengths, device=self._device),
+                depths=torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self._device),
+                ancestors=masks.ancestors(tree, self._device),
                 visible=self._visible,
                 width=max(lengths) + 1 + tree.nodes,
             )
             made = {kind: self._of_tree(kind, layout) for kind in self._kinds}
-        first = {"sliding_attention": first_visible, "chunked_attention": first_visible}
-        ready = {kind: self._ready(mask, tree.batch, cached, first.get(kind, 0)) for kind, mask in made.items()}
-        if not hasattr(self._config, "layer_types"):
-            return next(iter(ready.values()))
-        return {**dict.fromkeys(UNMASKED), **ready}
+        ready = {
+            kind: self._ready(mask, tree.batch, cached, first_visible if kind in DROPPING else 0)
+            for kind, mask in made.items()
+        }
+        return {**dict.fromkeys(UNMASKED), **ready} if self._is_by_kind else next(iter(ready.values()))
 
     def _of_chains(self, kind: str, lengths: tuple[int, ...], queries: int) -> torch.Tensor | None:
         template = self._templates[kind]
@@ -106,7 +107,8 @@ class StepMasks:
     def _ready(self, mask: torch.Tensor | None, batch: int, cached: int, first_visible: int) -> torch.Tensor | None:
         if mask is None:
             return None
-        mask = mask[:, :, cached:, first_visible:]
+        if cached or first_visible:
+            mask = mask[:, :, cached:, first_visible:]
         if not self._additive:
             return mask
         # Eager attention may require the batch dimension where SDPA broadcasts one mask over all rows.

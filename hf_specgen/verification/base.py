@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_specgen.state import Call
-from hf_specgen.tree import DraftTree
+from hf_specgen.tree import DraftTree, children
 from hf_specgen.verification.processors import LogitsPipeline
 from hf_specgen.verification.result import VerificationResult, accepted_path
 from hf_specgen.verification.sampling import INVALID
@@ -173,12 +173,10 @@ class _ColumnWalk:
     def run(self) -> VerificationResult:
         """Decide columns until every row (in lockstep: one row) has chosen a token outside its draft or has ended."""
         generated = self._call.state.generated
-        rows = torch.arange(self._tree.batch, device=self._logits.device)
         while self._walking:
             step = min(len(generated[row]) for row in self._walking)
             members = [row for row in self._walking if len(generated[row]) == step]
-            nodes = torch.tensor([node + 1 for node in self._node], device=rows.device)
-            logits = self._logits[rows, nodes]  # [batch, vocab]
+            logits = torch.stack([self._logits[row, node + 1] for row, node in enumerate(self._node)])
             scores = self._processors.column(step, logits)
             chosen = self._choose(scores, step)
             on_draft = [self._take(row, chosen[row], scores, logits) for row in members]
@@ -203,8 +201,8 @@ class _ColumnWalk:
         state.append(row, [token])
         result.tokens[row].append(token)
         self._keep(row, scores, logits)
-        parents, tokens, node = self._tree.parents[row], self._draft_tokens[row], self._node[row]
-        child = next((i for i, parent in enumerate(parents) if parent == node and tokens[i] == token), None)
+        siblings = children(self._tree.parents[row])[self._node[row] + 1]
+        child = next((node for node in siblings if self._draft_tokens[row][node] == token), None)
         ended = state.has_ended(row)
         result.accepted[row] += child is not None
         if child is None or ended:

@@ -18,7 +18,7 @@ from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier
 from hf_specgen.verification.noise import NoiseBuffer
-from hf_specgen.verification.sampling import exponential_race
+from hf_specgen.verification.sampling import argmax, exponential_race
 
 
 class CoupledVerifier(Verifier):
@@ -38,7 +38,7 @@ class _CoupledSession(VerificationSession):
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         if not self.call.do_sample:
-            return scores.argmax(dim=-1)
+            return argmax(scores)
         if self._noise is not None and self._noise.vocab != scores.shape[2]:
             self._noise.rewind(0)  # drawn by drafting at the prefill, for a draft vocabulary of another size
             self._noise = None

@@ -12,7 +12,8 @@ Processors fall into three kinds:
 
 from __future__ import annotations
 
-from typing import Any
+from inspect import signature
+from typing import Any, cast
 
 import torch
 from transformers import LogitsProcessorList
@@ -57,6 +58,7 @@ class LogitsPipeline:
             for kind, processor in zip(kinds, processors, strict=True)
         )
         """Whether all rows have to advance by the same number of tokens."""
+        self._refused = any(len(signature(processor.__call__).parameters) > 2 for processor in processors)
 
     def warp(self, scores: torch.Tensor) -> torch.Tensor:
         """Apply the score-only processors alone to a draft's scores, `[n, vocab]` to the same."""
@@ -72,7 +74,7 @@ class LogitsPipeline:
             return logits
         flat = logits.reshape(-1, logits.shape[-1])
         no_text = torch.empty(len(flat), 0, dtype=torch.long, device=flat.device)
-        return self._processors(no_text, flat).view(logits.shape)
+        return self._apply(no_text, flat).view(logits.shape)
 
     def column(self, step: int, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores of one generated column.
@@ -84,4 +86,12 @@ class LogitsPipeline:
         Returns:
             `[batch, vocab]`.
         """
-        return self._processors(self._state.prefix(self._state.prompt_length + step), logits)
+        return self._apply(self._state.prefix(self._state.prompt_length + step), logits)
+
+    def _apply(self, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """What `LogitsProcessorList` computes; it takes longer, as it inspects every processor at every call."""
+        if self._refused:  # a processor with further arguments, which plain `generate` does not pass: it raises
+            return cast(torch.Tensor, self._processors(text, scores))
+        for processor in self._processors:
+            scores = processor(text, scores)
+        return scores

@@ -19,7 +19,7 @@ import torch
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier
-from hf_specgen.verification.sampling import DraftSampler, exponential, exponential_race
+from hf_specgen.verification.sampling import DraftSampler, argmax, exponential, exponential_race
 from hf_specgen.verification.siblings import child_table, tokens_of
 
 
@@ -51,7 +51,7 @@ class _RejectionSession(VerificationSession):
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         if not self.call.do_sample:
-            return scores.argmax(dim=-1)
+            return argmax(scores)
         device, (batch, _, vocab) = scores.device, scores.shape
         table = child_table(tree, nodes, device)
         q = None if tree.q is None else _fit(tree.q, vocab).to(device, torch.float32)

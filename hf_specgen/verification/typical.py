@@ -13,7 +13,7 @@ import torch
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree, Parents
 from hf_specgen.verification.base import VerificationSession, Verifier
-from hf_specgen.verification.sampling import DraftSampler, exponential, exponential_race
+from hf_specgen.verification.sampling import DraftSampler, argmax, exponential, exponential_race
 from hf_specgen.verification.siblings import child_table, tokens_of
 
 
@@ -64,7 +64,7 @@ class _TypicalSession(VerificationSession):
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         p = scores.softmax(dim=-1)
-        own = exponential_race(p, exponential(p.shape, p.device)) if self.call.do_sample else scores.argmax(dim=-1)
+        own = exponential_race(p, exponential(p.shape, p.device)) if self.call.do_sample else argmax(scores)
         table = child_table(tree, nodes, p.device)
         tokens = tokens_of(tree, table)
         plausible = p.gather(-1, tokens.clamp(min=0)) > self._settings.threshold(p).unsqueeze(-1)

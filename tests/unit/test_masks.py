@@ -175,6 +175,6 @@ def test_eager_attention_gets_a_mask_in_plain_steps_too() -> None:
     """Would catch: None, which attention written by hand adds to its scores."""
     model = tiny_model("gemma2")
     assert compat.attention_implementation(model.config) == "eager"
-    made = StepMasks(model, None).of_step(DraftTree.empty(2), torch.zeros(2, 1, dtype=torch.long), (5, 5), 0, 0)
+    made = StepMasks(model, None).of_step(DraftTree.empty(2), (5, 5), 0, 0)
     for kind in ("full_attention", "sliding_attention"):
         assert made[kind].shape[:2] == (2, 1)
