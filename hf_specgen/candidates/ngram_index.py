@@ -62,7 +62,7 @@ class NgramIndex:
     tokens: array[int]
     _links: list[memoryview]
     _heads: list[memoryview]
-    _levels: tuple[tuple[int, memoryview, memoryview], ...]
+    _levels: tuple[tuple[int, memoryview, memoryview, range], ...]
 
     def __init__(self, max_tokens: int | None = None):
         self._max_tokens = max_tokens
@@ -121,7 +121,7 @@ class NgramIndex:
         tokens, end, capacity, is_ring = self.tokens, self.end, self._capacity, self._max_tokens is not None
         backwards = tail[: -MAX_MATCH_LENGTH - 1 : -1]
         hashes = _hashes(backwards)
-        for (order, links, heads), value in reversed(list(zip(self._levels, hashes, strict=False))):
+        for (order, links, heads, _), value in reversed(list(zip(self._levels, hashes, strict=False))):
             following, age = heads[value % capacity], -1
             for _ in range(limit + 1):  # one of them may be the end of the text itself
                 if not following:
@@ -153,14 +153,17 @@ class NgramIndex:
         text, end, capacity, levels = self.tokens, self.end, self._capacity, self._levels
         for token in tokens:
             text[end] = token
-            end += 1
-            hashes = _hashes(text[max(0, end - ORDERS[-1]) : end][::-1])
-            for (_, links, heads), value in zip(levels, hashes, strict=False):
+            value = 0
+            for order, links, heads, added in levels:
+                if order > end + 1:
+                    links[end] = 0
+                    continue
+                for back in added:
+                    value += (text[end - back] + 2) * POWERS[back]
                 bucket = value % capacity
-                links[end - 1] = heads[bucket]
-                heads[bucket] = end
-            for _, links, _ in levels[len(hashes) :]:
-                links[end - 1] = 0
+                links[end] = heads[bucket]
+                heads[bucket] = end + 1
+            end += 1
         self.end = end
 
     def _append_in_bulk(self, part: Sequence[int] | NDArray[np.int32]) -> None:
@@ -170,7 +173,7 @@ class NgramIndex:
         origin = max(0, first - ORDERS[-1] + 1)
         values = np.frombuffer(self.tokens, dtype=np.int32)[origin:end].astype(np.uint64) + np.uint64(2)
         hashes = np.zeros(len(values), dtype=np.uint64)
-        for order, links, heads, added in zip(ORDERS, self._links, self._heads, RANGES, strict=True):
+        for order, links, heads, added in self._levels:
             for back in added:
                 hashes[back:] += values[: max(0, len(values) - back)] * np.uint64(POWERS[back])
             begin = max(first, order - 1)
@@ -197,7 +200,7 @@ class NgramIndex:
 
     def _set_views(self, views: list[memoryview]) -> None:
         self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
-        self._levels = tuple(zip(ORDERS, self._links, self._heads, strict=True))
+        self._levels = tuple(zip(ORDERS, self._links, self._heads, RANGES, strict=True))
 
 
 def _hashes(backwards: Sequence[int]) -> list[int]:

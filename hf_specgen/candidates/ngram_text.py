@@ -79,7 +79,7 @@ class RowText:
         """The most probable continuations of the text."""
         index, (least, most) = self.index, self._lengths
         text, end = index.tokens, index.end
-        tail = text[max(0, end - MAX_MATCH_LENGTH) : end].tolist()
+        tail = text[max(0, end - MAX_MATCH_LENGTH) : end]
         first, last = self._near()
         known = index.occurrences(tail, MAX_OCCURRENCES, self._known, self._grown)
         found: list[Occurrence] = [
@@ -124,27 +124,22 @@ class RowText:
 
     def _follow_source(self, tokens: Sequence[int]) -> None:
         """Update `_source`: the occurrence that agrees with most of the new tokens, the nearest one if several do."""
-        text, (first, last) = self.index.tokens, self._near()
+        text, end, (first, last) = self.index.tokens, self.index.end, self._near()
         places = [
-            (self._agreement(position, tokens), first <= position <= last, length, position)
+            (first <= position <= last, length, position)
             for position, length in self._known.items()
-            if text[position] == tokens[0] and (length > 1 or first <= position <= last)
+            if length > 1 or first <= position <= last
         ]
-        places += [(self._agreement(place, tokens), True, 0, place) for place in self._resumed()]
-        agreed, _, _, place = max(places, default=(0, False, 0, -1))
+        places += [(True, 0, place) for place in self._resumed()]
+        agreed = 0
+        for token in tokens:
+            agreeing = [place for place in places if place[2] + agreed < end and text[place[2] + agreed] == token]
+            if not agreeing:
+                break
+            places, agreed = agreeing, agreed + 1
         if agreed:
-            self._source, self._skipped = place + agreed, len(tokens) - agreed
+            self._source, self._skipped = max(places)[2] + agreed, len(tokens) - agreed
         elif self._source >= 0:
             self._skipped += len(tokens)
         if self._skipped > MAX_SKIPPED:
             self._skipped = 0
-
-    def _agreement(self, position: int, tokens: Sequence[int]) -> int:
-        """How many of the tokens equal those of the text from a position on."""
-        copied = self.index.tokens[position : min(position + len(tokens), self.index.end)]
-        agreed = 0
-        for token, other in zip(copied, tokens, strict=False):
-            if token != other:
-                break
-            agreed += 1
-        return agreed

@@ -263,7 +263,10 @@ def _vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[_Ch
 
 def _strongest(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> int:
     """The class of the occurrence with the largest odds."""
-    classes = [CLASSES_BY_LENGTH[kind][min(length + depth, MAX_MATCH_LENGTH)] for _, _, _, length, kind in voters]
+    classes = [
+        CLASSES_BY_LENGTH[kind][length + depth if length + depth < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
+        for _, _, _, length, kind in voters
+    ]
     return classes[0] if len(classes) == 1 else max(classes, key=odds.values.__getitem__)
 
 
