@@ -31,6 +31,8 @@ IN_USE = (
     "model one after the other, or use a candidate generator that may run in several threads"
 )
 
+_switching = threading.Lock()
+
 
 class EarlyExitTarget(Target):
     """A `Target` whose first layers can run separately.
@@ -150,9 +152,10 @@ class EarlyExitTarget(Target):
         """The input of layer E in the last pass, `[batch, tokens, hidden]`."""
         state = self._pass_through[self._last[0]].seen
         assert state is not None
-        if state.dim() != 3:  # an index into it would be out of bounds, which ends a process that uses a GPU
+        if state.dim() != 3:  # an index out of bounds would cause a device-side assert, which ends the CUDA context
             raise ValueError(
-                f"its layers pass on a state of shape {tuple(state.shape)} instead of one vector for each token"
+                f"the layers of {type(self.model).__name__} pass on a state of shape {tuple(state.shape)} instead of "
+                "one vector for each token"
             )
         return state
 
@@ -194,13 +197,14 @@ class EarlyExitTarget(Target):
     @contextmanager
     def _passing(self, indices: range) -> Iterator[None]:
         """Replace these layers by modules that return their input; the other layers keep their indices."""
-        originals = [self._layers[index] for index in indices]
-        if any(isinstance(layer, _PassThrough) for layer in originals):
-            raise RuntimeError(IN_USE)
-        try:
+        with _switching:
+            originals = [self._layers[index] for index in indices]
+            if any(isinstance(layer, _PassThrough) for layer in originals):
+                raise RuntimeError(IN_USE)
             for index in indices:
                 self._pass_through[index].owner = threading.get_ident()
                 self._layers[index] = self._pass_through[index]
+        try:
             yield
         finally:
             for index, layer in zip(indices, originals, strict=True):

@@ -102,7 +102,8 @@ class StateLayer(LinearAttentionLayer):
         """Return to these lengths.
 
         Raises:
-            RuntimeError: for a recurrent state and a length at which no pass began or ended.
+            RuntimeError: if a window was not kept for so long, or for a recurrent state and a length at which no pass
+                began or ended.
         """
         removed = [now - wanted for now, wanted in zip(self.lengths, lengths, strict=True)]
         if not any(removed):
@@ -113,17 +114,40 @@ class StateLayer(LinearAttentionLayer):
                 self.__dict__[states].update(saved.pop(states))
             self.__dict__.update(saved)
             return
-        rows = torch.tensor(removed, device=self.device)
-        for index, columns in self._columns.items():
-            places = torch.arange(columns.shape[-1], device=columns.device) - rows[:, None]
-            kept = columns.gather(-1, places.clamp(min=0)[:, None].expand_as(columns))
-            kept = kept.masked_fill(places[:, None] < 0, 0)
-            size = self.conv_kernel_size[index]
-            assert size is not None
-            self._columns[index], self.conv_states[index] = kept, kept[..., -size:]
+        most, rows = max(removed), torch.tensor(removed, device=self.device)
+        self._check_windows(most)
         if self.has_recurrent_state:
             self._return_to_start(rows > 0, lengths)
+        for index, columns in self._columns.items():
+            places = torch.arange(columns.shape[-1] - most, device=columns.device) + (most - rows)[:, None]
+            kept = columns.gather(-1, places[:, None].expand(-1, columns.shape[1], -1))
+            self._columns[index], self.conv_states[index] = kept, kept[..., -self._window_size(index) :]
         self.lengths = tuple(lengths)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens of every row.
+
+        Raises:
+            ValueError: for a positive number.
+            RuntimeError: as `set_lengths`.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        self.set_lengths([max(length + tokens_to_remove, 0) for length in self.lengths])
+
+    def _window_size(self, index: int) -> int:
+        size = self.conv_kernel_size[index]
+        assert size is not None
+        return size
+
+    def _check_windows(self, removed: int) -> None:
+        for index, columns in self._columns.items():
+            most = columns.shape[-1] - self._window_size(index)
+            if removed > most:
+                raise RuntimeError(
+                    f"{removed} tokens cannot be removed: the columns before the window of a convolution were kept for "
+                    f"{most} tokens"
+                )
 
     def _return_to_start(self, rows: torch.Tensor, lengths: Sequence[int]) -> None:
         for row in rows.nonzero().flatten().tolist():

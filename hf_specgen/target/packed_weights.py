@@ -1,10 +1,10 @@
-"""Packed weights: float32 linear layers on a CPU, with their weights in the layout that matrix multiplication reads.
+"""Packed weights: float32 linear layers on a CPU, with their weights prepacked in oneDNN's layout.
 
 For a few tokens at a time PyTorch's float32 `linear` rearranges the whole weight matrix in every call: with 2 to 16
 tokens it takes two to four times as long as with one. oneDNN multiplies with weights that were rearranged once. The
 packed copy takes as much memory as the weights, and is kept as long as the model.
 
-While a call runs, its linear layers have a `forward` of their own, which computes as before in every other thread.
+During a call the layers have an instance `forward`, which uses packed weights only in threads inside `packed_weights`.
 
 Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor packs low-precision weights alike.
 """
@@ -28,12 +28,15 @@ SMALL_MATRIX = 2**20
 """Weights of a matrix below which one token is multiplied without packing: plain steps of a 16M target then take 13.8
 instead of 14.4 ms. From two tokens on packed weights are faster for such matrices too."""
 MAX_DIFFERENCE = 1e-4
-"""Largest difference from an ordinary multiplication, relative to the largest result: float32 rounds at 1e-6."""
+"""Largest difference from an ordinary multiplication, relative to the largest result: accumulated float32 rounding is
+about 1e-6."""
+CHECKSUM_BLOCK = 64
+"""Numbers of eight bytes that are summed up before their position counts: so a checksum takes as long as one sum."""
 
 _layers: WeakValueDictionary[int, _PackedLayer] = WeakValueDictionary()
 """By the address of the weights."""
 _models: WeakKeyDictionary[nn.Module, _PackedModel] = WeakKeyDictionary()
-_lock = threading.Lock()
+_lock, _packing = threading.Lock(), threading.Lock()
 
 
 class _Scope(threading.local):
@@ -57,10 +60,10 @@ class _PackedLayer:
 
     def __init__(self, module: nn.Linear):
         self.module = module
-        self._of: tuple[int, int] | None = None
+        self._of: tuple[int, int, int] | None = None
         self._is_small = module.weight.numel() < SMALL_MATRIX
         self.refresh()
-        x = torch.ones(2, module.in_features)
+        x = torch.ones(2, module.in_features, dtype=module.weight.dtype, device=module.weight.device)
         ordinary, packed = linear(x, module.weight), self.linear(x, module.weight, None)
         limit = MAX_DIFFERENCE * max(1.0, ordinary.abs().max().item())
         if ordinary.isfinite().all() and not (ordinary - packed).abs().max() <= limit:
@@ -75,7 +78,13 @@ class _PackedLayer:
         """`x @ weight.T + bias`."""
         if torch.is_grad_enabled() or x.dtype != torch.float32 or (self._is_small and x.numel() == weight.shape[1]):
             return linear(x, weight, bias)
-        return cast(torch.Tensor, self._multiply(x, self._packed, bias, "none", [], ""))
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        return cast(torch.Tensor, multiply(x, self._packed, bias, "none", [], ""))
+
+    def has(self, weight: torch.Tensor) -> bool:
+        """Whether this is the matrix that was packed, and not a part of it or another one at the same address."""
+        own = self.module.weight
+        return own.data_ptr() == weight.data_ptr() and own.shape == weight.shape and own.stride() == weight.stride()
 
     def __reduce__(self) -> Any:
         """A model that is copied or pickled while a call runs gets the ordinary `forward`."""
@@ -84,13 +93,12 @@ class _PackedLayer:
     def refresh(self) -> None:
         """Pack the weights if they are others than those that were packed.
 
-        Their values are compared by a checksum: PEFT merges adapters into `weight.data`, which no counter shows.
+        Values are compared by a checksum too: PEFT merges adapters into `weight.data`, which the version does not show.
         """
         weight = self.module.weight.detach()
-        of = weight.data_ptr(), _checksum(weight)
+        of = weight.data_ptr(), 0 if weight.is_inference() else weight._version, _checksum(weight)
         if of == self._of:
             return
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_TOKENS)
         self._of = of
         _layers[weight.data_ptr()] = self
@@ -121,13 +129,13 @@ class _PackedModel:
         with _lock:
             self._calls += 1
             if self._calls == 1:
-                # A `forward` of the instance is somebody's hook, as those of accelerate.
-                self._switched = [one for module, one in self._layers.items() if "forward" not in vars(module)]
+                # An instance `forward` belongs to a hook, as of accelerate; a copied model has its class's own there.
+                self._switched = [one for module, one in self._layers.items() if _has_own_forward(module)]
                 for layer in self._switched:
                     layer.module.__dict__["forward"] = layer
 
     def switch_off(self) -> None:
-        """Take it away after the last call."""
+        """Restore the class's `forward` when the last call ends."""
         with _lock:
             self._calls -= 1
             for layer in self._switched if self._calls == 0 else ():
@@ -143,12 +151,24 @@ def is_packable(module: nn.Module) -> bool:
     return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
+def _has_own_forward(module: nn.Linear) -> bool:
+    """Whether the layer computes what its class does."""
+    given = vars(module).get("forward")
+    return given is None or given == nn.Linear.forward.__get__(module)
+
+
 def _checksum(weight: torch.Tensor) -> int:
-    """The sum of the weights' bits, eight bytes at a time, modulo 2**64: half the time of multiplying with them."""
+    """Sums of the weights' bits in blocks, times odd numbers, modulo 2**64: half the time of multiplying with them.
+
+    Weights that change places within a block have the same checksum; PyTorch's version shows those, except through
+    `weight.data`.
+    """
     flat = weight.reshape(-1)
-    flat = flat.clone() if flat.storage_offset() % 2 else flat  # eight bytes must begin at an even place
-    even = len(flat) // 2 * 2
-    return int(flat[:even].view(torch.int64).sum()) + int(flat[even:].view(torch.int32).sum())
+    flat = flat.clone() if flat.storage_offset() % 2 else flat  # int64 views need an even storage offset
+    numbers = flat[: len(flat) // 2 * 2].view(torch.int64)
+    whole = numbers[: len(numbers) // CHECKSUM_BLOCK * CHECKSUM_BLOCK].view(-1, CHECKSUM_BLOCK).sum(dim=1)
+    rest = numbers[len(whole) * CHECKSUM_BLOCK :].sum() + flat[2 * len(numbers) :].view(torch.int32).sum()
+    return int((whole * (2 * torch.arange(len(whole)) + 1)).sum() - rest)
 
 
 def check_packable(model: nn.Module) -> None:
@@ -199,17 +219,16 @@ def pack(model: nn.Module) -> None:
 
 def packed_model(model: nn.Module) -> _PackedModel:
     """The packed layers of a model, with its present weights."""
-    with _lock:
+    with _packing:
         found = _models.get(model)
-    if found is not None:
-        found.refresh()
-        return found
-    found = _PackedModel(model)
-    with _lock:
-        return _models.setdefault(model, found)
+        if found is None:
+            found = _models[model] = _PackedModel(model)
+            return found
+    found.refresh()
+    return found
 
 
-# The same as an operator, for compiled graphs.
+# The same multiplication as an operator for compiled graphs.
 
 _library = torch.library.Library("hf_specgen", "DEF")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -218,7 +237,7 @@ _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 @torch.library.impl(_library, "packed_linear", "CPU")
 def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     layer = _layers.get(weight.data_ptr())
-    return linear(x, weight, bias) if layer is None else layer.linear(x, weight, bias)
+    return layer.linear(x, weight, bias) if layer is not None and layer.has(weight) else linear(x, weight, bias)
 
 
 @torch.library.register_fake("hf_specgen::packed_linear")  # type: ignore[untyped-decorator]

@@ -46,6 +46,10 @@ class HybridLayer(RaggedLayer, LinearAttentionCacheLayerMixin):  # type: ignore[
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         return self.state.update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        self.state.crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
         self.state.batch_select_indices(indices)
@@ -66,6 +70,10 @@ class IndexedLayer(RaggedLayer):
         """Append the indexer's keys to each row; returns all slots up to the longest row."""
         keys = indexer_key_states[:, None]
         return self.indexer.update(keys, keys[..., :0])[0][:, 0]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.indexer.crop(tokens_to_remove)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -228,3 +229,48 @@ def test_packed_draft_model_same_draft_tokens_accepted() -> None:
     assert [[step.accepted for step in row] for row in output.speculation.rows] == [
         [step.accepted for step in row] for row in ordinary.rows
     ]
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_weights_whose_rows_change_places_are_packed_again(through_data: bool) -> None:
+    """Would catch: a checksum without order."""
+    model = fresh_model("llama")
+    arguments = {**prompts(1), "max_new_tokens": 8}
+    model.generate(**arguments, candidate_generator=NgramCandidates(), pack_weights=True)
+    with torch.no_grad():
+        weight = model.lm_head.weight.data if through_data else model.lm_head.weight
+        weight.copy_(weight.flip(0))
+    expected = model.generate(**arguments)
+    ours = model.generate(**arguments, candidate_generator=NgramCandidates(), pack_weights=True)
+    assert torch.equal(ours, expected)
+
+
+def test_operator_with_a_part_of_a_packed_matrix_computes_that_part() -> None:
+    layer = nn.Linear(8, 6, bias=False)
+    with torch.no_grad():
+        packing.packed_model(nn.Sequential(layer))
+        x = torch.randn(3, 8)
+        part = torch.ops.hf_specgen.packed_linear(x, layer.weight[:2], None)
+    torch.testing.assert_close(part, linear(x, layer.weight[:2]))
+
+
+def test_model_that_two_threads_pack_first_is_packed_once() -> None:
+    """Would catch: layers of the second thread that replace those of the first, and are freed."""
+    model = fresh_model("llama")
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(torch.no_grad()(lambda _: packing.packed_model(model)), range(2))
+    assert first is second
+    assert all(packing._layers[layer.module.weight.data_ptr()] is layer for layer in first._layers.values())
+
+
+def test_copy_made_while_a_call_runs_can_be_packed(multiplications: list[int]) -> None:
+    layers = nn.Sequential(nn.Linear(8, 6))
+    with packing.packed_weights(True):
+        packing.pack(layers)
+        copied = copy.deepcopy(layers)
+    multiplications.clear()
+    with packing.packed_weights(True), torch.no_grad():
+        packing.pack(copied)
+        multiplications.clear()
+        copied(torch.randn(3, 8))
+    assert multiplications

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import END, prompt_length
 from tests.helpers.medusa import random_heads
-from tests.helpers.models import VOCAB
+from tests.helpers.models import VOCAB, fresh_model
 from tests.helpers.oracle import Oracle
 from tests.helpers.policies import Irregular
 from tests.helpers.processors import PrefixReader
@@ -258,3 +259,21 @@ def test_unread_row_that_takes_no_part_in_a_pass_cannot_return_behind_it() -> No
     assert tokens.keep([None]) == [None]
     with pytest.raises(RuntimeError, match="cannot return by 1 tokens"):
         tokens.remove(0, 1)
+
+
+def test_returned_cache_with_convolutions_is_cropped_exactly() -> None:
+    """Would catch: windows that are cut without the columns before them, and zeros in place of columns not kept."""
+    model = fresh_model("lfm2", layer_types=["conv", "full_attention"] * 2)
+    given = prompts(1)["input_ids"]
+    output = model.generate(
+        given, max_new_tokens=90, candidate_generator=NgramCandidates(k=3), return_dict_in_generate=True
+    )
+    cache, length = output.past_key_values, output.past_key_values.get_seq_length()
+    unchanged = copy.deepcopy(cache)
+    cache.crop(-5)
+    text = torch.cat([output.sequences[:, : length - 5], torch.tensor([[7]])], dim=1)
+    arguments = {"max_new_tokens": 10, "candidate_generator": NgramCandidates(k=3)}
+    expected = model.generate(text, max_new_tokens=10)
+    assert torch.equal(model.generate(text, past_key_values=cache, **arguments), expected)
+    with pytest.raises(RuntimeError, match="80 tokens cannot be removed"):
+        unchanged.crop(-80)

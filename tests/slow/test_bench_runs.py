@@ -251,7 +251,13 @@ def test_bench_runs_the_module_of_the_clone_and_leaves_the_path_alone(monkeypatc
 def test_help_is_that_of_the_script(capsys: pytest.CaptureFixture) -> None:
     assert exit_code(["suite", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"--{field.replace('_', '-')} VALUE" in shown for field in asdict(Plan()))
+    for field, default in asdict(Plan()).items():
+        assert f"--{field.replace('_', '-')}" + ("" if isinstance(default, bool) else " VALUE") in shown
+
+
+def test_packed_weights_without_float32_are_refused(capsys: pytest.CaptureFixture) -> None:
+    assert exit_code(["suite", "--dtype", "bfloat16", "--pack-weights"]) == 2
+    assert "pack_weights needs float32 on cpu, got bfloat16 on cpu" in capsys.readouterr().err
 
 
 def profile(folder: Path, *drafters: str) -> str:
