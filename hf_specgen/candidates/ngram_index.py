@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,9 @@ NO_OCCURRENCES: Mapping[int, int] = {}
 BASE = 0x9E3779B1
 """Base of the polynomial hash: a prime close to the golden ratio of 2^32, so that close tokens get distant hashes."""
 POWERS = tuple(pow(BASE, exponent, 2**32) for exponent in range(ORDERS[-1]))
-"""A hash is a sum of eight tokens times these: below 2^64, as numpy's integers require."""
+"""A hash is the sum of at most eight tokens, each plus two, times these: below 2^64, as numpy's integers require."""
+OFFSETS = tuple((order - 1, 2 * sum(POWERS[:order])) for order in ORDERS)
+"""For each order, the index of its last token, and the part of the hash that comes from the two added to each token."""
 RANGES = tuple(range(shorter, order) for shorter, order in zip((0, *ORDERS), ORDERS, strict=False))
 """For each order, which tokens, counted back from the last, its n-grams have beyond those of the previous order."""
 
@@ -58,6 +62,7 @@ class NgramIndex:
     tokens: array[int]
     _links: list[memoryview]
     _heads: list[memoryview]
+    _levels: tuple[tuple[int, memoryview, memoryview, range], ...]
 
     def __init__(self, max_tokens: int | None = None):
         self._max_tokens = max_tokens
@@ -115,24 +120,22 @@ class NgramIndex:
         found: dict[int, int] = {}
         tokens, end, capacity, is_ring = self.tokens, self.end, self._capacity, self._max_tokens is not None
         backwards = tail[: -MAX_MATCH_LENGTH - 1 : -1]
-        hashes = self._hashes(backwards)
-        for level in range(len(hashes) - 1, -1, -1):
-            order, links = ORDERS[level], self._links[level]
-            place, age = self._heads[level][hashes[level] % capacity] - 1, -1
+        hashes = _hashes(backwards)
+        for (order, links, heads, _), value in reversed(list(zip(self._levels, hashes, strict=False))):
+            following, age = heads[value % capacity], -1
             for _ in range(limit + 1):  # one of them may be the end of the text itself
-                if place < 0:
+                if not following:
                     break
                 if is_ring:  # a link to a token that has been overwritten since leads forward in the text
-                    if (end - 1 - place) % capacity <= age:
+                    if (end - following) % capacity <= age:
                         break
-                    age = (end - 1 - place) % capacity
-                following = place + 1
+                    age = (end - following) % capacity
                 if following not in found and following != end and following < capacity:
                     # Matches end at `end`, which is overwritten next, and at the beginning of the array.
                     longest = following if following <= end else following - end
                     length = 0
                     for token in backwards:
-                        if length == longest or tokens[place - length] != token:
+                        if length == longest or tokens[following - 1 - length] != token:
                             break
                         length += 1
                         if length == grown and (before := known.get(following - grown)) is not None:
@@ -142,25 +145,12 @@ class NgramIndex:
                         found[following] = length
                         if len(found) == limit:
                             return found
-                place = links[place] - 1
+                following = links[following - 1]
         return found
-
-    def _hashes(self, backwards: Sequence[int]) -> list[int]:
-        """The hashes of the last n-grams, in the order of `ORDERS`; fewer of a short text, which is given backwards."""
-        hashes: list[int] = []
-        value = 0
-        for order, added in zip(ORDERS, RANGES, strict=True):
-            if order > len(backwards):
-                break
-            for back in added:
-                value += (backwards[back] + 2) * POWERS[back]
-            hashes.append(value)
-        return hashes
 
     def _append(self, tokens: Sequence[int]) -> None:
         """Append tokens one by one; there is room for them."""
-        text, end, capacity = self.tokens, self.end, self._capacity
-        levels = tuple(zip(ORDERS, self._links, self._heads, RANGES, strict=True))
+        text, end, capacity, levels = self.tokens, self.end, self._capacity, self._levels
         for token in tokens:
             text[end] = token
             value = 0
@@ -183,7 +173,7 @@ class NgramIndex:
         origin = max(0, first - ORDERS[-1] + 1)
         values = np.frombuffer(self.tokens, dtype=np.int32)[origin:end].astype(np.uint64) + np.uint64(2)
         hashes = np.zeros(len(values), dtype=np.uint64)
-        for order, links, heads, added in zip(ORDERS, self._links, self._heads, RANGES, strict=True):
+        for order, links, heads, added in self._levels:
             for back in added:
                 hashes[back:] += values[: max(0, len(values) - back)] * np.uint64(POWERS[back])
             begin = max(first, order - 1)
@@ -203,13 +193,20 @@ class NgramIndex:
         self._append_in_bulk(text)
 
     def _allocate(self, capacity: int) -> None:
-        """Positions are stored as one more than they are, so that zeros, which take no memory yet, stand for none."""
+        """An n-gram is stored as the position that followed it: zeros, which take no memory yet, stand for none."""
         self._capacity = capacity
         self.tokens = array("i", bytes(array("i").itemsize * capacity))
         self._set_views([np.zeros(capacity, dtype=np.int32).data for _ in range(2 * len(ORDERS))])
 
     def _set_views(self, views: list[memoryview]) -> None:
         self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
+        self._levels = tuple(zip(ORDERS, self._links, self._heads, RANGES, strict=True))
+
+
+def _hashes(backwards: Sequence[int]) -> list[int]:
+    """The hashes of the last n-grams, in the order of `ORDERS`; fewer of a short text, which is given backwards."""
+    sums = list(accumulate(map(mul, backwards, POWERS)))
+    return [sums[last] + offset for last, offset in OFFSETS if last < len(sums)]
 
 
 def _enter(hashes: NDArray[np.uint64], first: int, links: memoryview, heads: memoryview) -> None:

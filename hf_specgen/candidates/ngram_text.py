@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hf_specgen.candidates.ngram_frequent import FrequentTokens
 from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
 from hf_specgen.candidates.ngram_odds import NEAR, OWN, MatchOdds
@@ -19,10 +19,6 @@ NEAR_TOKENS = 16
 """An occurrence counts as near if it is at most this many tokens after the position that was copied from last."""
 MAX_SKIPPED = 3
 """Maximum number of consecutive tokens that differ from the copied passage; after more, copying does not resume."""
-FREQUENT_TOKENS, FREQUENT_OCCURRENCES = 24, 4
-"""How many of the most frequent tokens are proposed, and how many occurrences vote on what follows each of them."""
-RECOUNT_EVERY = 32
-"""Tokens between counts of the most frequent ones."""
 
 
 class MatchLengths(NamedTuple):
@@ -62,17 +58,13 @@ class RowText:
         self.index = NgramIndex()
         self.index.extend(prompt)
         self._odds, self._history, self._lengths = odds, history, lengths
-        self._tail = list(prompt[-MAX_MATCH_LENGTH:])
         # Occurrences (position -> match length) at the last proposal, and how many tokens were appended since.
         self._known: dict[int, int] = {}
         self._known_history: dict[int, int] = {}
         self._grown = 0
         # The position after the token that was copied last, -1 for none; and the differing tokens appended since.
         self._source, self._skipped = -1, 0
-        self._counts = Counter(prompt)
-        self._frequent: list[tuple[int, float]] = []
-        self._following: dict[int, list[Occurrence]] = {}
-        self._counted = -RECOUNT_EVERY
+        self._frequent = FrequentTokens(self.index)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -81,40 +73,32 @@ class RowText:
         """Append tokens to the text."""
         self._follow_source(tokens)
         self.index.extend(tokens)
-        self._counts.update(tokens)
-        self._tail = [*self._tail, *tokens][-MAX_MATCH_LENGTH:]
         self._grown += len(tokens)
 
     def propose(self, limits: Limits) -> NgramTree:
         """The most probable continuations of the text."""
-        index, (least, most), source = self.index, self._lengths, self._source
-        known = index.occurrences(self._tail, MAX_OCCURRENCES, self._known, self._grown)
-        nearest = source if source >= 0 else index.end
+        index, (least, most) = self.index, self._lengths
+        text, end = index.tokens, index.end
+        tail = text[max(0, end - MAX_MATCH_LENGTH) : end]
+        first, last = self._near()
+        known = index.occurrences(tail, MAX_OCCURRENCES, self._known, self._grown)
         found: list[Occurrence] = [
-            (
-                index.tokens,
-                index.end,
-                position,
-                length if length < most else most,
-                NEAR if nearest <= position <= source + NEAR_TOKENS else OWN,
-            )
+            (text, end, position, length if length < most else most, NEAR if first <= position <= last else OWN)
             for position, length in known.items()
             if length >= least
         ]
         if least == 1:
-            found += [(index.tokens, index.end, place, 0, NEAR) for place in self._resumed() if place not in known]
+            found += [(text, end, place, 0, NEAR) for place in self._resumed() if place not in known]
         if self._history is not None:
-            self._known_history, others = self._history.find(
-                self._tail, MAX_OCCURRENCES, self._known_history, self._grown
-            )
+            self._known_history, others = self._history.find(tail, MAX_OCCURRENCES, self._known_history, self._grown)
             found += [
                 (text, end, position, min(length, most), kind)
                 for text, end, position, length, kind in others
                 if length >= least
             ]
         self._known, self._grown = known, 0
-        frequent = self._most_frequent() if least == 1 else ()
-        return grow_tree(found, self._odds, limits, frequent, self._find)
+        frequent = self._frequent.shares() if least == 1 else ()
+        return grow_tree(found, self._odds, limits, frequent, self._frequent.occurrences)
 
     def learn(self, tree: NgramTree, emitted: Sequence[int]) -> None:
         """Learn the odds of occurrences from the tokens that followed.
@@ -126,8 +110,10 @@ class RowText:
         for node, accepted in judged_nodes(tree.tokens, tree.parents, emitted):
             self._odds.observe(tree.classes[node], tree.expected(node), accepted)
 
-    def _is_near(self, position: int) -> bool:
-        return self._source >= 0 and 0 <= position - self._source <= NEAR_TOKENS
+    def _near(self) -> tuple[int, int]:
+        """The first and the last position that counts as near; none of the text without a source."""
+        source = self._source
+        return (source, source + NEAR_TOKENS) if source >= 0 else (-1, -1)
 
     def _resumed(self) -> list[int]:
         """Positions at which copying may resume after a mismatch: the differing tokens were replaced, or inserted."""
@@ -138,42 +124,22 @@ class RowText:
 
     def _follow_source(self, tokens: Sequence[int]) -> None:
         """Update `_source`: the occurrence that agrees with most of the new tokens, the nearest one if several do."""
+        text, end, (first, last) = self.index.tokens, self.index.end, self._near()
         places = [
-            (self._agreement(position, tokens), self._is_near(position), length, position)
+            (first <= position <= last, length, position)
             for position, length in self._known.items()
-            if length > 1 or self._is_near(position)
+            if length > 1 or first <= position <= last
         ]
-        places += [(self._agreement(place, tokens), True, 0, place) for place in self._resumed()]
-        agreed, _, _, place = max(places, default=(0, False, 0, -1))
+        places += [(True, 0, place) for place in self._resumed()]
+        agreed = 0
+        for token in tokens:
+            agreeing = [place for place in places if place[2] + agreed < end and text[place[2] + agreed] == token]
+            if not agreeing:
+                break
+            places, agreed = agreeing, agreed + 1
         if agreed:
-            self._source, self._skipped = place + agreed, len(tokens) - agreed
+            self._source, self._skipped = max(places)[2] + agreed, len(tokens) - agreed
         elif self._source >= 0:
             self._skipped += len(tokens)
         if self._skipped > MAX_SKIPPED:
             self._skipped = 0
-
-    def _agreement(self, position: int, tokens: Sequence[int]) -> int:
-        """How many of the tokens equal those of the text from a position on."""
-        text, room = self.index.tokens, self.index.end - position
-        agreed = 0
-        while agreed < min(len(tokens), room) and text[position + agreed] == tokens[agreed]:
-            agreed += 1
-        return agreed
-
-    def _most_frequent(self) -> list[tuple[int, float]]:
-        if len(self) >= self._counted + RECOUNT_EVERY:
-            self._counted = len(self)
-            self._following.clear()
-            self._frequent = [(token, n / len(self)) for token, n in self._counts.most_common(FREQUENT_TOKENS)]
-        return self._frequent
-
-    def _find(self, token: int) -> list[Occurrence]:
-        """Occurrences of a frequent token, as they were when frequencies were counted last.
-
-        Their positions are those of the token itself, one before the token that followed, since it is at depth 1.
-        """
-        if token not in self._following:
-            text, end = self.index.tokens, self.index.end
-            found = self.index.occurrences([token], FREQUENT_OCCURRENCES)
-            self._following[token] = [(text, end, position - 1, 0, OWN) for position in found]
-        return self._following[token]

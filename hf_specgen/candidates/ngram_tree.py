@@ -33,8 +33,8 @@ Occurrence = tuple["array[int]", int, int, int, int]
 followed, the length of the match, and its kind (see `MatchOdds`). A plain tuple, since every draft makes dozens."""
 Frequent = Sequence[tuple[int, float]]
 """The most frequent tokens of a text and their shares of it, in descending order."""
-_Child = tuple[int, float, int, Sequence[Occurrence]]
-"""Token, probability, class of the strongest vote, and the occurrences that voted for it."""
+_Child = tuple[int, float, Sequence[Occurrence]]
+"""Token, probability, and the occurrences that voted for it; none for a frequent token."""
 
 
 class Limits(NamedTuple):
@@ -67,6 +67,13 @@ class NgramTree:
         self.parents: list[int] = []
         self.joint: list[float] = []
         self.classes: list[int] = []
+
+    def add(self, token: int, parent: int, joint: float, match_class: int) -> None:
+        """Add a node."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.joint.append(joint)
+        self.classes.append(match_class)
 
     def expected(self, node: int) -> float:
         """Probability that the node is accepted, given that its parent is."""
@@ -104,12 +111,15 @@ def grow_tree(
         ([4, 3, 1, 1], (-1, -1, 0, 1))
     """
     children = _vote(occurrences, 0, odds)
+    share = odds.values[FREQUENT] * (1.0 - sum([child[1] for child in children]))
     proposed = {child[0] for child in children}
-    share = odds.values[FREQUENT] * (1.0 - sum(child[1] for child in children))
-    others = ((token, share * part, FREQUENT, ()) for token, part in frequent if token not in proposed)
+    others = ((token, share * part, ()) for token, part in frequent if token not in proposed)
     growth = _Growth(odds, limits, find, others)
-    if limits.depth > 0:
-        growth.push(-1, 1.0, 0, [*children, *islice(others, 1)])
+    children += islice(others, 1)
+    if limits.leaves == 1:
+        growth.run_chain(children)
+    elif limits.depth > 0:
+        growth.push(-1, 1.0, 0, children)
         growth.run()
     return growth.tree
 
@@ -131,20 +141,18 @@ class _Growth:
     ):
         self.tree = NgramTree()
         self._odds, self._limits, self._find, self._others = odds, limits, find, others
-        # Joint probability (negative, so that the highest comes first), age, parent, depth, token, class, voters.
-        self._heap: list[tuple[float, int, int, int, int, int, Sequence[Occurrence]]] = []
+        # Joint probability (negative, so that the highest comes first), age, parent, depth, token, voters.
+        self._heap: list[tuple[float, int, int, int, int, Sequence[Occurrence]]] = []
         self._age = 0
 
     def push(self, parent: int, joint: float, depth: int, children: list[_Child]) -> None:
         """Push the children of a node, which has this joint probability and depth, to the heap."""
-        heap, (_, _, min_joint, leaves), age = self._heap, self._limits, self._age
-        if leaves == 1 and children:
-            children = [max(children, key=_probability)]  # a chain: its siblings will not be added
-        for token, probability, match_class, voters in children:
+        heap, min_joint, age = self._heap, self._limits.min_joint, self._age
+        for token, probability, voters in children:
             value = joint * probability
             if value > min_joint:
                 age += 1  # breaks ties
-                heapq.heappush(heap, (-value, age, parent, depth + 1, token, match_class, voters))
+                heapq.heappush(heap, (-value, age, parent, depth + 1, token, voters))
         self._age = age
 
     def run(self) -> None:
@@ -155,20 +163,16 @@ class _Growth:
         inner: set[int] = {-1}
         leaves = 0
         while heap and len(tokens) < max_nodes:
-            negative, _, parent, depth, token, match_class, voters = heapq.heappop(heap)
+            negative, _, parent, depth, token, voters = heapq.heappop(heap)
             if parent in inner:
                 if leaves == max_leaves:
                     continue
                 leaves += 1
             inner.add(parent)
             node = len(tokens)
-            tokens.append(token)
-            tree.parents.append(parent)
-            tree.joint.append(-negative)
-            tree.classes.append(match_class)
-            if match_class == FREQUENT:
+            voters = self._add(token, parent, -negative, depth, voters)
+            if parent == -1 and tree.classes[node] == FREQUENT:
                 self.push(-1, 1.0, 0, list(islice(self._others, 1)))
-                voters = self._find(token)
             if depth == max_depth:
                 continue
             if len(voters) == 1:
@@ -176,6 +180,33 @@ class _Growth:
                 inner.update(range(node, len(tokens) - 1))
             else:
                 self.push(node, -negative, depth, _vote(voters, depth, self._odds))
+
+    def run_chain(self, children: list[_Child]) -> None:
+        """Add the most probable of these children of the root, its most probable child, and so on."""
+        joint = 1.0
+        for depth in range(1, min(self._limits.depth, self._limits.nodes) + 1):
+            if not children:
+                break
+            token, probability, voters = max(children, key=_probability)
+            joint *= probability
+            if joint <= self._limits.min_joint:
+                break
+            voters = self._add(token, depth - 2, joint, depth, voters)
+            if len(voters) == 1:
+                self._add_chain(voters[0], depth - 1, depth)
+                break
+            children = _vote(voters, depth, self._odds)
+
+    def _add(
+        self, token: int, parent: int, joint: float, depth: int, voters: Sequence[Occurrence]
+    ) -> Sequence[Occurrence]:
+        """Add one node; returns the occurrences that vote on what follows it."""
+        if voters:
+            voters = voters[:MAX_VOTERS]
+            self.tree.add(token, parent, joint, _strongest(voters, depth - 1, self._odds))
+            return voters
+        self.tree.add(token, parent, joint, FREQUENT)
+        return self._find(token)
 
     def _add_chain(self, voter: Occurrence, node: int, depth: int) -> None:
         """Add what a single occurrence proposes below the newest node, while no node on the heap is more probable."""
@@ -203,12 +234,11 @@ class _Growth:
             self._add_chain(voter, node + added, depth + added)
         elif following < -limits.min_joint and (token := text[first + added]) != SEPARATOR:
             self._age += 1
-            entry = (following, self._age, node + added, depth + added + 1, token, classes[length + added], (voter,))
-            heapq.heappush(heap, entry)
+            heapq.heappush(heap, (following, self._age, node + added, depth + added + 1, token, (voter,)))
 
 
 def _vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[_Child]:
-    """The tokens that occurrences propose at a depth: token, probability, class of the strongest vote, and its voters.
+    """The tokens that occurrences propose at a depth.
 
     An occurrence that continues along the path so far has a match that is longer by the depth.
     """
@@ -228,16 +258,14 @@ def _vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[_Ch
                 values[token], votes[token] = value, [voter]
     values.pop(SEPARATOR, None)
     total = sum(values.values()) + NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values)
-    return [
-        (token, value / total, _strongest(votes[token], depth, odds), votes[token][:MAX_VOTERS])
-        for token, value in values.items()
-    ]
+    return [(token, value / total, votes[token]) for token, value in values.items()]
 
 
 def _strongest(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> int:
     """The class of the occurrence with the largest odds."""
     classes = [
-        CLASSES_BY_LENGTH[kind][min(length + depth, MAX_MATCH_LENGTH)] for _, _, _, length, kind in voters[:MAX_VOTERS]
+        CLASSES_BY_LENGTH[kind][length + depth if length + depth < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
+        for _, _, _, length, kind in voters
     ]
     return classes[0] if len(classes) == 1 else max(classes, key=odds.values.__getitem__)
 
