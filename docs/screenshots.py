@@ -21,6 +21,7 @@ from rich.console import Console
 from hf_specgen.cli.options import errors
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for the package `benchmarks`
 IMAGES = ROOT / "docs" / "images"
 PROJECTED = ROOT / "benchmarks" / "results" / "projected" / "report.json"
 DRAWN = ("n-grams", "n-grams + recycling", "EAGLE", "draft model", "n-grams + draft model")
