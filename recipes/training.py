@@ -121,6 +121,7 @@ def _resume(accelerator: Accelerator, checkpoint: Path, settings: TrainingSettin
     Raises:
         ValueError: if this run would replace it otherwise.
     """
+    _replace_by_new(accelerator, checkpoint)
     if not checkpoint.exists():
         return
     if settings.resume:
@@ -197,11 +198,27 @@ def _evaluate(accelerator: Accelerator, evaluate: Callable[[], dict[str, float]]
 
 
 def _save(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Write a new checkpoint and then replace the old one, so that one of them is always complete."""
-    fresh = checkpoint.with_name(checkpoint.name + ".new")
-    accelerator.save_state(str(fresh))
+    """Write a new checkpoint and then replace the old one, so that one of them is always complete.
+
+    It is written to `checkpoint.part`, and renamed to `checkpoint.new` once it is complete. A run that is interrupted
+    in the replacement leaves `checkpoint.new`, and the next run completes it.
+    """
+    part = _beside(checkpoint, ".part")
+    accelerator.save_state(str(part))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        part.rename(_beside(checkpoint, ".new"))
+    _replace_by_new(accelerator, checkpoint)
+
+
+def _replace_by_new(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Replace the checkpoint by `checkpoint.new`, which is complete and newer, if there is one."""
+    new = _beside(checkpoint, ".new")
+    if accelerator.is_main_process and new.exists():
         shutil.rmtree(checkpoint, ignore_errors=True)
-        fresh.rename(checkpoint)
+        new.rename(checkpoint)
     accelerator.wait_for_everyone()
+
+
+def _beside(checkpoint: Path, suffix: str) -> Path:
+    return checkpoint.with_name(checkpoint.name + suffix)

@@ -1,0 +1,76 @@
+"""The training loop of the recipes on a tiny module: checkpoints, steps, settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+
+import training
+from tests.helpers.recipes import fresh_accelerator  # noqa: F401
+from training_setup import TrainingSettings, shared_batches, start
+
+
+def settings(output: Path, **overrides: Any) -> TrainingSettings:
+    given = {"steps": 3, "batch_size": 4, "micro_batch_size": 2, "log_every": 1, "warmup_steps": 0, "precision": "no"}
+    return TrainingSettings(data="rows", output=str(output), **{**given, **overrides})
+
+
+def loss_sum(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits, labels = module(batch["input_ids"])[:, :-1], batch["input_ids"][:, 1:]
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses.view(labels.shape) * batch["predicts"][:, :-1]).sum()
+
+
+def train(given: TrainingSettings, answer_start: int = 2) -> tuple[training.Progress, nn.Module]:
+    rows = Dataset.from_list([{"input_ids": [1, 2, 3, 4], "answer_start": answer_start, "length": 4}] * 16)
+    accelerator, module = start(given, "test"), nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+    return training.train(accelerator, module, shared_batches(rows, given, 0), loss_sum, given)[0], module
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A folder with the checkpoint of a complete run."""
+    train(settings(tmp_path, save_every=1))
+    assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint"]
+    return tmp_path
+
+
+@pytest.mark.parametrize("has_remains", [False, True])
+def test_resume_after_an_interrupted_replacement_uses_the_new_checkpoint(trained: Path, has_remains: bool) -> None:
+    """Would catch: a run that starts again at step 0, and one that reads a half deleted checkpoint."""
+    (trained / "checkpoint").rename(trained / "checkpoint.new")
+    if has_remains:
+        (trained / "checkpoint").mkdir()
+    with pytest.raises(ValueError, match=r"checkpoint of an earlier run.*--resume"):
+        train(settings(trained, save_every=1))
+    progress, _ = train(settings(trained, steps=5, save_every=1, resume=True))
+    assert [step for step, _ in progress.losses] == [1, 2, 3, 4, 5]
+
+
+def test_resume_after_an_interrupted_write_uses_the_old_checkpoint(trained: Path) -> None:
+    (trained / "checkpoint.part").mkdir()
+    progress, _ = train(settings(trained, steps=4, save_every=1, resume=True))
+    assert progress.step == 4 and len(progress.losses) == 4
+
+
+def test_resume_after_an_interrupted_first_write_starts_at_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.part").mkdir()
+    progress, _ = train(settings(tmp_path, save_every=1, resume=True))
+    assert progress.step == 3
+
+
+def test_resume_after_a_crash_in_the_replacement_continues_from_the_new_checkpoint(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(path: Path, ignore_errors: bool) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("training.shutil.rmtree", crash)
+        train(settings(trained, steps=4, save_every=1, resume=True))
+    assert train(settings(trained, steps=5, resume=True))[0].losses[3][0] == 4
