@@ -1,7 +1,8 @@
 """The training loop shared by all recipes, on top of `accelerate`.
 
-The result does not depend on the number of processes or the size of micro-batches: a step reads the same conversations,
-and its loss is a sum divided once by the number of answer tokens in the whole batch.
+Up to rounding, the result does not depend on the number of processes or the size of micro-batches: a step reads the
+same conversations, and its loss is a sum divided once by the number of answer tokens in the whole batch. Streaming is
+an exception after the first epoch, at whose end the rows that do not fill a micro-batch are left out.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from datasets import Dataset
 from torch import nn
 
 import training
+from corpus import LengthGroupedBatches
 from tests.helpers.recipes import fresh_accelerator  # noqa: F401
 from training_setup import TrainingSettings, shared_batches, start
 
@@ -74,3 +76,15 @@ def test_resume_after_a_crash_in_the_replacement_continues_from_the_new_checkpoi
         patch.setattr("training.shutil.rmtree", crash)
         train(settings(trained, steps=4, save_every=1, resume=True))
     assert train(settings(trained, steps=5, resume=True))[0].losses[3][0] == 4
+
+
+@pytest.mark.parametrize("micro_batch_size", [16, 8, 4])
+def test_steps_of_other_micro_batches_have_the_same_conversations(micro_batch_size: int) -> None:
+    lengths = torch.randint(10, 500, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def steps(size: int) -> list[list[int]]:
+        order = list(LengthGroupedBatches(lengths, size, 32 // size, seed=0))
+        assert all(len(batch) == size for batch in order)
+        return [sorted(chain(*order[first : first + 32 // size])) for first in range(0, len(order), 32 // size)]
+
+    assert steps(micro_batch_size) == steps(32)
