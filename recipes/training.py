@@ -85,7 +85,7 @@ def train(
     accelerator.register_for_checkpointing(progress, *schedules)
     _resume(accelerator, checkpoint, settings)
     stream = _endless(accelerator, loader, order, progress)
-    size = accumulation(settings, accelerator.num_processes)
+    micro_batches_per_step = accumulation(settings, accelerator.num_processes)
     accelerator.print(
         f"processes: {accelerator.num_processes}, precision: {accelerator.mixed_precision}, "
         f"trained parameters: {sum(parameter.numel() for parameter in trained):,}, from step {progress.step}"
@@ -94,7 +94,8 @@ def train(
     module.train()
     since_log: list[torch.Tensor] = []
     while progress.step < steps:
-        since_log.append(_gradients(accelerator, module, list(islice(stream, size)), loss_sum))
+        micro_batches = list(islice(stream, micro_batches_per_step))
+        since_log.append(_gradients(accelerator, module, micro_batches, loss_sum))
         accelerator.clip_grad_norm_(trained, settings.max_grad_norm)
         _update(optimizers, schedules)
         progress.step += 1
@@ -155,7 +156,7 @@ def _gradients(
 ) -> torch.Tensor:
     """Compute the gradients of one step; returns this process's share of the loss."""
     mine = torch.stack([batch["predicts"].sum() for batch in micro_batches]).sum()
-    tokens = cast(torch.Tensor, accelerator.reduce(mine, reduction="sum"))
+    tokens = cast(torch.Tensor, accelerator.reduce(mine, reduction="sum")).clamp(min=1)
     total = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(micro_batches):
         with accelerator.no_sync(module) if i < len(micro_batches) - 1 else nullcontext():
@@ -182,7 +183,7 @@ def _endless(accelerator: Accelerator, loader: Any, order: Any, progress: Progre
 def _log(
     accelerator: Accelerator, progress: Progress, since_log: list[torch.Tensor], schedule: LambdaLR, bar: Any
 ) -> None:
-    """Log the mean loss of the steps since the last call: it varies with the length of answers in a batch."""
+    """Log the mean loss since the last log; a single step's loss is noisy, as it depends on the answers' lengths."""
     mean = torch.stack(since_log).mean()
     since_log.clear()
     value = float(cast(torch.Tensor, accelerator.reduce(mean, reduction="sum")))

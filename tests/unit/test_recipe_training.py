@@ -78,6 +78,11 @@ def test_resume_after_a_crash_in_the_replacement_continues_from_the_new_checkpoi
     assert train(settings(trained, steps=5, resume=True))[0].losses[3][0] == 4
 
 
+def test_step_without_answer_tokens_keeps_weights_finite(tmp_path: Path) -> None:
+    _, module = train(settings(tmp_path, steps=1), answer_start=4)
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
 @pytest.mark.parametrize("micro_batch_size", [16, 8, 4])
 def test_steps_of_other_micro_batches_have_the_same_conversations(micro_batch_size: int) -> None:
     lengths = torch.randint(10, 500, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -88,3 +93,22 @@ def test_steps_of_other_micro_batches_have_the_same_conversations(micro_batch_si
         return [sorted(chain(*order[first : first + 32 // size])) for first in range(0, len(order), 32 // size)]
 
     assert steps(micro_batch_size) == steps(32)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 0),
+        ("warmup_steps", -5),
+        ("learning_rate", -1.0),
+        ("weight_decay", -0.1),
+        ("evaluate_every", -1),
+        ("save_every", -2),
+        ("seed", -1),
+        ("max_grad_norm", 0.0),
+        ("learning_rate", float("nan")),
+    ],
+)
+def test_setting_out_of_range_is_refused(tmp_path: Path, name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be .*, got {value}"):
+        settings(tmp_path, **{name: value})
