@@ -100,30 +100,32 @@ def collate(rows: Sequence[dict[str, Any]], pad_token_id: int = 0) -> Batch:
 class LengthGroupedBatches(Sampler[list[int]]):
     """Batches of rows of similar length, in an order that depends only on seed and epoch.
 
-    This saves padding. Every process sees the same order, whatever their number, and takes its share of each `group` of
-    batches; so the number of batches is a multiple of `group`.
+    This saves padding. Every process sees the same order, whatever their number, and takes its share of each step, a
+    `group` of batches; so the number of batches is a multiple of `group`. The rows of a step depend only on their
+    number, `batch_size * group`.
     """
 
     window = 32
-    """Number of batches that are sorted by length together."""
+    """Number of steps that are sorted by length together."""
 
     def __init__(self, lengths: Sequence[int], batch_size: int, group: int, seed: int):
-        self.lengths, self.batch_size, self.seed = torch.tensor(lengths), batch_size, seed
+        self.lengths, self.batch_size, self.group, self.seed = torch.tensor(lengths), batch_size, group, seed
         self.drop_last, self.epoch = True, 0
-        self.count = len(lengths) // (batch_size * group) * group
-        if self.count == 0:
+        self.steps = len(lengths) // (batch_size * group)
+        if self.steps == 0:
             raise ValueError(f"the data have {len(lengths)} rows, fewer than one step of {batch_size * group}")
 
     def __len__(self) -> int:
-        return self.count
+        return self.steps * self.group
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.lengths), generator=generator)[: self.count * self.batch_size]
-        windows = order.split(self.window * self.batch_size)
+        rows_per_step = self.batch_size * self.group
+        order = torch.randperm(len(self.lengths), generator=generator)[: self.steps * rows_per_step]
+        windows = order.split(self.window * rows_per_step)
         order = torch.cat([window[self.lengths[window].argsort(stable=True)] for window in windows])
-        for index in torch.randperm(self.count, generator=generator).tolist():
-            yield order[index * self.batch_size : (index + 1) * self.batch_size].tolist()
+        for step in order.view(self.steps, rows_per_step)[torch.randperm(self.steps, generator=generator)]:
+            yield from step.view(self.group, self.batch_size).tolist()
 
 
 def conversations(tokenizer: PreTrainedTokenizerBase, source: str, max_length: int, streaming: bool = False) -> Any:

@@ -1,7 +1,8 @@
 """The training loop shared by all recipes, on top of `accelerate`.
 
-The result does not depend on the number of processes or the size of micro-batches: a step reads the same conversations,
-and its loss is a sum divided once by the number of answer tokens in the whole batch.
+Up to rounding, the result does not depend on the number of processes or the size of micro-batches: a step reads the
+same conversations, and its loss is a sum divided once by the number of answer tokens in the whole batch. Streaming is
+an exception after the first epoch, at whose end the rows that do not fill a micro-batch are left out.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def train(
     accelerator.register_for_checkpointing(progress, *schedules)
     _resume(accelerator, checkpoint, settings)
     stream = _endless(accelerator, loader, order, progress)
-    size = accumulation(settings, accelerator.num_processes)
+    micro_batches_per_step = accumulation(settings, accelerator.num_processes)
     accelerator.print(
         f"processes: {accelerator.num_processes}, precision: {accelerator.mixed_precision}, "
         f"trained parameters: {sum(parameter.numel() for parameter in trained):,}, from step {progress.step}"
@@ -93,7 +94,8 @@ def train(
     module.train()
     since_log: list[torch.Tensor] = []
     while progress.step < steps:
-        since_log.append(_gradients(accelerator, module, list(islice(stream, size)), loss_sum))
+        micro_batches = list(islice(stream, micro_batches_per_step))
+        since_log.append(_gradients(accelerator, module, micro_batches, loss_sum))
         accelerator.clip_grad_norm_(trained, settings.max_grad_norm)
         _update(optimizers, schedules)
         progress.step += 1
@@ -121,6 +123,7 @@ def _resume(accelerator: Accelerator, checkpoint: Path, settings: TrainingSettin
     Raises:
         ValueError: if this run would replace it otherwise.
     """
+    _replace_by_new(accelerator, checkpoint)
     if not checkpoint.exists():
         return
     if settings.resume:
@@ -153,7 +156,7 @@ def _gradients(
 ) -> torch.Tensor:
     """Compute the gradients of one step; returns this process's share of the loss."""
     mine = torch.stack([batch["predicts"].sum() for batch in micro_batches]).sum()
-    tokens = cast(torch.Tensor, accelerator.reduce(mine, reduction="sum"))
+    tokens = cast(torch.Tensor, accelerator.reduce(mine, reduction="sum")).clamp(min=1)
     total = torch.zeros((), device=accelerator.device)
     for i, batch in enumerate(micro_batches):
         with accelerator.no_sync(module) if i < len(micro_batches) - 1 else nullcontext():
@@ -180,7 +183,7 @@ def _endless(accelerator: Accelerator, loader: Any, order: Any, progress: Progre
 def _log(
     accelerator: Accelerator, progress: Progress, since_log: list[torch.Tensor], schedule: LambdaLR, bar: Any
 ) -> None:
-    """Log the mean loss of the steps since the last call: it varies with the length of answers in a batch."""
+    """Log the mean loss since the last log; a single step's loss is noisy, as it depends on the answers' lengths."""
     mean = torch.stack(since_log).mean()
     since_log.clear()
     value = float(cast(torch.Tensor, accelerator.reduce(mean, reduction="sum")))
@@ -197,11 +200,27 @@ def _evaluate(accelerator: Accelerator, evaluate: Callable[[], dict[str, float]]
 
 
 def _save(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Write a new checkpoint and then replace the old one, so that one of them is always complete."""
-    fresh = checkpoint.with_name(checkpoint.name + ".new")
-    accelerator.save_state(str(fresh))
+    """Write a new checkpoint and then replace the old one, so that one of them is always complete.
+
+    It is written to `checkpoint.part`, and renamed to `checkpoint.new` once it is complete. A run that is interrupted
+    in the replacement leaves `checkpoint.new`, and the next run completes it.
+    """
+    part = _beside(checkpoint, ".part")
+    accelerator.save_state(str(part))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        part.rename(_beside(checkpoint, ".new"))
+    _replace_by_new(accelerator, checkpoint)
+
+
+def _replace_by_new(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Replace the checkpoint by `checkpoint.new`, which is complete and newer, if there is one."""
+    new = _beside(checkpoint, ".new")
+    if accelerator.is_main_process and new.exists():
         shutil.rmtree(checkpoint, ignore_errors=True)
-        fresh.rename(checkpoint)
+        new.rename(checkpoint)
     accelerator.wait_for_everyone()
+
+
+def _beside(checkpoint: Path, suffix: str) -> Path:
+    return checkpoint.with_name(checkpoint.name + suffix)

@@ -33,7 +33,7 @@ class TrainingSettings:
     weight_decay: float = option(default=0.0, help="of AdamW")
     max_grad_norm: float = option(default=1.0, help="gradients are clipped to this norm")
     precision: Literal["auto", "bf16", "no"] = option(default="auto", help="auto: bf16 where the hardware has it")
-    streaming: bool = option(default=False, help="read the data as they are needed")
+    streaming: bool = option(default=False, help="stream the dataset")
     seed: int = option(default=0, help="of the order of the data and of new weights")
     log_every: int = option(default=10, help="steps between logged losses")
     evaluate_every: int = option(default=0, help="steps between evaluations, where a recipe has them; 0: none")
@@ -46,6 +46,11 @@ class TrainingSettings:
         for name in ("steps", "batch_size", "micro_batch_size", "max_length", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "seed", "evaluate_every", "save_every"):
+            if not getattr(self, name) >= 0:  # NaN is refused too
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be greater than 0, got {self.max_grad_norm}")
         accumulation(self, 1)
 
 
@@ -76,7 +81,11 @@ def _cpu_has_bf16() -> bool:
 
 
 def shared_batches(rows: Any, settings: TrainingSettings, pad_token_id: int) -> DataLoader:
-    """Micro-batches of encoded rows (see `corpus`), in a number that makes whole steps for any number of processes."""
+    """Micro-batches of encoded rows (see `corpus`).
+
+    An epoch consists of whole steps for any number of processes. Streamed rows are not counted in advance: there, a
+    step can begin with the last micro-batches of an epoch and end with the first of the next.
+    """
     group = settings.batch_size // settings.micro_batch_size
     return batches(rows, settings.micro_batch_size, group=group, seed=settings.seed, pad_token_id=pad_token_id)
 

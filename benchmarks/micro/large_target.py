@@ -1,4 +1,7 @@
-"""Speed of a large bfloat16 target on a GPU, at batch 1: the embedded function with as many layers and parameters."""
+"""Speed of a target of 8B parameters on a GPU, at batch 1.
+
+The target is the embedded model in bfloat16, deepened and widened without changing its function.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,12 @@ from hf_specgen.evaluation.workloads import (
 )
 
 PARAMETERS, LAYERS = 8 * 10**9, 32
-"""Of a target like Llama 3.1 8B; its passes take as long as reading so many parameters and starting so many layers."""
+"""Of a target like Llama 3.1 8B: a pass takes as long as reading so many parameters, or the launch overhead of so many
+layers."""
 QUICK_PARAMETERS, QUICK_LAYERS = 20 * 10**6, 9
 NEW_TOKENS, CONTEXT, WIDTHS = 64, 256, (1, 2, 4, 8, 16, 32, 64)
 NODES = 31
-"""Draft tokens of a tree where passes are compiled, so that few widths are."""
+"""Draft tokens of a tree where passes are compiled: fixed, so that few input widths are compiled."""
 
 
 class Setup(NamedTuple):
@@ -52,7 +56,7 @@ class Setup(NamedTuple):
 
 
 def large_target(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Speed of every side, eager."""
+    """Speed of every variant, eager."""
     setup = _setup(quick)
     return _measure(setup, _eager(setup.draft), repeats, quick)
 
@@ -88,8 +92,8 @@ Samples = dict[str, dict[str, list[tuple[Sample, Sample]]]]
 def _measure(setup: Setup, variants: list[Variant], repeats: int, quick: bool) -> list[dict[str, Any]]:
     """Speed on prompts of five domains, after a prompt of each from which latencies are learnt.
 
-    In bfloat16 the target's own passes over one token and over several round differently, so that texts part where two
-    tokens are equally likely: `same tokens` is the share of the tokens before the first difference.
+    In bfloat16 the target's own passes over one token and over several round differently, so that outputs diverge
+    where two tokens are equally likely: `same tokens` is the share of the tokens before the first difference.
     """
     run_prompts(setup, variants, [0], quick)
     samples = run_prompts(setup, variants, range(1, 1 + repeats), quick)
@@ -113,18 +117,20 @@ def run_prompts(setup: Setup, variants: list[Variant], turns: Sequence[int], qui
 
 
 def deepen(model: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """The same function with so many layers: those added compute like others and contribute nothing."""
+    """The same function with so many layers: those added are computed like the last one and contribute nothing."""
     deep = copy.deepcopy(model)
     stack: Any = deep.model.layers
     for number in range(len(stack), layers):
         layer = copy.deepcopy(stack[-1])
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            torch.nn.init.zeros_(projection.weight)
+            for parameter in projection.parameters():  # weight and, in some models, bias
+                torch.nn.init.zeros_(parameter)
         layer.self_attn.layer_idx = number
         stack.append(layer)
+    kinds = getattr(deep.config, "layer_types", None)
     deep.config.num_hidden_layers = layers
-    if getattr(deep.config, "layer_types", None):
-        deep.config.layer_types = [deep.config.layer_types[0]] * layers
+    if kinds:
+        deep.config.layer_types = [*kinds, *[kinds[-1]] * (layers - len(kinds))]
     return deep
 
 
@@ -168,8 +174,8 @@ def _row(name: str, samples: dict[str, list[tuple[Sample, Sample]]]) -> dict[str
 
 
 def _speedup(pairs: list[tuple[Sample, Sample]]) -> float:
-    """By tokens per second: lengths can differ where texts part."""
-    ours, plain = ([pair[side] for pair in pairs] for side in (0, 1))
+    """By tokens per second: lengths can differ where outputs diverge."""
+    ours, plain = ([pair[variant] for pair in pairs] for variant in (0, 1))
     return _tokens_per_second(ours) / _tokens_per_second(plain)
 
 
@@ -179,6 +185,6 @@ def _tokens_per_second(samples: list[Sample]) -> float:
 
 def _common(ours: Sample, plain: Sample) -> int:
     """Tokens of plain `generate` before the first that differs."""
-    new = [sample.ids[0].tolist()[-sample.tokens :] for sample in (ours, plain)]
+    new = [sample.ids[0, sample.ids.shape[1] - sample.tokens :].tolist() for sample in (ours, plain)]
     differs = [number for number, pair in enumerate(zip(*new, strict=False)) if pair[0] != pair[1]]
     return differs[0] if differs else min(map(len, new))

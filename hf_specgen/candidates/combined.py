@@ -153,9 +153,9 @@ class _CombinedSession(DraftSession):
                 member.skip()
             depth = [0 if is_left_out else min(depth, member.k) for depth in budget]
             member.draft = method(member.session)(depth)
-            member.spent = 0.0
+            member.expected_draft_seconds = 0.0
             if any(depth) and member.has_passes and isinstance(shape, FastestSize):
-                member.spent = shape.latency.drafter.draft(member.passes)
+                member.expected_draft_seconds = shape.latency.drafter.draft(member.passes)
         self.passes = [tokens for member in self._members for tokens in member.passes]
         tree = self._ranked(shape, budget, is_prefill) if ranks and shape is not None else self._merged()
         self._has_drafted = tree.nodes > 0
@@ -200,8 +200,8 @@ class _CombinedSession(DraftSession):
         ]
         if isinstance(shape, FastestSize):
             # More nodes are optimal where drafting has taken long.
-            spent = sum(member.spent for member in self._members)
-            count, _ = shape.of_grown([tree.joint for tree in self._trees], spent)
+            draft_seconds = sum(member.expected_draft_seconds for member in self._members)
+            count, _ = shape.of_grown([tree.joint for tree in self._trees], draft_seconds)
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 

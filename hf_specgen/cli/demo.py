@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.cli.demo_plan import alternating, answer_length, batches, order
+from hf_specgen.cli.demo_plan import answer_length, batches, order, round_robin
 from hf_specgen.cli.demo_variants import variants
 from hf_specgen.cli.demo_view import closing_lines, comparison, one_answer
 from hf_specgen.cli.settings import DemoSettings
@@ -102,7 +102,7 @@ def run_demo(
         on_change: receives the targets, and what is being done, whenever that changes.
     """
     check_installed(settings)
-    prompts = list(alternating(domain_prompts(settings)))
+    prompts = list(round_robin(domain_prompts(settings)))
     model, tokenizer = load(settings)
     compared = variants(settings, packed=any(map(is_packable, model.modules())))
     size = sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""What the demo measures: how long answers are, which prompts come next, and the order of the variants."""
+"""Plan of the demo: length of the answers, order of the prompts, their batches, and order of the variants."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from itertools import chain, zip_longest
 
 from hf_specgen.evaluation.measure import Variant
 
-PROMPTS_WANTED, MIN_TOKENS = 5, 24
-"""Answers are cut so that this number of prompts, one of each domain, fits into the time; but not to fewer tokens."""
+PROMPTS_WANTED = 5
+"""Prompts for which the time is to suffice: one of each embedded domain."""
+MIN_TOKENS = 24
+"""Answers are not shortened to fewer tokens, so that speculation has several steps."""
 
 
 def answer_length(longest: int, seconds: float, speed: float, compared: int) -> int:
@@ -18,7 +20,7 @@ def answer_length(longest: int, seconds: float, speed: float, compared: int) -> 
         longest: the maximum.
         seconds: for all prompts and variants.
         speed: tokens per second of plain `generate`; every variant is assumed to be as slow.
-        compared: number of variants.
+        compared: number of variants, at least plain `generate`.
 
     Example:
         >>> answer_length(64, seconds=30, speed=200, compared=6), answer_length(64, seconds=40, speed=40, compared=6)
@@ -26,7 +28,7 @@ def answer_length(longest: int, seconds: float, speed: float, compared: int) -> 
         >>> answer_length(64, seconds=40, speed=8, compared=6), answer_length(16, seconds=40, speed=8, compared=6)
         (24, 16)
     """
-    return min(longest, max(MIN_TOKENS, int(seconds * speed / compared / PROMPTS_WANTED)))
+    return int(min(longest, max(MIN_TOKENS, seconds * speed / max(1, compared) / PROMPTS_WANTED)))
 
 
 def order(compared: Sequence[Variant], number: int, rows: int) -> list[Variant]:
@@ -36,7 +38,7 @@ def order(compared: Sequence[Variant], number: int, rows: int) -> list[Variant]:
     return [plain, *others[first:], *others[:first]]
 
 
-def alternating(domains: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
+def round_robin(domains: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
     """The first prompt of every domain, then the second of every domain, and so on."""
     columns = [[(domain, prompt) for prompt in prompts] for domain, prompts in domains.items()]
     yield from (pair for pair in chain.from_iterable(zip_longest(*columns)) if pair is not None)

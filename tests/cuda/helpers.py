@@ -32,7 +32,7 @@ def inputs(batch: int, length: int = 12) -> dict[str, torch.Tensor]:
 
 
 def same_tokens(target: Any, given: dict[str, torch.Tensor], candidates: Candidates, **arguments: Any) -> Statistics:
-    """Assert that speculation gives the tokens of plain `generate`, and leaves the generator where that does."""
+    """Assert that speculation gives plain `generate`'s tokens and leaves the random generator in the same state."""
     settings = {name: arguments.pop(name) for name in ("compile", "verification") if name in arguments}
     arguments = {"max_new_tokens": NEW_TOKENS, **arguments}
     torch.manual_seed(11)
@@ -41,7 +41,7 @@ def same_tokens(target: Any, given: dict[str, torch.Tensor], candidates: Candida
     torch.manual_seed(11)
     speculation = {"candidate_generator": candidates, "return_dict_in_generate": True, **settings}
     output = target.generate(**given, **arguments, **speculation)
-    assert torch.equal(torch.rand(3, device="cuda"), following), "the generator is not where plain generate leaves it"
+    assert torch.equal(torch.rand(3, device="cuda"), following), "the state of the random generator differs"
     assert output.sequences.tolist() == plain.tolist()
     statistics: Statistics = output.speculation
     return statistics

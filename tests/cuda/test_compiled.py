@@ -45,7 +45,7 @@ def test_compiled_target_in_several_calls_same_tokens(target: Any, mode: str, ba
 @pytest.mark.parametrize("compile_target", [False, True])
 @pytest.mark.parametrize("tree", [None, 6])
 def test_compiled_draft_same_tokens(target: Any, compile_target: bool, tree: Any) -> None:
-    """Graphs of two models take turns."""
+    """CUDA graphs of target and draft are replayed alternately."""
     candidates = DraftModelCandidates(draft(), k=3, tree=tree, compile=True)
     for length in (12, 20):
         statistics = same_tokens(target, inputs(1, length), candidates, compile=compile_target)
