@@ -108,7 +108,6 @@ class DraftModelCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         draft = self._load(call.model)
         check_pair(draft, call)
-        _check_prompt_length(draft, max(map(len, call.state.prompts)))
         check_model(draft)
         if keeps_state(text_config(draft)):
             raise ValueError(
@@ -121,15 +120,18 @@ class DraftModelCandidates(Candidates):
                 f"the draft model uses {implementation!r}, which takes no mask for draft trees and rows of different "
                 "lengths; load the draft with attn_implementation='sdpa'"
             )
+        is_same_vocabulary = call.model is None or have_same_vocabulary(draft, call.model)
+        if is_same_vocabulary:
+            _check_prompt_length(draft, max(map(len, call.state.prompts)))
+        elif reads_encoder(draft):
+            raise ValueError(
+                f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
+                "decoder-only models; use a draft of the target's family"
+            )
         prompts = _known(call.state.prompts, draft)
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
         check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
-        if call.model is not None and not have_same_vocabulary(draft, call.model):
-            if reads_encoder(draft):
-                raise ValueError(
-                    f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
-                    "decoder-only models; use a draft of the target's family"
-                )
+        if not is_same_vocabulary:
             # In a combination the policy observes all members together.
             warns = call.candidates is self
             return translated_session(
