@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from hf_specgen import compat
+from hf_specgen.candidates.attached import number_of
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt
@@ -100,7 +101,7 @@ class DraftModelCandidates(Candidates):
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
-        self.compile = compile
+        self.compile, self._is_given_loaded = compile, loaded
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
@@ -143,13 +144,22 @@ class DraftModelCandidates(Candidates):
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         key: tuple[str | int | float | bool, ...] = (
             "draft_model",
-            self._name,
+            *self._identity(),
             self.k,
             str(self.tree),
             self.confidence_threshold,
         )
         key = key if self.share_encoder is None else (*key, self.share_encoder)
         return (*key, "compiled") if self.compile else key
+
+    def _identity(self) -> tuple[str, ...]:
+        """The draft model's name and how it is loaded; one that was given loaded may have no name, but a number."""
+        if not self._is_given_loaded or self._model is None:
+            return (self._name, *map(str, self._loading.values()))
+        model = self._model
+        name = self._name or f"{type(model).__qualname__} {number_of(model)}"
+        quantization = getattr(model.config, "quantization_config", None)
+        return name, str(model.dtype), str(compat.input_device(model)), str(quantization)
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
         if self._model is None:
