@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from hf_specgen import NgramCandidates, NgramHistory, speculate
+from hf_specgen import NgramCandidates, NgramHistory, attach, speculate
 from hf_specgen.target.cache import RaggedCache
 from tests.helpers import FailingOracle, Oracle, fresh_model, prompts, tiny_model
 
@@ -55,6 +55,25 @@ def test_ngram_history_of_no_tokens_raises() -> None:
 def test_generate_unsupported_argument_raises(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), **arguments)
+
+
+@pytest.mark.parametrize("is_attached", [False, True], ids=["keyword", "attached"])
+@pytest.mark.parametrize(
+    ("more", "named", "message"),
+    [
+        ((), {"inputs": torch.tensor([[1, 2]])}, "multiple values for argument 'inputs'"),
+        ((None,) * 20, {}, "too many positional arguments"),
+    ],
+    ids=["twice", "too_many"],
+)
+def test_generate_wrong_positional_arguments_raises(more: tuple, named: dict, message: str, is_attached: bool) -> None:
+    """Would catch: another prompt than the first argument, or arguments that are dropped."""
+    model = fresh_model("llama")
+    how: dict[str, Any] = {} if is_attached else {"candidate_generator": NgramCandidates()}
+    if is_attached:
+        attach(model, NgramCandidates())
+    with pytest.raises(TypeError, match=message):
+        model.generate(prompts(1)["input_ids"], *more, **named, max_new_tokens=4, **how)
 
 
 def test_generate_with_assistant_model_raises() -> None:
