@@ -63,18 +63,19 @@ class Speculation:
         **model_kwargs: Any,
     ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         assert generation_config is not None
+        # A streamer given to `generate` has received the prompt already; that of `speculate` has not.
+        streamer = compat.local_of_generate("streamer")
+        if streamer is not None and self.streamer is not None:
+            raise ValueError("both generate(streamer=…) and speculate(streamer=…) were given; leave one out")
         self.checking(model)
         check_model(model)
         _check_call(model, input_ids, generation_config, model_kwargs)
         if self.pack_weights:
             check_packable(model)
-        # A streamer given to `generate` has received the prompt already; that of `speculate` has not.
-        streamer = compat.local_of_generate("streamer")
-        uses_own_streamer = streamer is None and self.streamer is not None
 
         def start(call: Call) -> None:
             self.starting(call)
-            if self.streamer is not None and uses_own_streamer:
+            if self.streamer is not None:
                 self.streamer.put(input_ids.cpu())
 
         return speculative_decode(
@@ -85,7 +86,7 @@ class Speculation:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
-            streamer=self.streamer if uses_own_streamer else streamer,
+            streamer=streamer if self.streamer is None else self.streamer,
             policy=self.policy,
             monitor=self.monitor,
             on_start=start,
