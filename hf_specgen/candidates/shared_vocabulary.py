@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -89,28 +89,31 @@ def shared_ids(target: str, draft: str) -> tuple[int, ...]:
     Args:
         target, draft: folders or repositories of the tokenizers.
     """
-    ours, theirs = (token_texts(load_tokenizer(name)) for name in (target, draft))
-    ids = [-1] * (1 + max(ours.values(), default=-1))
-    for text, index in ours.items():
-        ids[index] = theirs.get(text, -1)
+    target_ids, draft_ids = (token_texts(load_tokenizer(name)) for name in (target, draft))
+    ids = [-1] * (1 + max(target_ids.values(), default=-1))
+    for text, index in target_ids.items():
+        ids[index] = draft_ids.get(text, -1)
     return tuple(ids)
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The text of every token inside a sentence, with its id.
+def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[tuple[Literal["text", "name"], str], int]:
+    """The text of every token inside a sentence, with its id; its name where it has no text of its own.
 
     Decoded behind another token: then "▁the" of SentencePiece and "Ġthe" of byte-level BPE both are " the", and "ing"
-    is the text of WordPiece's "##ing". A token that is a part of a character keeps the name it has in its vocabulary,
-    which is the same in all byte-level vocabularies. Of several tokens with one text the last counts: SentencePiece has
-    its bytes first.
+    is the text of WordPiece's "##ing". A token that is a part of a character has the name of its vocabulary, which is
+    the same in all byte-level vocabularies. Names are kept apart from texts: byte C3 has the name "Ã", which is also
+    the text of the token "Ãĥ". Of several tokens with one text the last counts: SentencePiece has its bytes first.
+
+    Returns:
+        the id of each token, by ("text", its text) or ("name", its name).
     """
     first = tokenizer.encode("x", add_special_tokens=False)[-1:]
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     before, *texts = _decoded(tokenizer, [first, *([*first, index] for _, index in vocabulary)])
-    found: dict[str, int] = {}
+    found: dict[tuple[Literal["text", "name"], str], int] = {}
     for (name, index), text in zip(vocabulary, texts, strict=True):
         added = text[len(before) :] if text.startswith(before) else ""
-        found[name if not added or INCOMPLETE in added else added] = index
+        found[("name", name) if not added or INCOMPLETE in added else ("text", added)] = index
     return found
 
 
