@@ -257,6 +257,7 @@ def test_layer_skip_indivisible_architecture_raises(architecture: str) -> None:
     [
         ({"k": 0}, "k must be at least 1, got 0"),
         ({"confidence_threshold": 1.5}, r"confidence_threshold .* got 1.5"),
+        ({"confidence_threshold": None}, "confidence_threshold .* got None"),
         ({"dtype": "bfloat16"}, "this one is loaded"),
     ],
     ids=str,

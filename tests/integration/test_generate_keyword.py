@@ -115,7 +115,7 @@ def test_streamer_of_generate_after_uninstall_receives_the_text_and_its_end(
 def test_streamers_of_generate_and_of_speculate_raise() -> None:
     """Would catch: a streamer that receives nothing, so that its reader waits forever."""
     method = speculate(NgramCandidates(k=4), streamer=RecordingStreamer())
-    with pytest.raises(ValueError, match="both generate.* and speculate.* were given; leave one out"):
+    with pytest.raises(ValueError, match=r"both generate.* and speculate.* were given; leave one out"):
         tiny_model("llama").generate(
             **prompts(1), max_new_tokens=6, streamer=RecordingStreamer(), custom_generate=method
         )
