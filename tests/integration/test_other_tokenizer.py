@@ -244,7 +244,9 @@ def warnings_of(model: Any, draft: Any, pass_seconds: float, calls: int, combine
         for number in range(calls):
             ids = torch.tensor([[number % 6, 1, 2]])
             model.generate(ids, max_new_tokens=48, do_sample=True, top_k=0, candidate_generator=candidates)
-    return [str(one.message) for one in caught if "another tokenizer" in str(one.message)]
+    found = [one for one in caught if "another tokenizer" in str(one.message)]
+    assert all(one.filename == __file__ for one in found), "the warning names a line inside a library"
+    return [str(one.message) for one in found]
 
 
 def test_draft_that_is_slower_is_warned_of_once(tmp_path: Path) -> None:
