@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_specgen.candidates.reencoding import INCOMPLETE, load_tokenizer
 
-NOT_SHARED = -1e9
+UNSHARED_LOGIT = -1e9
 """Logit of a token that the draft does not have. Finite, so that scores stay valid if a processor suppresses all
 others; the exponential function of it is 0."""
 
@@ -34,9 +34,10 @@ class SharedVocabulary:
 
     Example:
         >>> shared = SharedVocabulary([2, -1, 0], target_size=4, draft_size=3)
-        >>> shared.draft_token(0), shared.draft_token(1), shared.share([0, 1, 2, 2])
+        >>> shared.draft_token(0), shared.draft_token(1), shared.shared_fraction([0, 1, 2, 2])
         (2, None, 0.75)
-        >>> shared.target_logits(torch.tensor([5.0, 6.0, 7.0])).tolist()  # token 3 is padding of the target's table
+        >>> # token 3 of the target is a padding row of its embedding matrix
+        >>> shared.target_logits(torch.tensor([5.0, 6.0, 7.0])).tolist()
         [7.0, -1000000000.0, 5.0, -1000000000.0]
     """
 
@@ -55,14 +56,14 @@ class SharedVocabulary:
         """The draft's tokens for those of the target, of any shape; 0 where it has none."""
         return self._index.to(tokens.device)[tokens].clamp(min=0)
 
-    def share(self, tokens: Sequence[int]) -> float:
-        """The share of some target tokens that the draft has too; of no tokens, 0."""
+    def shared_fraction(self, tokens: Sequence[int]) -> float:
+        """The fraction of some target tokens that the draft has too; of no tokens, 0."""
         return sum(self.draft_token(token) is not None for token in tokens) / max(1, len(tokens))
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits over the target's vocabulary: `[…, draft vocab]` to `[…, target vocab]`, float32."""
         index, is_missing = self._index_on(logits.device)
-        return logits[..., index].float().masked_fill_(is_missing, NOT_SHARED)
+        return logits[..., index].float().masked_fill_(is_missing, UNSHARED_LOGIT)
 
     def _index_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """`[target_size]` the draft's id of each token, 0 where it has none, and whether it has none."""

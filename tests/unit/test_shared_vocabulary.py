@@ -12,7 +12,7 @@ from tokenizers.models import BPE, WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from hf_specgen.candidates.reencoding import Codec, Reencoder, load_tokenizer
-from hf_specgen.candidates.shared_vocabulary import NOT_SHARED, SharedVocabulary, shared_ids, token_texts
+from hf_specgen.candidates.shared_vocabulary import UNSHARED_LOGIT, SharedVocabulary, shared_ids, token_texts
 from tests.fuzz.tokenizers import CHARACTERS, KINDS, VOCAB, tokenizer_folder
 
 TARGET = tokenizer_folder("characters")
@@ -38,7 +38,7 @@ def reference_shared_ids(target: Any, draft: Any) -> list[int]:
 
 def reference_target_logits(logits: list[float], draft_ids: list[int], target_size: int) -> list[float]:
     """The logits of a draft over the target's vocabulary, token by token."""
-    result = [NOT_SHARED] * target_size
+    result = [UNSHARED_LOGIT] * target_size
     for token, index in enumerate(draft_ids[:target_size]):
         if 0 <= index < len(logits):
             result[token] = logits[index]
