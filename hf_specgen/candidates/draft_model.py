@@ -98,7 +98,7 @@ class DraftModelCandidates(Candidates):
         super().__init__(k, policy, max_k=MAX_DEPTH)
         self.tree = check_tree(tree, k)
         self.adaptive_tree = self.tree == "auto"
-        if not isinstance(confidence_threshold, Real) or not 0 <= confidence_threshold < 1:
+        if not isinstance(cast(Any, confidence_threshold), Real) or not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold!r}")
         if isinstance(model_or_id, os.PathLike):
             model_or_id = os.fspath(model_or_id)

@@ -60,8 +60,8 @@ def warn_if_slower(call: Call, translation: DraftTranslation) -> None:
     if slower:
         warnings.warn(
             f"the draft model {translation.draft!r}, which has another tokenizer than the target, makes generation "
-            f"slower here: its {total.steps} drafts gave {total.tokens / total.steps:.2f} tokens per step, and a step with a "
-            f"draft takes {total.cost / total.steps:.2f} times as long as a plain one (drafts are translated by "
+            f"slower here: its {total.steps} drafts gave {total.tokens / total.steps:.2f} tokens per step, and a step "
+            f"with a draft takes {total.cost / total.steps:.2f} times as long as a plain one (drafts are translated by "
             f"{translation.method}; {translation.shared:.0%} of the prompt's tokens are in both vocabularies). Most "
             "steps are therefore plain. Use a draft model with the target's tokenizer, or candidate_generator='auto'.",
             stacklevel=compat.stacklevel_of_user(),
