@@ -76,10 +76,8 @@ def attach(
         1
     """
     target, candidates = _target(model), as_candidates(candidate_generator)
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
     settings = AttachedSettings(candidates, verification, policy, monitor, strict, compile, pack_weights)
-    Speculation(candidates, verification)  # raises for an unknown verification
+    Speculation(candidates, verification, policy=policy, monitor=monitor)  # raises for an unsuitable setting
     check_architecture(target)
     candidates.target_requirements(target)
     install()

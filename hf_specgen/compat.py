@@ -16,6 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import utils
 from transformers.utils.hub import cached_file
 
+LIBRARIES = ("hf_specgen", "transformers", "torch", "contextlib", "peft", "accelerate")
+"""Packages between the line that calls `generate` and a warning."""
+
 
 def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:
     """Run the prompt through the model exactly as `generate` does, in chunks if the config says so.
@@ -126,6 +129,17 @@ def local_of_generate(name: str) -> Any:
     """
     frame = sys._getframe(2)
     return frame.f_locals.get(name) if frame.f_code.co_name == "generate" else None
+
+
+def stacklevel_of_user() -> int:
+    """The `stacklevel` with which a warning of our caller names the line that called `generate`.
+
+    No private symbol: the nearest frame outside of the libraries that `generate` runs through.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

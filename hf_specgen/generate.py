@@ -49,8 +49,14 @@ def _generate(
 
 
 def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a `generate` call, those given by position included."""
-    names = list(inspect.signature(original).parameters)[1:]
+    """The arguments of a `generate` call, those given by position included.
+
+    Raises:
+        TypeError: as from `generate`, for an argument given twice or too many given by position.
+    """
+    signature = inspect.signature(original)
+    signature.bind(None, *args, **kwargs)
+    names = list(signature.parameters)[1:]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 

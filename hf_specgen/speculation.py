@@ -45,6 +45,10 @@ class Speculation:
         self.candidates, self.verification, self.streamer = candidates, verification, streamer
         self.policy, self.monitor, self.compile, self.pack_weights = policy, monitor, compile, pack_weights
         _as_verifier(verification)
+        if policy is not None and not isinstance(policy, Policy):
+            raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
+        if monitor is not None and not isinstance(monitor, Monitor):
+            raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {monitor!r}")
 
     def checking(self, model: PreTrainedModel) -> None:
         """Called when `generate` has prepared a call, before it is checked."""
@@ -63,18 +67,19 @@ class Speculation:
         **model_kwargs: Any,
     ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         assert generation_config is not None
+        # A streamer given to `generate` has received the prompt already; that of `speculate` has not.
+        streamer = compat.local_of_generate("streamer")
+        if streamer is not None and self.streamer is not None:
+            raise ValueError("both generate(streamer=…) and speculate(streamer=…) were given; leave one out")
         self.checking(model)
         check_model(model)
         _check_call(model, input_ids, generation_config, model_kwargs)
         if self.pack_weights:
             check_packable(model)
-        # A streamer given to `generate` has received the prompt already; that of `speculate` has not.
-        streamer = compat.local_of_generate("streamer")
-        uses_own_streamer = streamer is None and self.streamer is not None
 
         def start(call: Call) -> None:
             self.starting(call)
-            if self.streamer is not None and uses_own_streamer:
+            if self.streamer is not None:
                 self.streamer.put(input_ids.cpu())
 
         return speculative_decode(
@@ -85,7 +90,7 @@ class Speculation:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
-            streamer=self.streamer if uses_own_streamer else streamer,
+            streamer=streamer if self.streamer is None else self.streamer,
             policy=self.policy,
             monitor=self.monitor,
             on_start=start,
@@ -116,7 +121,7 @@ def speculate(
             `Verifier`.
         policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
         monitor: receives every step.
-        compile: compile the target's forward passes with `torch.compile`, once per process and shape; takes 10 to 60
+        compile: compile the target's forward passes with `torch.compile`, once per model and shape; takes 10 to 60
             seconds for each of a few shapes. Fused kernels may round differently from plain decoding. On a CPU in
             float32 also takes the memory of `pack_weights`.
         pack_weights: on a CPU in float32, keep a second copy of the weights in the layout that matrix multiplication
@@ -128,14 +133,13 @@ def speculate(
         a callable for `custom_generate=`.
 
     Raises:
-        ValueError, TypeError: for an unknown verification or something that is no candidate generator.
+        ValueError, TypeError: for an unknown verification, or something that is no candidate generator, policy or
+            monitor.
 
     Example:
         >>> from hf_specgen import NgramCandidates, speculate
         >>> method = speculate(NgramCandidates(k=5))  # model.generate(**inputs, custom_generate=method)
     """
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
     return Speculation(
         as_candidates(candidate_generator), verification, streamer, policy, monitor, compile, pack_weights
     )
@@ -166,6 +170,16 @@ def _as_verifier(verification: Any) -> Verifier:
     raise ValueError(f"verification must be {modes} or a Verifier, got {verification!r}")
 
 
+def _remedy(mode: GenerationMode) -> str:
+    """How to leave a decoding method other than greedy search, sampling and beam search."""
+    settings = {
+        GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
+        GenerationMode.DOLA_GENERATION: "dola_layers",
+        GenerationMode.ASSISTED_GENERATION: "assistant_early_exit",
+    }
+    return f"leave out {settings[mode]}=" if mode in settings else "choose one of them"
+
+
 def _check_call(
     model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> None:
@@ -181,9 +195,10 @@ def _check_call(
     if config.prompt_lookup_num_tokens is not None:
         raise ValueError("both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out")
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        remedy = f"set num_beams=1 instead of {config.num_beams}" if config.num_beams > 1 else _remedy(mode)
         raise ValueError(
-            f"candidate_generator= works with greedy search and sampling, not with {mode.value} "
-            f"(num_beams={config.num_beams}); set num_beams=1 or leave candidate_generator out"
+            f"candidate_generator= works with greedy search and sampling, not with {mode.value}; {remedy} or leave "
+            "candidate_generator out"
         )
     if not model_kwargs.get("use_cache", True):
         raise ValueError("candidate_generator= needs the key/value cache; leave out use_cache=False")

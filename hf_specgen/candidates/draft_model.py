@@ -10,7 +10,9 @@ for Heterogeneous Vocabularies" (2025).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -23,6 +25,7 @@ from transformers import (
 )
 
 from hf_specgen import compat
+from hf_specgen.candidates.attached import number_of
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt
@@ -64,11 +67,12 @@ class DraftModelCandidates(Candidates):
         share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
             returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
             the encoder is shared if both have the same weights.
-        compile: compile the draft's forward passes with `torch.compile`, once per process and shape; takes 10 to 60
+        compile: compile the draft's forward passes with `torch.compile`, once per model and shape; takes 10 to 60
             seconds for each of a few shapes. The tokens of `generate` stay the same.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
+        TypeError: if model_or_id is neither a model nor a name.
         ValueError: if a number is out of range, or loading options are given for a model that is loaded already; at
             the first call, if the draft cannot go with the target.
 
@@ -79,7 +83,7 @@ class DraftModelCandidates(Candidates):
 
     def __init__(
         self,
-        model_or_id: PreTrainedModel | str,
+        model_or_id: PreTrainedModel | str | os.PathLike[str],
         k: Depth = "auto",
         *,
         tree: Tree = None,
@@ -94,13 +98,15 @@ class DraftModelCandidates(Candidates):
         super().__init__(k, policy, max_k=MAX_DEPTH)
         self.tree = check_tree(tree, k)
         self.adaptive_tree = self.tree == "auto"
-        if not 0 <= confidence_threshold < 1:
-            raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold}")
+        if not isinstance(cast(Any, confidence_threshold), Real) or not 0 <= confidence_threshold < 1:
+            raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold!r}")
+        if isinstance(model_or_id, os.PathLike):
+            model_or_id = os.fspath(model_or_id)
         loaded = not isinstance(model_or_id, str)
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
-        self.compile = compile
+        self.compile, self._is_given_loaded = compile, loaded
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
@@ -108,7 +114,6 @@ class DraftModelCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         draft = self._load(call.model)
         check_pair(draft, call)
-        _check_prompt_length(draft, max(map(len, call.state.prompts)))
         check_model(draft)
         if keeps_state(text_config(draft)):
             raise ValueError(
@@ -121,15 +126,18 @@ class DraftModelCandidates(Candidates):
                 f"the draft model uses {implementation!r}, which takes no mask for draft trees and rows of different "
                 "lengths; load the draft with attn_implementation='sdpa'"
             )
+        is_same_vocabulary = call.model is None or have_same_vocabulary(draft, call.model)
+        if is_same_vocabulary:
+            _check_prompt_length(draft, max(map(len, call.state.prompts)))
+        elif reads_encoder(draft):
+            raise ValueError(
+                f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
+                "decoder-only models; use a draft of the target's family"
+            )
         prompts = _known(call.state.prompts, draft)
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
         check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
-        if call.model is not None and not have_same_vocabulary(draft, call.model):
-            if reads_encoder(draft):
-                raise ValueError(
-                    f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
-                    "decoder-only models; use a draft of the target's family"
-                )
+        if not is_same_vocabulary:
             # In a combination the policy observes all members together.
             warns = call.candidates is self
             return translated_session(
@@ -141,13 +149,22 @@ class DraftModelCandidates(Candidates):
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         key: tuple[str | int | float | bool, ...] = (
             "draft_model",
-            self._name,
+            *self._identity(),
             self.k,
             str(self.tree),
             self.confidence_threshold,
         )
         key = key if self.share_encoder is None else (*key, self.share_encoder)
         return (*key, "compiled") if self.compile else key
+
+    def _identity(self) -> tuple[str, ...]:
+        """The draft model's name and how it is loaded; one that was given loaded may have no name, but a number."""
+        if not self._is_given_loaded or self._model is None:
+            return (self._name, *map(str, self._loading.values()))
+        model = self._model
+        name = self._name or f"{type(model).__qualname__} {number_of(model)}"
+        quantization = getattr(model.config, "quantization_config", None)
+        return name, str(model.dtype), str(compat.input_device(model)), str(quantization)
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
         if self._model is None:
@@ -177,11 +194,14 @@ def _without_wrapper(model: Any) -> PreTrainedModel:
     """The model inside a PEFT or `torch.compile` wrapper. Adapters such as LoRA are layers inside of it.
 
     Raises:
+        TypeError: if there is no model.
         ValueError: for prefix or prompt tuning, which is a part of the wrapper.
     """
     model = compat.unwrapped(model)
+    if isinstance(model, PreTrainedModel):
+        return model
     if not hasattr(model, "get_base_model"):
-        return cast(PreTrainedModel, model)
+        raise TypeError(f"model_or_id must be a loaded model, a Hub id or a folder, got {model!r:.80}")
     if model.active_peft_config.is_prompt_learning:
         raise ValueError(
             f"the draft model uses {model.active_peft_config.peft_type.value}, whose virtual tokens only PEFT's own "
@@ -191,7 +211,7 @@ def _without_wrapper(model: Any) -> PreTrainedModel:
 
 
 class _DraftModelSession(AutoregressiveSession):
-    """The state of one call.
+    """Drafts for one call with a model that has the target's tokenizer.
 
     Args:
         settings: of the strategy.
@@ -204,7 +224,7 @@ class _DraftModelSession(AutoregressiveSession):
         vocab, tree = vocabulary_size(call.model or draft), None if reader.verifies_chains_only else settings.tree
         super().__init__(call, settings.k, tree, settings.confidence_threshold, vocab)
         self._state, self._draft, self._reader = call.state, draft, reader
-        self._table = position_table(text_config(draft))
+        self._max_positions = position_table(text_config(draft))
         self._has_read_prompt = False
         self._read = [0] * call.state.batch  # generated tokens of each row in the draft model's cache
         self._drafts = [True] * call.state.batch  # the rows that draft in this step
@@ -215,7 +235,7 @@ class _DraftModelSession(AutoregressiveSession):
         longest = max(map(len, state.prompts)) + max(map(len, state.generated))
         if longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
             return 0
-        return max(0, self._table - len(self._state.prompts[row]) - len(self._state.generated[row]))
+        return max(0, self._max_positions - len(self._state.prompts[row]) - len(self._state.generated[row]))
 
     def first_scores(self) -> torch.Tensor:
         """Read what was generated since the last draft, in the rows that draft now.

@@ -1,4 +1,4 @@
-"""The cache of a draft model with another tokenizer: reads each row's text in the draft's own tokens."""
+"""Runs a draft model with another tokenizer, its KV cache aligned with each row's text in the draft's tokens."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class DraftText:
     def __init__(self, call: Call, draft: PreTrainedModel, rows: Sequence[Reencoder], compile: bool):
         self._state, self._rows = call.state, rows
         self._embedded = embedding_size(draft)
-        self._table = position_table(text_config(draft))
+        self._max_positions = position_table(text_config(draft))
         self._longest = max(len(row.tokens) for row in rows)
-        if self._longest > self._table:
+        if self._longest > self._max_positions:
             raise ValueError(
                 f"the prompt has {self._longest} tokens of the draft's vocabulary, but the draft reads at most "
-                f"{self._table}; use another draft"
+                f"{self._max_positions}; use another draft"
             )
         self._cached = [self._known(row.tokens[: row.stable]) for row in rows]
         self._prompts = list(map(len, self._cached))
@@ -62,7 +62,7 @@ class DraftText:
         """How many tokens the draft can read after a row's text; 0 while the text ends within a character."""
         if not self._is_complete[row] or self._longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
             return 0
-        return max(0, self._table - len(self._rows[row].tokens))
+        return max(0, self._max_positions - len(self._rows[row].tokens))
 
     def read(self, active: Sequence[bool], passes: list[int]) -> torch.Tensor:
         """Read what the cache lacks of the texts of the active rows.

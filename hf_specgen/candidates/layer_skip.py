@@ -36,8 +36,8 @@ class LayerSkipCandidates(Candidates):
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
-        ValueError: if k is out of range; at the first call, if the target cannot be divided there or the adapter was
-            made for another model.
+        ValueError: if k is out of range or exit_layer no integer; at the first call, if the target cannot be divided
+            there or the adapter was made for another model.
 
     Example:
         >>> LayerSkipCandidates(exit_layer=4, k=2)
@@ -56,6 +56,8 @@ class LayerSkipCandidates(Candidates):
         super().__init__(k, policy, max_k=8)
         self.tree = check_tree(tree, k)
         self.adaptive_tree = self.tree == "auto"
+        if not isinstance(exit_layer, int) or isinstance(exit_layer, bool):
+            raise ValueError(f"exit_layer must be a number of layers such as 4, got {exit_layer!r}")
         self.exit_layer, self.adapter = exit_layer, adapter
         self._attached: AttachedModules[nn.Module] = AttachedModules()
 

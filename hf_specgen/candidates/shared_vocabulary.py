@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_specgen.candidates.reencoding import INCOMPLETE, load_tokenizer
 
-NOT_SHARED = -1e9
+UNSHARED_LOGIT = -1e9
 """Logit of a token that the draft does not have. Finite, so that scores stay valid if a processor suppresses all
 others; the exponential function of it is 0."""
 
@@ -34,9 +34,10 @@ class SharedVocabulary:
 
     Example:
         >>> shared = SharedVocabulary([2, -1, 0], target_size=4, draft_size=3)
-        >>> shared.draft_token(0), shared.draft_token(1), shared.share([0, 1, 2, 2])
+        >>> shared.draft_token(0), shared.draft_token(1), shared.shared_fraction([0, 1, 2, 2])
         (2, None, 0.75)
-        >>> shared.target_logits(torch.tensor([5.0, 6.0, 7.0])).tolist()  # token 3 is padding of the target's table
+        >>> # token 3 of the target is a padding row of its embedding matrix
+        >>> shared.target_logits(torch.tensor([5.0, 6.0, 7.0])).tolist()
         [7.0, -1000000000.0, 5.0, -1000000000.0]
     """
 
@@ -55,14 +56,14 @@ class SharedVocabulary:
         """The draft's tokens for those of the target, of any shape; 0 where it has none."""
         return self._index.to(tokens.device)[tokens].clamp(min=0)
 
-    def share(self, tokens: Sequence[int]) -> float:
-        """The share of some target tokens that the draft has too; of no tokens, 0."""
+    def shared_fraction(self, tokens: Sequence[int]) -> float:
+        """The fraction of some target tokens that the draft has too; of no tokens, 0."""
         return sum(self.draft_token(token) is not None for token in tokens) / max(1, len(tokens))
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits over the target's vocabulary: `[…, draft vocab]` to `[…, target vocab]`, float32."""
         index, is_missing = self._index_on(logits.device)
-        return logits[..., index].float().masked_fill_(is_missing, NOT_SHARED)
+        return logits[..., index].float().masked_fill_(is_missing, UNSHARED_LOGIT)
 
     def _index_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """`[target_size]` the draft's id of each token, 0 where it has none, and whether it has none."""
@@ -89,28 +90,31 @@ def shared_ids(target: str, draft: str) -> tuple[int, ...]:
     Args:
         target, draft: folders or repositories of the tokenizers.
     """
-    ours, theirs = (token_texts(load_tokenizer(name)) for name in (target, draft))
-    ids = [-1] * (1 + max(ours.values(), default=-1))
-    for text, index in ours.items():
-        ids[index] = theirs.get(text, -1)
+    target_ids, draft_ids = (token_texts(load_tokenizer(name)) for name in (target, draft))
+    ids = [-1] * (1 + max(target_ids.values(), default=-1))
+    for text, index in target_ids.items():
+        ids[index] = draft_ids.get(text, -1)
     return tuple(ids)
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The text of every token inside a sentence, with its id.
+def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[tuple[Literal["text", "name"], str], int]:
+    """The text of every token inside a sentence, with its id; its name where it has no text of its own.
 
     Decoded behind another token: then "▁the" of SentencePiece and "Ġthe" of byte-level BPE both are " the", and "ing"
-    is the text of WordPiece's "##ing". A token that is a part of a character keeps the name it has in its vocabulary,
-    which is the same in all byte-level vocabularies. Of several tokens with one text the last counts: SentencePiece has
-    its bytes first.
+    is the text of WordPiece's "##ing". A token that is a part of a character has the name of its vocabulary, which is
+    the same in all byte-level vocabularies. Names are kept apart from texts: byte C3 has the name "Ã", which is also
+    the text of the token "Ãĥ". Of several tokens with one text the last counts: SentencePiece has its bytes first.
+
+    Returns:
+        the id of each token, by ("text", its text) or ("name", its name).
     """
     first = tokenizer.encode("x", add_special_tokens=False)[-1:]
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     before, *texts = _decoded(tokenizer, [first, *([*first, index] for _, index in vocabulary)])
-    found: dict[str, int] = {}
+    found: dict[tuple[Literal["text", "name"], str], int] = {}
     for (name, index), text in zip(vocabulary, texts, strict=True):
         added = text[len(before) :] if text.startswith(before) else ""
-        found[name if not added or INCOMPLETE in added else added] = index
+        found[("name", name) if not added or INCOMPLETE in added else ("text", added)] = index
     return found
 
 

@@ -1,7 +1,8 @@
-"""Sessions of a draft model with another tokenizer, which draft by the shared vocabulary or by encoding text again.
+"""Drafts of another tokenizer, by token-level intersection (TLI) or string-level exact match (SLEM).
 
-The choice depends on the prompt: if most of its tokens are in both vocabularies, so are most tokens of the answer, and
-trees of shared tokens are accepted more often than chains of re-encoded text.
+TLI drafts trees of tokens that both vocabularies have; SLEM drafts chains of text, which are encoded again. The choice
+depends on the prompt: if most of its tokens are in both vocabularies, so are most tokens of the answer, and trees of
+shared tokens yield more tokens per target pass than chains of re-encoded text.
 
 Source: Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
 Vocabularies" (2025), sections 3 and 4.
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import DraftSession, Tree
 from hf_specgen.candidates.draft_text import DraftText, embedding_size
-from hf_specgen.candidates.pair_speed import DraftPair, warn_if_slower
+from hf_specgen.candidates.pair_speed import DraftTranslation, warn_if_slower
 from hf_specgen.candidates.reencoding import Codec, Reencoder, load_tokenizer
 from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_vocabulary
 from hf_specgen.depth.schedules import context_length
@@ -27,9 +28,9 @@ from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 
 MIN_SHARED = 0.5
-"""Share of the prompt's tokens that both vocabularies have, from which on drafts are translated by them. With 60% trees
-of shared tokens yield more tokens per pass of the target than re-encoded chains do, with 47% as many at a higher cost;
-see docs/strategies/draft_model.md."""
+"""Minimum fraction of prompt tokens in both vocabularies for drafting with shared tokens. With 60% trees of shared
+tokens yield more tokens per pass of the target than re-encoded chains do, with 47% as many at a higher cost; see
+docs/strategies/draft_model.md."""
 
 
 def translated_session(
@@ -56,16 +57,16 @@ def translated_session(
     codecs = Codec(of_target, of_draft), Codec(of_draft, of_target)
     draft_size = min(draft.config.get_text_config().vocab_size, embedding_size(draft))
     shared = shared_vocabulary(*names, vocabulary_size(call.model), draft_size)
-    share = shared.share(list(chain.from_iterable(call.state.prompts)))
-    uses_shared = share >= MIN_SHARED
+    fraction = shared.shared_fraction(list(chain.from_iterable(call.state.prompts)))
+    uses_shared = fraction >= MIN_SHARED
     translate = shared.draft_token if uses_shared else None
     rows = [Reencoder(*codecs, prompt, translate) for prompt in call.state.prompts]
     text = DraftText(call, draft, rows, compile)
     method = "the tokens that both vocabularies have" if uses_shared else "encoding its text again"
-    pair = DraftPair(names[1], method, share) if warns else None
+    translation = DraftTranslation(names[1], method, fraction) if warns else None
     if uses_shared:
-        return SharedVocabularySession(call, text, shared, k, tree, confidence_threshold, pair)
-    return ReencodingSession(call, text, rows, k, tree, confidence_threshold, pair)
+        return SharedVocabularySession(call, text, shared, k, tree, confidence_threshold, translation)
+    return ReencodingSession(call, text, rows, k, tree, confidence_threshold, translation)
 
 
 class SharedVocabularySession(AutoregressiveSession):
@@ -76,7 +77,7 @@ class SharedVocabularySession(AutoregressiveSession):
         text: the rows' texts in the draft's tokens.
         shared: the common tokens.
         k, tree, confidence_threshold: as in `DraftModelCandidates`.
-        pair: for the warning that drafting is slower; None if there is to be none.
+        translation: for the warning that drafting is slower; None if there is to be none.
     """
 
     def __init__(
@@ -87,12 +88,12 @@ class SharedVocabularySession(AutoregressiveSession):
         k: int,
         tree: Tree,
         confidence_threshold: float,
-        pair: DraftPair | None = None,
+        translation: DraftTranslation | None = None,
     ):
         assert call.model is not None
         size = None if text.chains_only else tree
         super().__init__(call, k, size, confidence_threshold, vocabulary_size(call.model))
-        self._text, self._shared, self._pair = text, shared, pair
+        self._text, self._shared, self._translation = text, shared, translation
         self._drafts = [True] * call.state.batch  # the rows that draft in this step
         self._read: list[list[int]] = []  # the draft's tokens of the nodes that it has read in this step
 
@@ -123,8 +124,8 @@ class SharedVocabularySession(AutoregressiveSession):
 
     def end(self) -> None:
         super().end()
-        if self._pair is not None:
-            warn_if_slower(self.call, self._pair)
+        if self._translation is not None:
+            warn_if_slower(self.call, self._translation)
 
 
 class ReencodingSession(DraftSession):
@@ -136,7 +137,7 @@ class ReencodingSession(DraftSession):
         rows: of `text`.
         k, confidence_threshold: as in `DraftModelCandidates`.
         tree: "auto" to end a draft where a further token costs more than it is expected to gain.
-        pair: for the warning that drafting is slower; None if there is to be none.
+        translation: for the warning that drafting is slower; None if there is to be none.
     """
 
     def __init__(
@@ -147,11 +148,11 @@ class ReencodingSession(DraftSession):
         k: int,
         tree: Tree,
         confidence_threshold: float,
-        pair: DraftPair | None = None,
+        translation: DraftTranslation | None = None,
     ):
         super().__init__(call)
         self._text, self._rows, self._k, self._threshold = text, rows, k, confidence_threshold
-        self._is_adaptive, self._pair = tree == "auto", pair
+        self._is_adaptive, self._translation = tree == "auto", translation
         self.passes: list[int] = []
 
     @torch.no_grad()
@@ -177,8 +178,8 @@ class ReencodingSession(DraftSession):
                 if active[row]:
                     written[row].append(tokens[row])
                     joint[row] *= probability
-                    may_go_on = probability >= self._threshold and joint[row] >= min_joint
-                    active[row] = may_go_on and len(written[row]) < depths[row]
+                    continues = probability >= self._threshold and joint[row] >= min_joint
+                    active[row] = continues and len(written[row]) < depths[row]
             if not any(active):
                 return written
             logits = self._text.append(tokens, active, self.passes)
@@ -196,5 +197,5 @@ class ReencodingSession(DraftSession):
         return float((drafter.by_tokens(rows) + three - two) / plain)
 
     def end(self) -> None:
-        if self._pair is not None:
-            warn_if_slower(self.call, self._pair)
+        if self._translation is not None:
+            warn_if_slower(self.call, self._translation)

@@ -8,6 +8,7 @@ from statistics import median
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hf_specgen import compat
 from hf_specgen.depth import profiles
 from hf_specgen.depth.latency import MAX_SLICES, LatencyModel, Slice, StepLatency
 from hf_specgen.depth.recorder import MAX_CATCH_UP_TOKENS, LatencyRecorder
@@ -99,7 +100,7 @@ class Profile:
             f"step times deviate by a factor of {factor:.1f} from the latency profile {key!r}, so draft depths may be "
             f"suboptimal. `hf-specgen profile delete {key}` deletes it, and the next calls measure it again; "
             "`hf-specgen tune MODEL` renews it at once.",
-            stacklevel=2,
+            stacklevel=compat.stacklevel_of_user(),
         )
 
     @property

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from hf_specgen import NgramCandidates, NgramHistory, speculate
+from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates, NgramHistory, attach, speculate
 from hf_specgen.target.cache import RaggedCache
 from tests.helpers import FailingOracle, Oracle, fresh_model, prompts, tiny_model
 
@@ -39,8 +40,11 @@ def test_ngram_history_of_no_tokens_raises() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_beams": 2}, "num_beams=2"),
-        ({"num_beams": 2, "do_sample": True}, "num_beams=2"),
+        ({"num_beams": 2}, "not with beam_search; set num_beams=1 instead of 2"),
+        ({"num_beams": 2, "do_sample": True}, "set num_beams=1 instead of 2"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "not with contrastive_search; leave out penalty_alpha="),
+        ({"dola_layers": "low"}, "not with dola_generation; leave out dola_layers="),
+        ({"assistant_early_exit": 1}, "not with assisted_generation; leave out assistant_early_exit="),
         ({"use_cache": False}, "leave out use_cache=False"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
@@ -55,6 +59,25 @@ def test_ngram_history_of_no_tokens_raises() -> None:
 def test_generate_unsupported_argument_raises(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), **arguments)
+
+
+@pytest.mark.parametrize("is_attached", [False, True], ids=["keyword", "attached"])
+@pytest.mark.parametrize(
+    ("more", "named", "message"),
+    [
+        ((), {"inputs": torch.tensor([[1, 2]])}, "multiple values for argument 'inputs'"),
+        ((None,) * 20, {}, "too many positional arguments"),
+    ],
+    ids=["twice", "too_many"],
+)
+def test_generate_wrong_positional_arguments_raises(more: tuple, named: dict, message: str, is_attached: bool) -> None:
+    """Would catch: another prompt than the first argument, or arguments that are dropped."""
+    model = fresh_model("llama")
+    how: dict[str, Any] = {} if is_attached else {"candidate_generator": NgramCandidates()}
+    if is_attached:
+        attach(model, NgramCandidates())
+    with pytest.raises(TypeError, match=message):
+        model.generate(prompts(1)["input_ids"], *more, **named, max_new_tokens=4, **how)
 
 
 def test_generate_with_assistant_model_raises() -> None:
@@ -79,6 +102,30 @@ def test_policy_of_another_type_raises(place: str) -> None:
         if place == "strategy":
             NgramCandidates(policy=3)  # type: ignore[arg-type]
         tiny_model("llama").generate(**prompts(1), candidate_generator=NgramCandidates(), policy=3)
+
+
+@pytest.mark.parametrize("how", ["speculate", "attach"])
+def test_monitor_of_another_type_raises(how: str) -> None:
+    with pytest.raises(TypeError, match=r"monitor must be a Monitor such as .* got 'x'"):
+        if how == "attach":
+            attach(fresh_model("llama"), monitor="x")  # type: ignore[arg-type]
+        speculate(NgramCandidates(), monitor="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_draft_model_of_another_type_raises(given: Any) -> None:
+    with pytest.raises(TypeError, match=f"model_or_id must be a loaded model, a Hub id or a folder, got {given}"):
+        DraftModelCandidates(given)
+
+
+def test_draft_model_path_is_a_folder() -> None:
+    assert repr(DraftModelCandidates(Path("folder"), k=2)) == repr(DraftModelCandidates("folder", k=2))
+
+
+@pytest.mark.parametrize("given", ["2", True, None, 2.0])
+def test_layer_skip_exit_layer_of_another_type_raises(given: Any) -> None:
+    with pytest.raises(ValueError, match=f"exit_layer must be a number of layers such as 4, got {given!r}"):
+        LayerSkipCandidates(given)
 
 
 def test_generate_with_static_cache_raises() -> None:

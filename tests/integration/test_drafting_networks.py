@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_specgen import Candidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
@@ -257,6 +257,7 @@ def test_layer_skip_indivisible_architecture_raises(architecture: str) -> None:
     [
         ({"k": 0}, "k must be at least 1, got 0"),
         ({"confidence_threshold": 1.5}, r"confidence_threshold .* got 1.5"),
+        ({"confidence_threshold": None}, "confidence_threshold .* got None"),
         ({"dtype": "bfloat16"}, "this one is loaded"),
     ],
     ids=str,
@@ -264,6 +265,35 @@ def test_layer_skip_indivisible_architecture_raises(architecture: str) -> None:
 def test_draft_model_bad_setting_raises(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DraftModelCandidates(tiny_model("llama"), **arguments)
+
+
+def test_draft_model_profile_keys_differ_by_model_and_dtype() -> None:
+    """Would catch: a stored latency profile that another draft model uses, or the same in another dtype."""
+    one, three = (
+        LlamaForCausalLM(LlamaConfig(**tiny_model("llama").config.to_dict() | {"num_hidden_layers": layers}))
+        for layers in (1, 3)
+    )
+    half = copy.deepcopy(one).half()
+    half.name_or_path = "draft"
+    drafts = [one, three, half, copy.deepcopy(half).float()]
+    assert len({DraftModelCandidates(draft, k=2).profile_key() for draft in [*drafts, *drafts]}) == 4
+
+
+def test_draft_model_profile_keys_differ_by_how_it_is_loaded() -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"dtype": torch.float16},
+        {"device": "cpu"},
+        {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
+    ]
+    assert len({DraftModelCandidates("draft", k=2, **given).profile_key() for given in [*settings, *settings]}) == 4
+
+
+def test_draft_model_profile_key_is_the_same_once_it_is_loaded() -> None:
+    candidates = DraftModelCandidates(str(DRAFT_LM), k=2)
+    before = candidates.profile_key()
+    candidates._load(None)
+    assert candidates.profile_key() == before
 
 
 def test_layer_skip_bad_k_raises() -> None:

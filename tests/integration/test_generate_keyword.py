@@ -112,14 +112,13 @@ def test_streamer_of_generate_after_uninstall_receives_the_text_and_its_end(
     assert "".join(streamer) == generated_text(reference_model, tokenizer, ids)
 
 
-def test_streamer_of_generate_is_preferred_to_that_of_speculate() -> None:
-    """Would catch: two streams, or the prompt streamed twice."""
-    model, inputs = tiny_model("llama"), prompts(1)
-    given, bound = RecordingStreamer(), RecordingStreamer()
-    method = speculate(NgramCandidates(k=4), streamer=bound)
-    ids = model.generate(**inputs, max_new_tokens=6, streamer=given, custom_generate=method)
-    assert given.chunks == [inputs["input_ids"].tolist(), *([token] for token in ids[0, 12:].tolist())]
-    assert given.ended == 1 and bound.chunks == []
+def test_streamers_of_generate_and_of_speculate_raise() -> None:
+    """Would catch: a streamer that receives nothing, so that its reader waits forever."""
+    method = speculate(NgramCandidates(k=4), streamer=RecordingStreamer())
+    with pytest.raises(ValueError, match=r"both generate.* and speculate.* were given; leave one out"):
+        tiny_model("llama").generate(
+            **prompts(1), max_new_tokens=6, streamer=RecordingStreamer(), custom_generate=method
+        )
 
 
 # Verifiers of the caller's own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,16 +124,17 @@ def test_reencoder_follows_a_text_token_by_token(tokenizer: Any, draft: Path) ->
 # Small models whose tokenizers are written for the test.
 
 
-def tokenizer_of(characters: str, folder: Path) -> Path:
-    """A tokenizer with one token for each character, in this order."""
+def tokenizer_of(characters: Sequence[str], folder: Path) -> Path:
+    """A tokenizer with these tokens, in this order; all of them, but for the unknown token, have the same length."""
+    length = len(characters[0])
     backend = Tokenizer(WordLevel({character: token for token, character in enumerate(characters)}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("." * length), "isolated")
     backend.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?").save_pretrained(folder)
     return folder
 
 
-def small_model(characters: str, folder: Path, seed: int, positions: int = 64) -> Any:
+def small_model(characters: Sequence[str], folder: Path, seed: int, positions: int = 64) -> Any:
     config = LlamaConfig(
         vocab_size=len(characters),
         hidden_size=16,
@@ -222,6 +223,15 @@ def test_prompt_longer_in_the_tokens_of_the_draft_is_refused(tmp_path: Path) -> 
         target.generate(torch.tensor([[0] * 5]), max_new_tokens=2, candidate_generator=DraftModelCandidates(draft, k=2))
 
 
+def test_prompt_longer_in_the_tokens_of_the_target_same_tokens(tmp_path: Path) -> None:
+    """Would catch: a prompt counted in the target's tokens, of which it has twice as many as of the draft's."""
+    target = small_model("abcdef?", tmp_path / "target", 0)
+    draft = small_model(["ab", "cd", "?"], tmp_path / "draft", 3, positions=12)
+    inputs = {"input_ids": torch.tensor([[0, 1, 2, 3] * 4])}
+    statistics = assert_same_tokens(target, inputs, DraftModelCandidates(draft, k=2), max_new_tokens=6)
+    assert statistics.drafted > 0
+
+
 def warnings_of(model: Any, draft: Any, pass_seconds: float, calls: int, combined: bool = False) -> list[str]:
     """The warnings of some calls, by a latency model in which a pass of the draft takes so long."""
     latency = LatencyModel.from_curves(CostCurve((1, 65), (0.010, 0.011), 256, 1), draft_token=pass_seconds)
@@ -234,7 +244,9 @@ def warnings_of(model: Any, draft: Any, pass_seconds: float, calls: int, combine
         for number in range(calls):
             ids = torch.tensor([[number % 6, 1, 2]])
             model.generate(ids, max_new_tokens=48, do_sample=True, top_k=0, candidate_generator=candidates)
-    return [str(one.message) for one in caught if "another tokenizer" in str(one.message)]
+    found = [one for one in caught if "another tokenizer" in str(one.message)]
+    assert all(one.filename == __file__ for one in found), "the warning names a line inside a library"
+    return [str(one.message) for one in found]
 
 
 def test_draft_that_is_slower_is_warned_of_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers.models import BPE, WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from hf_specgen.candidates.reencoding import Codec, Reencoder, load_tokenizer
-from hf_specgen.candidates.shared_vocabulary import NOT_SHARED, SharedVocabulary, shared_ids, token_texts
+from hf_specgen.candidates.shared_vocabulary import UNSHARED_LOGIT, SharedVocabulary, shared_ids, token_texts
 from tests.fuzz.tokenizers import CHARACTERS, KINDS, VOCAB, tokenizer_folder
 
 TARGET = tokenizer_folder("characters")
@@ -20,11 +21,12 @@ TARGET = tokenizer_folder("characters")
 def reference_shared_ids(target: Any, draft: Any) -> list[int]:
     """For each token of the target, the last token of the draft that adds the same text to the same letter, or -1."""
 
-    def added(tokenizer: Any, token: int) -> str:
+    def added(tokenizer: Any, token: int) -> tuple[str, str]:
         letter = tokenizer.encode("x", add_special_tokens=False)[-1:]  # none if the tokenizer has no letters
         alone, both = tokenizer.decode(letter), tokenizer.decode([*letter, token])
         text = both[len(alone) :]
-        return tokenizer.convert_ids_to_tokens(token) if not text or "\ufffd" in text else text
+        name = tokenizer.convert_ids_to_tokens(token)
+        return ("name", name) if not text or "\ufffd" in text else ("text", text)
 
     ours, theirs = ({token: added(one, token) for token in one.get_vocab().values()} for one in (target, draft))
     result = []
@@ -36,7 +38,7 @@ def reference_shared_ids(target: Any, draft: Any) -> list[int]:
 
 def reference_target_logits(logits: list[float], draft_ids: list[int], target_size: int) -> list[float]:
     """The logits of a draft over the target's vocabulary, token by token."""
-    result = [NOT_SHARED] * target_size
+    result = [UNSHARED_LOGIT] * target_size
     for token, index in enumerate(draft_ids[:target_size]):
         if 0 <= index < len(logits):
             result[token] = logits[index]
@@ -73,8 +75,7 @@ MADE = {"byte-level": byte_level, "SentencePiece": sentence_piece, "WordPiece": 
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        # "Ġ" alone is a space; "Ã" is the first byte of "é".
-        ("byte-level", {" the": 10, "t": 4, "a": 0, " ": 7, "\n": 13, "Ã": 11}),
+        ("byte-level", {" the": 10, "t": 4, "a": 0, " ": 7, "\n": 13}),  # "Ġ" alone is a space
         ("SentencePiece", {" the": 13, "t": 7, "a": 5, " ": 10, "\n": 1}),  # 5, not the byte of "a"
         ("WordPiece", {" the": 2, "the": 3, "a": 4, " x": 1}),
     ],
@@ -82,7 +83,22 @@ MADE = {"byte-level": byte_level, "SentencePiece": sentence_piece, "WordPiece": 
 def test_token_texts_of_different_kinds_of_tokenizers_agree(kind: str, expected: dict[str, int]) -> None:
     """Would catch: tokens compared by their names, "Ġthe" and "▁the"; a space lost at the beginning of a text."""
     found = token_texts(PreTrainedTokenizerFast(tokenizer_object=MADE[kind]()))
-    assert {text: found.get(text) for text in expected} == expected
+    assert {text: found.get(("text", text)) for text in expected} == expected
+
+
+def test_shared_ids_name_of_a_byte_is_the_text_of_a_token_matches_neither(tmp_path: Path) -> None:
+    """Would catch: byte C3, whose name is "Ã", taken for the character "Ã", whose bytes are C3 and 83."""
+    folders = [str(tmp_path / name) for name in ("bytes", "characters")]
+    bytes_only = {"x": 0, "Ã": 1, "ĥ": 2, "©": 3}
+    for folder, vocabulary, merges in zip(
+        folders, (bytes_only, bytes_only | {"Ãĥ": 4}), ([], [("Ã", "ĥ")]), strict=True
+    ):
+        backend = Tokenizer(BPE(vocabulary, merges))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
+    assert shared_ids(*folders) == (0, 1, 2, 3)
+    assert shared_ids(folders[1], folders[1]) == (0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,4 +171,4 @@ def test_token_texts_uses_a_tokenizer_without_a_backend() -> None:
         def decode(self, tokens: list[int], clean_up_tokenization_spaces: bool) -> str:
             return "".join("xy"[token] for token in tokens)
 
-    assert token_texts(Slow()) == {"x": 0, "y": 1}  # type: ignore[arg-type]
+    assert token_texts(Slow()) == {("text", "x"): 0, ("text", "y"): 1}  # type: ignore[arg-type]
