@@ -362,7 +362,7 @@ def test_streamer_of_an_attached_model_receives_what_plain_generate_streams(mode
 
 def test_reasons_that_differ_in_a_number_warn_once(model: Any) -> None:
     hf_specgen.attach(model, NgramCandidates())
-    with pytest.warns(UserWarning, match="num_beams=2") as caught:
+    with pytest.warns(UserWarning, match="instead of 2") as caught:
         generate(model, 1, num_beams=2)
         generate(model, 1, num_beams=3)
     assert len(caught) == 1 and list(hf_specgen.statistics(model).plain_calls.values()) == [2]
