@@ -44,7 +44,7 @@ docs: .venv/installed-dev
 	$(BIN)/zensical build --clean --strict
 
 bench: .venv/installed-dev
-	$(BIN)/python -m benchmarks suite --out benchmarks/results/embedded
+	$(BIN)/python -m benchmarks suite --wide --out benchmarks/results/wide
 	$(BIN)/python -m benchmarks suite memory --out benchmarks/results/memory
 	$(BIN)/python -m benchmarks micro
 	$(BIN)/python -m benchmarks adaptive --minutes 30

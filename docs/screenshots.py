@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))  # for the package `benchmarks`
 IMAGES = ROOT / "docs" / "images"
 PROJECTED = ROOT / "benchmarks" / "results" / "projected" / "report.json"
 DRAWN = ("n-grams", "n-grams + recycling", "EAGLE", "draft model", "n-grams + draft model")
-REPORT = ROOT / "benchmarks" / "results" / "embedded" / "report.html"
+REPORT = ROOT / "benchmarks" / "results" / "wide" / "report.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 QUESTION = "Rename `price` to `cost` in this code.\n\ndef total(price, tax):\n    price = price + tax\n    return price"
 
@@ -94,7 +94,7 @@ def report() -> Path:
     if browser is None:
         raise FileNotFoundError(f"the report needs a browser to be drawn by: {', '.join(BROWSERS)}")
     image = IMAGES / "report.png"
-    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,1300", f"--screenshot={image}"]
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,650", f"--screenshot={image}"]
     subprocess.run([browser, *options, REPORT.as_uri()], check=True, capture_output=True)
     return image
 

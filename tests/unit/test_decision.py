@@ -84,9 +84,9 @@ def test_overview_fits_80_columns_with_many_domains_and_long_names() -> None:
 
 
 def test_first_page_of_the_recorded_report_decides() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "embedded" / "report.json").read_text())
+    found = json.loads((ROOT / "benchmarks" / "results" / "wide" / "report.json").read_text())
     text = page.html(found, {})
     first = text[text.index('class="decision"') : text.index("</section>")]
-    assert "Use <b>n-grams k=auto</b>: <b>1.10\N{MULTIPLICATION SIGN}</b>" in first
-    assert "candidate_generator=NgramCandidates())" in first
+    assert "Use <b>draft model k=auto</b>: <b>2.71\N{MULTIPLICATION SIGN}</b>" in first
+    assert "candidate_generator=DraftModelCandidates(" in first and ", pack_weights=True)</pre>" in first
     assert all(f"<td>{domain}</td>" in first for domain in ("math", "code", "edit", "json", "prose"))
