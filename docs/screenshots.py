@@ -81,6 +81,7 @@ def speed() -> Path:
     rows = json.loads(PROJECTED.read_text(encoding="utf-8"))["tables"]["projected by domain"]
     rows = [row for row in rows if row["variant"].rsplit(" ", 1)[0] in DRAWN]
     save_figures({"speed": figures({"projected by domain": rows})["projected by domain"]}, IMAGES)
+    (IMAGES / "speed.svg").unlink()
     return IMAGES / "speed.png"
 
 

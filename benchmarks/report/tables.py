@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,10 @@ def command(result: dict[str, Any]) -> str:
     """The command that made a result, as it was at the commit of the result."""
     program, *options = result["provenance"]["argv"]
     if program == "__main__.py":
-        return " ".join(["python -m benchmarks", *options])
+        return f"python -m benchmarks {shlex.join(options)}"
     if "section" in result:
         return f"python -m benchmarks.core {result['section']} --repeats {result['repeats']}"
-    return " ".join([f"python benchmarks/{program}", *options])
+    return f"python benchmarks/{program} {shlex.join(options)}"
 
 
 def _folded(rows: Rows) -> str:

@@ -58,7 +58,7 @@ class LogitsPipeline:
             for kind, processor in zip(kinds, processors, strict=True)
         )
         """Whether all rows have to advance by the same number of tokens."""
-        self._refused = any(len(signature(processor.__call__).parameters) > 2 for processor in processors)
+        self._need_arguments = any(len(signature(processor.__call__).parameters) > 2 for processor in processors)
 
     def warp(self, scores: torch.Tensor) -> torch.Tensor:
         """Apply the score-only processors alone to a draft's scores, `[n, vocab]` to the same."""
@@ -90,7 +90,7 @@ class LogitsPipeline:
 
     def _apply(self, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """What `LogitsProcessorList` computes; it takes longer, as it inspects every processor at every call."""
-        if self._refused:  # a processor with further arguments, which plain `generate` does not pass: it raises
+        if self._need_arguments:  # a processor with further arguments, without which plain `generate` raises
             return cast(torch.Tensor, self._processors(text, scores))
         for processor in self._processors:
             scores = processor(text, scores)
