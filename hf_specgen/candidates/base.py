@@ -100,6 +100,12 @@ class DraftSession(ABC):
         """
         return (), ()
 
+    def suggest(self, draft: DraftTree) -> None:
+        """Receive what other strategies propose before the next `draft`, with joint probabilities.
+
+        Ignored by default; a draft model can read it in one pass instead of drafting the same tokens one by one.
+        """
+
     def observe(self, result: VerificationResult) -> None:
         """Receive the outcome of the last draft; `call.state` holds the new tokens already."""
 

@@ -143,6 +143,8 @@ class _CombinedSession(DraftSession):
             member.draft = DraftTree.empty(len(budget))
         # Members whose drafts cost nothing come first: where their drafts are long, no pass of a network is made.
         for member in sorted(self._members, key=lambda member: member.has_passes and ranks):
+            if ranks and member.has_passes and isinstance(shape, FastestSize) and not is_prefill:
+                member.session.suggest(self._ranked(shape, budget, is_prefill))
             has_draft = not self._merges and any(other.draft.nodes for other in self._members)
             is_left_out = (
                 has_draft

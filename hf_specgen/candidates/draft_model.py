@@ -29,6 +29,7 @@ from hf_specgen.candidates.attached import number_of
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt
+from hf_specgen.candidates.read_nodes import LeadingText
 from hf_specgen.candidates.translated import translated_session
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
@@ -228,6 +229,8 @@ class _DraftModelSession(AutoregressiveSession):
         self._has_read_prompt = False
         self._read = [0] * call.state.batch  # generated tokens of each row in the draft model's cache
         self._drafts = [True] * call.state.batch  # the rows that draft in this step
+        self._text: LeadingText | None = None  # read with suggested nodes, and not committed yet
+        self.takes_suggestions = not reader.verifies_chains_only
 
     def room(self, row: int) -> int:
         """How many positions the draft model has left; none where its cache slots may run out."""
@@ -248,29 +251,50 @@ class _DraftModelSession(AutoregressiveSession):
             if not any(self._state.generated):
                 self._drafts = [True] * len(self._read)
                 return logits[:, -1]
-        rows = range(len(self._read))
-        self._reader.drop_rows([not self._state.has_ended(row) for row in rows])
-        self._drafts = [self.budget[row] > 0 and self.room(row) > 0 for row in rows]
-        texts = list(zip(self._state.generated, self._read, self._drafts, strict=True))
-        unread = _known([text[read:] if drafts else text[-1:] for text, read, drafts in texts], self._draft)
+        unread = self._take_unread()
         tree = DraftTree.chains([tokens[1:] for tokens in unread])
-        self.passes.append(sum(self._drafts) * (1 + tree.nodes))
-        logits = self._reader.forward(tree, [tokens[0] for tokens in unread], self._drafts)
+        logits = self._run(tree, unread)
         kept = zip(unread, self._drafts, strict=True)
         self._reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
-        self._read = [len(text) if drafts else read for text, read, drafts in texts]
+        for row, tokens in enumerate(unread):
+            self._read[row] += len(tokens) if self._drafts[row] else 0
         last = torch.tensor([len(tokens) - 1 for tokens in unread], device=logits.device)
         return logits[torch.arange(len(unread), device=logits.device), last]
 
+    def _take_unread(self) -> list[list[int]]:
+        """The tokens of each row that the draft model has not read, in the rows that draft; otherwise the last one."""
+        rows = range(len(self._read))
+        self._reader.drop_rows([not self._state.has_ended(row) for row in rows])
+        self._drafts = [self.budget[row] > 0 and self.room(row) > 0 for row in rows]
+        texts = zip(self._state.generated, self._read, self._drafts, strict=True)
+        return _known([text[read:] if drafts else text[-1:] for text, read, drafts in texts], self._draft)
+
+    def _run(self, tree: DraftTree, unread: Sequence[Sequence[int]]) -> torch.Tensor:
+        self.passes.append(sum(self._drafts) * (1 + tree.nodes))
+        return self._reader.forward(tree, [tokens[0] for tokens in unread], self._drafts)
+
+    def read_suggested(self, suggested: DraftTree) -> torch.Tensor:
+        """Read one tree of the unread tokens and the suggested nodes; `keep` commits both."""
+        if not self._has_read_prompt:
+            return self.first_scores()[:, None]
+        self._text = LeadingText(self._take_unread())
+        tokens = torch.tensor(_known(suggested.tokens.tolist(), self._draft))
+        logits = self._run(self._text.before(DraftTree(tokens, suggested.parents)), self._text.unread)
+        return self._text.results(logits)
+
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        return self._reader.grow(tree, new, self._drafts)
+        return self._reader.grow(tree if self._text is None else self._text.before(tree), new, self._drafts)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep accepted nodes in the cache; those that were not expanded are read by the next `first_scores`."""
-        self._reader.commit(paths)
+        text, self._text = self._text, None
+        kept: list[Sequence[int] | None] = list(paths)
+        if text is not None:
+            kept = [text.path(row, path) if self._drafts[row] else None for row, path in enumerate(paths)]
+        self._reader.commit(kept)
         for row, path in enumerate(paths):
             if self._drafts[row]:
-                self._read[row] += len(path)
+                self._read[row] += len(path) + (0 if text is None else len(text.unread[row]))
 
 
 def _known(texts: list[list[int]], draft: PreTrainedModel) -> list[list[int]]:
