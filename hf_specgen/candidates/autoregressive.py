@@ -46,13 +46,11 @@ class AutoregressiveSession(CalibratedSession):
 
     Attributes:
         expanded_nodes_first: whether the nodes of a tree begin with those that were expanded.
-        takes_suggestions: whether `read_suggested` is written.
         budget: of the current draft.
         passes: tokens, over all rows, of each pass of the drafter in the current draft.
     """
 
     expanded_nodes_first = False
-    takes_suggestions = False
 
     def __init__(self, call: Call, k: int, tree: str | int | None, confidence_threshold: float, vocab: int):
         super().__init__(call)
@@ -85,7 +83,8 @@ class AutoregressiveSession(CalibratedSession):
         """Like `first_scores`, and read suggested nodes after each row's last token in the same pass.
 
         Returns:
-            `[batch, 1 + nodes, vocab]` logits after the last token and after each node; empty if only the text was read.
+            `[batch, 1 + nodes, vocab]` logits after the last token and after each node; `[batch, 1, vocab]` if only the
+            text was read.
         """
         raise NotImplementedError
 
@@ -94,8 +93,7 @@ class AutoregressiveSession(CalibratedSession):
 
     def suggest(self, draft: DraftTree) -> None:
         """Read the nodes of other strategies in the first pass of the next draft, as far as that saves time."""
-        if self.takes_suggestions:
-            self._suggested = draft
+        self._suggested = draft
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         return self._grow(budget, self._size)
@@ -151,10 +149,7 @@ class AutoregressiveSession(CalibratedSession):
         rows = len(builder.limits)
         count = shape.read_ahead(suggested.joint) if suggested is not None and isinstance(shape, FastestSize) else 0
         nodes = DraftTree.empty(rows) if suggested is None else suggested.first(count)
-        if nodes.nodes:
-            scores = self.read_suggested(nodes)
-        else:
-            scores = self.first_scores()[:, None]
+        scores = self.read_suggested(nodes) if nodes.nodes else self.first_scores()[:, None]
         read = ReadNodes(nodes if scores.shape[1] > 1 else DraftTree.empty(rows))
         root = np.zeros((rows, 1), dtype=np.int64)
         proposals, confidence = self._propose(scores[:, :1], root, shape.children, qs)

@@ -55,6 +55,8 @@ class DraftSession(ABC):
     one token per row."""
     knows_successors: bool = False
     """Whether `successors` can take the place of `draft` where strategies are combined."""
+    takes_suggestions: bool = False
+    """Whether `suggest` is used."""
     top_tokens: int = 0
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after a prefill without a draft too."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.tree_builder import Ints, Proposals, TreeBuilder
+from hf_specgen.candidates.tree_builder import Ints, TreeBuilder
 from hf_specgen.tree import DraftTree
 
 
@@ -72,7 +72,9 @@ class ReadNodes:
 
     def add(self, builder: TreeBuilder, nodes: Ints) -> None:
         """Append nodes `[rows, nodes]` of the builder, whose parents were read."""
-        tokens, above = (np.take_along_axis(values, nodes, axis=1).tolist() for values in (builder.tokens, builder.parents))
+        tokens, above = (
+            np.take_along_axis(values, nodes, axis=1).tolist() for values in (builder.tokens, builder.parents)
+        )
         for row, added in enumerate(nodes.tolist()):
             for index, node in enumerate(added):
                 # A node that only fills up its row may have a parent that was not read.
@@ -123,7 +125,14 @@ class LeadingText:
         return DraftTree.from_nodes(rows)
 
     def results(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[batch, 1 + unread + nodes, vocab]` of root, text and tree to `[batch, 1 + nodes, vocab]` of last token and tree."""
+        """The results of such a tree, after each row's last token and after the nodes of the tree below it.
+
+        Args:
+            logits: `[batch, 1 + text + nodes, vocab]`, the first ones after the root.
+
+        Returns:
+            `[batch, 1 + nodes, vocab]`.
+        """
         last = torch.tensor([len(tokens) - 1 for tokens in self.unread], device=logits.device)
         return torch.cat([logits[torch.arange(len(last)), last][:, None], logits[:, 1 + self._width :]], dim=1)
 

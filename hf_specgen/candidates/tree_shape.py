@@ -145,7 +145,7 @@ class FastestSize:
             joint: joint probabilities of each row's nodes, in descending order.
         """
         drafter = self.latency.drafter
-        saved = np.array([sum(column) for column in zip_longest(*(joint or ()), fillvalue=0.0)][: MAX_READ_AHEAD])
+        saved = np.array([sum(column) for column in zip_longest(*(joint or ()), fillvalue=0.0)][:MAX_READ_AHEAD])
         seconds = drafter.by_tokens(self.rows * np.arange(1.0, len(saved) + 2))
         gain = np.concatenate([[0.0], np.cumsum(saved / self.rows) * seconds[0]]) - (seconds - seconds[0])
         count = int(np.argmax(gain))
@@ -165,16 +165,6 @@ class FastestSize:
         rates = [count / (seconds + drafting) for count, seconds in zip(tokens, self._target_list, strict=False)]
         best = max(rates)
         return rates.index(best), best
-
-    def rate_of(self, gain: float, nodes: float, drafting: float) -> float:
-        """Expected tokens per second of a step.
-
-        Args:
-            gain: draft tokens that are expected to be accepted, over all rows.
-            nodes: of a row.
-            drafting: seconds that the passes of the drafter take.
-        """
-        return (self.rows + gain) / (float(self._target[min(round(nodes), self.max_nodes)]) + drafting)
 
     def _best(self, builder: TreeBuilder) -> tuple[float, float, int]:
         """Expected tokens of all rows, tokens per second, and nodes of the fastest tree so far."""
