@@ -157,5 +157,5 @@ def test_streamed_rows_of_one_step_are_read_in_every_epoch(tmp_path: Path) -> No
 def test_conversations_without_rows_are_refused(monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
     """Would catch: a StopIteration without a message."""
     monkeypatch.setattr("corpus.read_rows", lambda *_: [])
-    with pytest.raises(ValueError, match="empty.jsonl has no rows"):
-        conversations(None, "empty.jsonl", 10, streaming)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the-source has no rows"):
+        conversations(None, "the-source", 10, streaming)  # type: ignore[arg-type]
