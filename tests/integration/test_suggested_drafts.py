@@ -92,13 +92,11 @@ def test_draft_model_with_suggested_nodes_makes_fewer_passes(monkeypatch: pytest
     """In about as many steps as with a draft model that ignores what n-grams propose."""
     model = tiny_model("llama")
     draft, passes, steps = perturbed_copy(model, 0.01), [], []
-    for takes in (False, True):
-        monkeypatch.setattr(DraftModelSession, "takes_suggestions", takes, raising=False)
-        if not takes:
-            monkeypatch.setattr(DraftModelSession, "suggest", lambda session, tree: None)
-        else:
-            monkeypatch.undo()
-        found = assert_same_tokens(model, _prompts(1), _strategy(draft), **GREEDY)
+    for ignores in (True, False):
+        with monkeypatch.context() as patched:
+            if ignores:
+                patched.setattr(DraftModelSession, "suggest", lambda session, draft: None)
+            found = assert_same_tokens(model, _prompts(1), _strategy(draft), **GREEDY)
         passes.append(sum(len(step.drafter or ()) for step in found.passes))
         steps.append(found.steps)
     assert passes[1] < passes[0] and steps[1] <= steps[0] + 1
