@@ -15,6 +15,9 @@ from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.timer import StepTimer
 from hf_specgen.tree import DraftTree
 
+UNLIMITED = 2**31
+"""Draft tokens of a row that no position table limits."""
+
 
 class PolicyRunner:
     """Limits the depths of a policy to k and to the room of each row; reports steps to the policy and to a monitor.
@@ -69,7 +72,7 @@ class PolicyRunner:
                 room.append(0)
                 continue
             pending = target.first_positions[row] + len(tokens) - 1
-            positions = target.last_position - pending if pending <= target.last_position else 2**31
+            positions = target.last_position - pending if pending <= target.last_position else UNLIMITED
             draft_limit = positions if tokens else min(positions, MAX_PREFILL_DRAFT)
             room.append(int(max(0, min(state.remaining(row) - 1, draft_limit))))
         return room

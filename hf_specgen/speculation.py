@@ -119,6 +119,7 @@ def speculate(
         verification: "exact" (the tokens of plain `generate`, also when sampling with a seed), "rejection" (the same
             distribution, but not the same seed), "typical" (LOSSY: accepts what the target finds plausible), or a
             `Verifier`.
+        streamer: receives the prompt, then every confirmed column, as a streamer given to `generate` does.
         policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
         monitor: receives every step.
         compile: compile the target's forward passes with `torch.compile`, once per model and shape; takes 10 to 60
@@ -127,7 +128,6 @@ def speculate(
         pack_weights: on a CPU in float32, keep a second copy of the weights in the layout that matrix multiplication
             reads, for the target and the drafter: forward passes over a few tokens take about half as long. Rounds
             differently from plain decoding.
-        streamer: receives the prompt, then every confirmed column, as a streamer given to `generate` does.
 
     Returns:
         a callable for `custom_generate=`.
@@ -171,7 +171,7 @@ def _as_verifier(verification: Any) -> Verifier:
 
 
 def _remedy(mode: GenerationMode) -> str:
-    """How to leave a decoding method other than greedy search, sampling and beam search."""
+    """What to change in a call that asks for a decoding method other than greedy search, sampling and beam search."""
     settings = {
         GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
         GenerationMode.DOLA_GENERATION: "dola_layers",
@@ -203,7 +203,9 @@ def _check_call(
     if not model_kwargs.get("use_cache", True):
         raise ValueError("candidate_generator= needs the key/value cache; leave out use_cache=False")
     if config.output_attentions or config.output_hidden_states:
-        raise ValueError("output_attentions and output_hidden_states are not available with candidate_generator=")
+        raise ValueError(
+            "output_attentions and output_hidden_states are not available with candidate_generator=; leave them out"
+        )
     position_ids = model_kwargs.get("position_ids")
     if model.config.is_encoder_decoder:
         check_cache(model_kwargs.get("past_key_values"), type(model).__name__)

@@ -94,6 +94,12 @@ class DraftTree:
         q = None if self.q is None else self.q[chosen]
         return DraftTree(self.tokens[chosen], tuple(self.parents[row] for row in chosen), q)
 
+    def first(self, count: int) -> DraftTree:
+        """The first `count` nodes of each row."""
+        tokens, parents = self.tokens[:, :count], tuple(row[:count] for row in self.parents)
+        q = None if self.q is None else self.q[:, :count]
+        return DraftTree(tokens, parents, q, None if self.joint is None else tuple(row[:count] for row in self.joint))
+
     def leftmost_chain(self) -> DraftTree:
         """The leftmost path of each row, from every node to its first child, as a chain."""
         paths = [_leftmost_path(parents) for parents in self.parents]

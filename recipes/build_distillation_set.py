@@ -7,17 +7,20 @@ A draft has to predict the tokens that the target generates; other text has anot
 
 Prompts are rows {domain, prompt}. Batches are divided among the processes and have a seed each, so the result does not
 depend on the number of processes. An interrupted run continues where it stopped: finished batches are kept in
-OUTPUT.parts until all are there.
+OUTPUT.parts until all are there, with the settings that they belong to; other settings are refused.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from tqdm.auto import tqdm
@@ -26,6 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from answers import DEFAULT_GENERATION, Rows, answer_batch, batches_by_domain
 from common import Options, option, parse_config
 from corpus import read_rows
+
+RECORD = "settings.json"
+"""File in OUTPUT.parts: what the finished batches depend on."""
 
 
 @dataclass(kw_only=True)
@@ -59,14 +65,19 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse, load, generate, save."""
     settings = parse_config(Settings, __doc__, arguments)
     accelerator = Accelerator()
-    tokenizer = AutoTokenizer.from_pretrained(settings.target)
-    model = AutoModelForCausalLM.from_pretrained(settings.target, dtype=settings.dtype)
-    model = model.to(accelerator.device).eval()
     batches = batches_by_domain(chosen_prompts(settings), settings.batch_size)
     parts = Path(settings.output + ".parts")
     parts.mkdir(parents=True, exist_ok=True)
+    record = record_of(settings, batches)
+    check_record(parts, record)
     done = finished_batches(parts)
+    tokenizer = AutoTokenizer.from_pretrained(settings.target)
+    model = AutoModelForCausalLM.from_pretrained(settings.target, dtype=settings.dtype)
+    model = model.to(accelerator.device).eval()
     accelerator.wait_for_everyone()  # no process writes while another one still reads
+    if accelerator.is_main_process:
+        (parts / RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
+    accelerator.wait_for_everyone()  # no batch is written before the record
     mine = [i for i in range(len(batches)) if i not in done][accelerator.process_index :: accelerator.num_processes]
     part = parts / f"{accelerator.process_index}.jsonl"
     with part.open("a", encoding="utf-8") as file:
@@ -103,6 +114,36 @@ def chosen_prompts(settings: Settings) -> Rows:
             taken[row["domain"]] += 1
             chosen.append(row)
     return chosen
+
+
+def record_of(settings: Settings, batches: Sequence[Rows]) -> dict[str, Any]:
+    """What the answers depend on: the settings, and the prompts of each batch, as a hash."""
+    prompts = json.dumps([[row["prompt"] for row in batch] for batch in batches])
+    record = {name: value for name, value in asdict(settings).items() if name != "output"}
+    record["content of the prompts"] = hashlib.sha256(prompts.encode()).hexdigest()
+    return dict(json.loads(json.dumps(record)))  # as it is when it is read again
+
+
+def check_record(parts: Path, record: dict[str, Any]) -> None:
+    """Raise if `parts` has batches that were generated with other settings or from other prompts.
+
+    Raises:
+        ValueError: what differs.
+    """
+    if not finished_batches(parts):
+        return
+    file = parts / RECORD
+    recorded = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    if recorded == record:
+        return
+    changes = "unknown settings"
+    if recorded is not None:
+        names = [name for name in record if recorded.get(name) != record[name]]
+        changes = ", ".join(f"{name} {recorded.get(name)!r:.80} (now {record[name]!r:.80})" for name in names)
+    raise ValueError(
+        f"{parts} has batches of an interrupted run with {changes}; continue it with the same settings, or remove that "
+        "folder to start anew"
+    )
 
 
 def finished_batches(parts: Path) -> dict[int, Rows]:

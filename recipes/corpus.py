@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -112,8 +112,7 @@ class LengthGroupedBatches(Sampler[list[int]]):
         self.lengths, self.batch_size, self.group, self.seed = torch.tensor(lengths), batch_size, group, seed
         self.drop_last, self.epoch = True, 0
         self.steps = len(lengths) // (batch_size * group)
-        if self.steps == 0:
-            raise ValueError(f"the data have {len(lengths)} rows, fewer than one step of {batch_size * group}")
+        _check_count(len(lengths), batch_size * group)
 
     def __len__(self) -> int:
         return self.steps * self.group
@@ -128,6 +127,14 @@ class LengthGroupedBatches(Sampler[list[int]]):
             yield from step.view(self.group, self.batch_size).tolist()
 
 
+def _check_count(rows: int, rows_per_step: int) -> None:
+    if rows < rows_per_step:
+        raise ValueError(
+            f"the data have {rows} rows to train on, fewer than the {rows_per_step} of one step; "
+            "give more rows or a smaller --batch-size"
+        )
+
+
 def conversations(tokenizer: PreTrainedTokenizerBase, source: str, max_length: int, streaming: bool = False) -> Any:
     """The conversations of `source`, encoded; without those of which `max_length` leaves no answer.
 
@@ -136,9 +143,14 @@ def conversations(tokenizer: PreTrainedTokenizerBase, source: str, max_length: i
         source: as for `read_rows`.
         max_length: tokens of a conversation; what is beyond is cut off.
         streaming: read rows as they are needed, in the order of the source, shuffled within a buffer.
+
+    Raises:
+        ValueError: if the source has no rows.
     """
     rows = read_rows(source, streaming)
-    columns = list(next(iter(rows)))
+    columns = list(next(iter(rows), ()))
+    if not columns:
+        raise ValueError(f"{source} has no rows; training needs rows {{domain, prompt, response}}")
     rows = rows.map(lambda row: encode_row(tokenizer, row, max_length), remove_columns=columns)
     return rows.filter(lambda row: row["length"] > row["answer_start"])
 
@@ -164,12 +176,17 @@ def batches(rows: Any, batch_size: int, *, group: int = 1, seed: int = 0, pad_to
         group: batches in a step, over all processes.
         seed: of the order.
         pad_token_id: of the tokenizer.
+
+    Raises:
+        ValueError: if the rows do not fill one step.
     """
 
     def batched(batch: Sequence[dict[str, Any]]) -> Batch:
         return collate(batch, pad_token_id)
 
     if isinstance(rows, IterableDataset):
+        # An epoch without a batch would be followed by another one, and so on.
+        _check_count(sum(1 for _ in islice(rows, batch_size * group)), batch_size * group)
         rows = rows.shuffle(seed=seed, buffer_size=1000)
         return DataLoader(cast(Any, rows), batch_size=batch_size, drop_last=True, collate_fn=batched)
     order = LengthGroupedBatches(rows["length"][:], batch_size, group, seed)

@@ -85,16 +85,11 @@ def train(
     accelerator.register_for_checkpointing(progress, *schedules)
     _resume(accelerator, checkpoint, settings)
     stream = _endless(accelerator, loader, order, progress)
-    micro_batches_per_step = accumulation(settings, accelerator.num_processes)
-    accelerator.print(
-        f"processes: {accelerator.num_processes}, precision: {accelerator.mixed_precision}, "
-        f"trained parameters: {sum(parameter.numel() for parameter in trained):,}, from step {progress.step}"
-    )
-    bar = tqdm(total=steps, initial=progress.step, disable=not accelerator.is_main_process, unit="step")
+    bar = _progress_bar(accelerator, trained, progress, steps)
     module.train()
     since_log: list[torch.Tensor] = []
     while progress.step < steps:
-        micro_batches = list(islice(stream, micro_batches_per_step))
+        micro_batches = list(islice(stream, accumulation(settings, accelerator.num_processes)))
         since_log.append(_gradients(accelerator, module, micro_batches, loss_sum))
         accelerator.clip_grad_norm_(trained, settings.max_grad_norm)
         _update(optimizers, schedules)
@@ -102,14 +97,22 @@ def train(
         bar.update()
         if _is_due(settings.log_every, progress.step, steps):
             _log(accelerator, progress, since_log, schedules[0], bar)
-        due = settings.evaluate_every and progress.step % settings.evaluate_every == 0
-        if evaluate and due and accelerator.distributed_type not in SHARDED:
+        if evaluate and settings.evaluate_every and progress.step % settings.evaluate_every == 0:
             _evaluate(accelerator, evaluate, progress.step)
         if _is_due(settings.save_every, progress.step, steps):
             _save(accelerator, checkpoint)
     bar.close()
     module.eval()
     return progress, accelerator.get_state_dict(module)
+
+
+def _progress_bar(accelerator: Accelerator, trained: list[nn.Parameter], progress: Progress, steps: int) -> Any:
+    """Print what is trained, and start the progress bar of the main process."""
+    accelerator.print(
+        f"processes: {accelerator.num_processes}, precision: {accelerator.mixed_precision}, "
+        f"trained parameters: {sum(parameter.numel() for parameter in trained):,}, from step {progress.step}"
+    )
+    return tqdm(total=steps, initial=progress.step, disable=not accelerator.is_main_process, unit="step")
 
 
 def _adamw(trained: list[nn.Parameter], settings: TrainingSettings) -> Optimizer:
@@ -193,6 +196,9 @@ def _log(
 
 
 def _evaluate(accelerator: Accelerator, evaluate: Callable[[], dict[str, float]], step: int) -> None:
+    """Evaluate in the main process and log the values; not where the weights are sharded."""
+    if accelerator.distributed_type in SHARDED:
+        return
     values = evaluate() if accelerator.is_main_process else {}
     accelerator.wait_for_everyone()
     accelerator.print(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))

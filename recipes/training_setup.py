@@ -85,6 +85,9 @@ def shared_batches(rows: Any, settings: TrainingSettings, pad_token_id: int) -> 
 
     An epoch consists of whole steps for any number of processes. Streamed rows are not counted in advance: there, a
     step can begin with the last micro-batches of an epoch and end with the first of the next.
+
+    Raises:
+        ValueError: if the rows do not fill one step.
     """
     group = settings.batch_size // settings.micro_batch_size
     return batches(rows, settings.micro_batch_size, group=group, seed=settings.seed, pad_token_id=pad_token_id)

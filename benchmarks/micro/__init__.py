@@ -10,12 +10,14 @@ from benchmarks.micro.long_context import long_context
 from benchmarks.micro.loop_overhead import loop_overhead
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.ngram_precision import ngram_precision
+from benchmarks.micro.other_tokenizer import other_tokenizer
 from benchmarks.micro.packed_weights import packed_weights
 from benchmarks.micro.trace_replay import trace_replay
 
 MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
     "ngram-lookup": ngram_lookup,
     "ngram-precision": ngram_precision,
+    "other-tokenizer": other_tokenizer,
     "loop-overhead": loop_overhead,
     "long-context": long_context,
     "compilation": compilation,

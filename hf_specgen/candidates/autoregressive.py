@@ -2,6 +2,12 @@
 
 Each pass of the drafter runs on the most likely nodes that were not expanded yet, and proposes their children. What it
 computes for a node stays in its cache, so that nothing is recomputed when the node is accepted.
+
+A draft model can also read suggested nodes, such as copied text, together with the new text: where it proposes the same
+tokens, the first pass takes the place of one pass for each of them.
+
+Source: Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference" (2023), section 3, for drafts that are
+themselves verified by a draft model; there they are chains.
 """
 
 from __future__ import annotations
@@ -16,8 +22,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.calibrated import CalibratedSession
+from hf_specgen.candidates.read_nodes import ReadNodes
 from hf_specgen.candidates.tree_builder import Floats, Ints, Proposals, TreeBuilder
-from hf_specgen.candidates.tree_shape import MAX_CHILDREN
+from hf_specgen.candidates.tree_shape import MAX_CHILDREN, FastestSize, TreeShape
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -50,8 +57,9 @@ class AutoregressiveSession(CalibratedSession):
         chains_only = call.target is not None and call.target.verifies_chains_only
         size = None if chains_only else tree
         self._k, self._size, self._threshold, self._vocab = k, size, confidence_threshold, vocab
-        self._expanded: list[list[int]] = []
+        self._read_nodes: ReadNodes | None = None
         self._nodes: list[list[int]] = []
+        self._suggested: DraftTree | None = None
         self.budget: Sequence[int] = ()
         self.passes: list[int] = []
 
@@ -71,8 +79,21 @@ class AutoregressiveSession(CalibratedSession):
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
         """Read the last `new` nodes of each row of a tree; `[batch, new, vocab]` logits after each of them."""
 
+    def read_suggested(self, suggested: DraftTree) -> torch.Tensor:
+        """Like `first_scores`, and read suggested nodes after each row's last token in the same pass.
+
+        Returns:
+            `[batch, 1 + nodes, vocab]` logits after the last token and after each node; `[batch, 1, vocab]` if only the
+            text was read.
+        """
+        raise NotImplementedError
+
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep what was computed for these nodes of the last tree given to `next_scores`, and drop the others."""
+        """Keep what was computed for these nodes of the last tree that was read, and drop the others."""
+
+    def suggest(self, draft: DraftTree) -> None:
+        """Read the nodes of other strategies in the first pass of the next draft, as far as that saves time."""
+        self._suggested = draft
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         return self._grow(budget, self._size)
@@ -84,33 +105,28 @@ class AutoregressiveSession(CalibratedSession):
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance, and keep what was computed for accepted nodes."""
         super().observe(result)
-        if not self._expanded or not self._expanded[0]:
+        read = self._read_nodes
+        if read is None or not len(read):
             return
-        paths = []
-        for row, path in enumerate(result.paths):
-            nodes = [self._nodes[row][node] for node in path or ()]
-            place = {node: index for index, node in reversed(list(enumerate(self._expanded[row])))}
-            kept = next((index for index, node in enumerate(nodes) if node not in place), len(nodes))
-            paths.append([place[node] for node in nodes[:kept]])
-        self.keep(paths)
+        paths = [[self._nodes[row][node] for node in path or ()] for row, path in enumerate(result.paths)]
+        self.keep([read.places_along(row, path) for row, path in enumerate(paths)])
 
     @torch.no_grad()
     def _grow(self, budget: Sequence[int], size: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
-        self.budget, self.passes, self._expanded, self._nodes = budget, [], [], []
+        self.budget, self.passes, self._read_nodes, self._nodes = budget, [], None, []
         depths = [min(self._k, depth, self.room(row)) for row, depth in enumerate(budget)]
         rows, active = len(depths), sum(depth > 0 for depth in depths)
+        suggested, self._suggested = self._suggested, None
         if not active:
             return self.not_drafted(rows)
         shape, builder = self.shape(size, depths, children), TreeBuilder(depths)
-        expanded: Ints = np.zeros((rows, 0), dtype=np.int64)
         qs: list[torch.Tensor] = []
-        root = np.zeros((rows, 1), dtype=np.int64)
-        proposals, confidence = self._propose(self.first_scores()[:, None], root, shape.children, qs)
-        builder.add_root(proposals)
-        confidences = [confidence]
+        confidences, read = self._read_text(shape, builder, suggested, qs)
+        expanded: Ints = np.zeros((rows, 0), dtype=np.int64)
         while (beam := shape.beam(builder)) and (nodes := builder.frontier(beam)).shape[1]:
             expanded = np.concatenate([expanded, nodes], axis=1)
-            scores = self.next_scores(_expanded_tree(builder, expanded), nodes.shape[1])
+            read.add(builder, nodes)
+            scores = self.next_scores(read.tree(), nodes.shape[1])
             self.passes.append(active * nodes.shape[1])
             depth = np.take_along_axis(builder.depth, nodes, axis=1)
             proposals, confidence = self._propose(scores, depth, shape.children, qs)
@@ -120,11 +136,34 @@ class AutoregressiveSession(CalibratedSession):
         trees, self._nodes = builder.best(
             max(shape.nodes(builder), expanded.shape[1] if first is not None else 0), first
         )
-        self._expanded = expanded.tolist()
+        self._read_nodes = read
         draft = DraftTree.from_nodes(trees)
         if qs and draft.nodes:
             draft = self._with_q(draft, torch.cat(qs, dim=1), shape.children)
         return self.verified(draft, builder, self._nodes, np.concatenate(confidences, axis=1))
+
+    def _read_text(
+        self, shape: TreeShape, builder: TreeBuilder, suggested: DraftTree | None, qs: list[torch.Tensor]
+    ) -> tuple[list[Floats], ReadNodes]:
+        """The first pass: add the children of each row's last token, and those of suggested nodes that are proposed."""
+        rows = len(builder.limits)
+        count = shape.read_ahead(suggested.joint) if suggested is not None and isinstance(shape, FastestSize) else 0
+        nodes = DraftTree.empty(rows) if suggested is None else suggested.first(count)
+        scores = self.read_suggested(nodes) if nodes.nodes else self.first_scores()[:, None]
+        read = ReadNodes(nodes if scores.shape[1] > 1 else DraftTree.empty(rows))
+        root = np.zeros((rows, 1), dtype=np.int64)
+        proposals, confidence = self._propose(scores[:, :1], root, shape.children, qs)
+        builder.add_root(proposals)
+        confidences, seen = [confidence], 0
+        while (found := read.find(builder, seen)) is not None:
+            seen = builder.tokens.shape[1]
+            nodes_found, places, valid = found
+            index = torch.from_numpy(1 + places).to(scores.device)[..., None].expand(-1, -1, scores.shape[-1])
+            depth = np.take_along_axis(builder.depth, nodes_found, axis=1)
+            proposals, confidence = self._propose(scores.gather(1, index), depth, shape.children, qs)
+            builder.add(nodes_found, proposals, valid)
+            confidences.append(confidence)
+        return confidences, read
 
     def _propose(
         self, logits: torch.Tensor, depth: Ints, children: int, qs: list[torch.Tensor]
@@ -176,21 +215,6 @@ def share_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:
     left = 1 - largest.clamp(max=MAX_SIBLING_CONFIDENCE)
     powers = torch.arange(ranks, device=largest.device)
     return largest[..., None] * left[..., None] ** powers
-
-
-def _expanded_tree(builder: TreeBuilder, expanded: Ints) -> DraftTree:
-    """The tree of the nodes that the drafter reads, in the order in which it reads them."""
-    tokens = torch.from_numpy(np.take_along_axis(builder.tokens, expanded, axis=1))
-    above = np.take_along_axis(builder.parents, expanded, axis=1)
-    parents = []
-    for nodes, row_parents in zip(expanded.tolist(), above.tolist(), strict=True):
-        place: dict[int, int] = {-1: -1}
-        row = []
-        for index, (node, parent) in enumerate(zip(nodes, row_parents, strict=True)):
-            row.append(place.get(parent, -1))
-            place.setdefault(node, index)
-        parents.append(tuple(row))
-    return DraftTree(tokens, tuple(parents))
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

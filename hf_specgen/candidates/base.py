@@ -55,6 +55,8 @@ class DraftSession(ABC):
     one token per row."""
     knows_successors: bool = False
     """Whether `successors` can take the place of `draft` where strategies are combined."""
+    takes_suggestions: bool = False
+    """Whether `suggest` is used."""
     top_tokens: int = 0
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after a prefill without a draft too."""
@@ -99,6 +101,12 @@ class DraftSession(ABC):
         drafts of other strategies.
         """
         return (), ()
+
+    def suggest(self, draft: DraftTree) -> None:
+        """Receive what other strategies propose before the next `draft`, with joint probabilities.
+
+        Ignored by default; a draft model can read it in one pass instead of drafting the same tokens one by one.
+        """
 
     def observe(self, result: VerificationResult) -> None:
         """Receive the outcome of the last draft; `call.state` holds the new tokens already."""

@@ -28,10 +28,6 @@ from hf_specgen.verification.result import VerificationResult, judged_nodes, res
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MIN_SPEEDUP_WITHOUT_NETWORK = 1.25
-"""Speedup from leaving out a network at which it is left out; above 1, since drafts that look good are overestimated.
-The projected speed of n-grams and a draft model is 4.60x of plain decoding with it, 4.54x with 1.1 and 4.43x with 1."""
-
 
 class CombinedCandidates(Candidates):
     """Combines the drafts of several strategies: n-grams where the text repeats itself, other drafts elsewhere.
@@ -100,7 +96,6 @@ class _CombinedSession(DraftSession):
         self._calibration = calibration_memory.recall(call.model if self.remembers else None, self._key)
         self._trees: list[UnionTree] = []
         self._has_drafted = False
-        self._verified = 0
         self._in_prefill = True
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
@@ -117,8 +112,6 @@ class _CombinedSession(DraftSession):
                 self._calibration.count(tree.classes[node], tree.bins[node], accepted, tree.weights[node])
         self._trees = []
         for member in self._members:
-            if member.has_passes and member.draft.nodes and self._verified:
-                member.measure(sum(result.accepted), self._verified)
             # After a prefill without drafts only members that use more than the outcome of a draft are called.
             if not self._in_prefill or member.draft.nodes or member.session.top_tokens or self._has_drafted:
                 member.session.observe(result_for(result, member.draft))
@@ -140,26 +133,21 @@ class _CombinedSession(DraftSession):
         ranks = self._merges and not self._wants_q
         extends = ranks and isinstance(shape, FixedSize | FastestSize)
         for member in self._members:
-            member.draft = DraftTree.empty(len(budget))
-        # Members whose drafts cost nothing come first: where their drafts are long, no pass of a network is made.
+            member.draft, member.expected_draft_seconds = DraftTree.empty(len(budget)), 0.0
+        # Members whose drafts cost nothing come first: a draft model reads what they propose in its first pass.
         for member in sorted(self._members, key=lambda member: member.has_passes and ranks):
             has_draft = not self._merges and any(other.draft.nodes for other in self._members)
-            is_left_out = (
-                has_draft
-                or (extends and member.session.knows_successors)
-                or (ranks and member.has_passes and self._is_slower(member, shape, budget, is_prefill))
-            )
-            if is_left_out and member.has_passes and any(budget):
-                member.skip()
+            is_left_out = has_draft or (extends and member.session.knows_successors)
             depth = [0 if is_left_out else min(depth, member.k) for depth in budget]
+            reads = member.session.takes_suggestions and ranks and not is_prefill and isinstance(shape, FastestSize)
+            if reads and shape is not None and any(depth):
+                member.session.suggest(self._ranked(shape, budget, is_prefill))
             member.draft = method(member.session)(depth)
-            member.expected_draft_seconds = 0.0
             if any(depth) and member.has_passes and isinstance(shape, FastestSize):
                 member.expected_draft_seconds = shape.latency.drafter.draft(member.passes)
         self.passes = [tokens for member in self._members for tokens in member.passes]
         tree = self._ranked(shape, budget, is_prefill) if ranks and shape is not None else self._merged()
         self._has_drafted = tree.nodes > 0
-        self._verified = 0 if is_prefill else tree.nodes
         return tree
 
     def _merged(self) -> DraftTree:
@@ -183,6 +171,7 @@ class _CombinedSession(DraftSession):
             ),
             None,
         )
+        network = next((number for number, member in enumerate(self._members) if member.has_passes), None)
         acceptance, state = self._calibration.by_bin(), self.call.state
         self._trees = [
             unite(
@@ -195,6 +184,7 @@ class _CombinedSession(DraftSession):
                 min_joint=min_joint,
                 successors=successors,
                 only_chain=is_prefill and extends,
+                network=network,
             )
             for row, depth in enumerate(budget)
         ]
@@ -204,20 +194,3 @@ class _CombinedSession(DraftSession):
             count, _ = shape.of_grown([tree.joint for tree in self._trees], draft_seconds)
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
-
-    def _is_slower(self, network: Member, shape: TreeShape | None, budget: Sequence[int], is_prefill: bool) -> bool:
-        """Whether more tokens per second are expected of the drafts so far without those of a network than with them.
-
-        The network is assumed to yield its usual gain where the first token of these drafts is rejected.
-        """
-        if not isinstance(shape, FastestSize) or not network.steps:
-            return False
-        self._ranked(shape, budget, is_prefill)
-        trees, self._trees = self._trees, []
-        count, rate = shape.of_grown([tree.joint for tree in trees])
-        gain = sum(sum(tree.joint[:count]) for tree in trees)
-        first = sum(p for tree in trees for p, parent in zip(tree.joint, tree.parents, strict=True) if parent < 0)
-        rejected = max(0.0, 1 - first / sum(depth > 0 for depth in budget))
-        nodes = max(count, network.nodes)
-        with_network = shape.rate_of(gain + rejected * network.gain, nodes, network.seconds)
-        return rate >= MIN_SPEEDUP_WITHOUT_NETWORK * with_network

@@ -1,8 +1,5 @@
 """Draft model: a smaller model reads the same text as the target, and drafts continuations.
 
-The draft keeps a per-row cache of its own from step to step. After a step it keeps what it computed for accepted nodes
-and drops the rest, so it reads at most two new tokens: an accepted leaf of its tree, and the bonus token.
-
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et al. (2023). For
 drafts with another tokenizer: Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms
 for Heterogeneous Vocabularies" (2025).
@@ -11,7 +8,6 @@ for Heterogeneous Vocabularies" (2025).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any, cast
 
@@ -26,22 +22,19 @@ from transformers import (
 
 from hf_specgen import compat
 from hf_specgen.candidates.attached import number_of
-from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
-from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt
+from hf_specgen.candidates.draft_model_session import DraftModelSession
+from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.candidates.translated import translated_session
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
-from hf_specgen.target.base import Target
 from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
-from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.target.requirements import TargetRequirements, make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.state_layers import keeps_state
 from hf_specgen.target.support import check_model, is_causal_kernel, position_table
-from hf_specgen.tree import DraftTree
 
 MAX_DEPTH = 16
 """Maximum depth of k="auto": drafts of copied text are accepted that far; elsewhere trees stop growing earlier."""
@@ -134,7 +127,7 @@ class DraftModelCandidates(Candidates):
                 f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
                 "decoder-only models; use a draft of the target's family"
             )
-        prompts = _known(call.state.prompts, draft)
+        prompts = [known_tokens(prompt, embedding_size(draft)) for prompt in call.state.prompts]
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
         check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
         if not is_same_vocabulary:
@@ -144,7 +137,7 @@ class DraftModelCandidates(Candidates):
                 call, draft, self.k, self.tree, self.confidence_threshold, compile=self.compile, warns=warns
             )
         reader = make_target(TargetRequirements(), draft, *prompt, compile=self.compile)
-        return _DraftModelSession(self, draft, reader, call)
+        return DraftModelSession(call, draft, reader, self.k, self.tree, self.confidence_threshold)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         key: tuple[str | int | float | bool, ...] = (
@@ -208,75 +201,6 @@ def _without_wrapper(model: Any) -> PreTrainedModel:
             "forward pass adds; give a draft model without it, or with LoRA"
         )
     return cast(PreTrainedModel, model.get_base_model())
-
-
-class _DraftModelSession(AutoregressiveSession):
-    """Drafts for one call with a model that has the target's tokenizer.
-
-    Args:
-        settings: of the strategy.
-        draft: the draft model.
-        reader: runs its forward passes.
-        call: the call.
-    """
-
-    def __init__(self, settings: DraftModelCandidates, draft: PreTrainedModel, reader: Target, call: Call):
-        vocab, tree = vocabulary_size(call.model or draft), None if reader.verifies_chains_only else settings.tree
-        super().__init__(call, settings.k, tree, settings.confidence_threshold, vocab)
-        self._state, self._draft, self._reader = call.state, draft, reader
-        self._max_positions = position_table(text_config(draft))
-        self._has_read_prompt = False
-        self._read = [0] * call.state.batch  # generated tokens of each row in the draft model's cache
-        self._drafts = [True] * call.state.batch  # the rows that draft in this step
-
-    def room(self, row: int) -> int:
-        """How many positions the draft model has left; none where its cache slots may run out."""
-        state = self._state
-        longest = max(map(len, state.prompts)) + max(map(len, state.generated))
-        if longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
-            return 0
-        return max(0, self._max_positions - len(self._state.prompts[row]) - len(self._state.generated[row]))
-
-    def first_scores(self) -> torch.Tensor:
-        """Read what was generated since the last draft, in the rows that draft now.
-
-        The prompt is read before the first draft, so that a call that never drafts does not read it.
-        """
-        if not self._has_read_prompt:
-            logits = self._reader.prefill(DraftTree.empty(len(self._read)))
-            self._has_read_prompt = True
-            if not any(self._state.generated):
-                self._drafts = [True] * len(self._read)
-                return logits[:, -1]
-        rows = range(len(self._read))
-        self._reader.drop_rows([not self._state.has_ended(row) for row in rows])
-        self._drafts = [self.budget[row] > 0 and self.room(row) > 0 for row in rows]
-        texts = list(zip(self._state.generated, self._read, self._drafts, strict=True))
-        unread = _known([text[read:] if drafts else text[-1:] for text, read, drafts in texts], self._draft)
-        tree = DraftTree.chains([tokens[1:] for tokens in unread])
-        self.passes.append(sum(self._drafts) * (1 + tree.nodes))
-        logits = self._reader.forward(tree, [tokens[0] for tokens in unread], self._drafts)
-        kept = zip(unread, self._drafts, strict=True)
-        self._reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
-        self._read = [len(text) if drafts else read for text, read, drafts in texts]
-        last = torch.tensor([len(tokens) - 1 for tokens in unread], device=logits.device)
-        return logits[torch.arange(len(unread), device=logits.device), last]
-
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        return self._reader.grow(tree, new, self._drafts)
-
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep accepted nodes in the cache; those that were not expanded are read by the next `first_scores`."""
-        self._reader.commit(paths)
-        for row, path in enumerate(paths):
-            if self._drafts[row]:
-                self._read[row] += len(path)
-
-
-def _known(texts: list[list[int]], draft: PreTrainedModel) -> list[list[int]]:
-    """Replace token ids beyond the draft's embedding table, which a larger, padded table of the target allows, by 0."""
-    size = int(cast(Any, draft.get_input_embeddings()).weight.shape[0])
-    return [[token if token < size else 0 for token in tokens] for tokens in texts]
 
 
 def _check_prompt_length(draft: PreTrainedModel, longest: int) -> None:

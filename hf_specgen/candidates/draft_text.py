@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.draft_prompt import draft_prompt
+from hf_specgen.candidates.draft_prompt import draft_prompt, embedding_size, known_tokens
 from hf_specgen.candidates.reencoding import Reencoder
 from hf_specgen.state import Call
 from hf_specgen.target.model_parts import text_config
@@ -42,7 +41,7 @@ class DraftText:
                 f"{self._max_positions}; use another draft"
             )
         self._cached = [self._known(row.tokens[: row.stable]) for row in rows]
-        self._prompts = list(map(len, self._cached))
+        self._prompt_lengths = list(map(len, self._cached))
         prompt = draft_prompt(draft, call, self._cached, share_encoder=None)
         self._reader = make_target(TargetRequirements(), draft, *prompt, compile=compile)
         self.chains_only = self._reader.verifies_chains_only
@@ -77,7 +76,7 @@ class DraftText:
         if self._prompt_logits is None:
             self._prompt_logits = self._reader.prefill(DraftTree.empty(len(active)))[:, -1]
         self._reader.drop_rows([not self._state.has_ended(row) for row in range(len(active))])
-        unread = [self._unread(row) if is_active else [] for row, is_active in enumerate(active)]
+        unread = [self._take_unread(row) if is_active else [] for row, is_active in enumerate(active)]
         self._rewind()
         return self._forward(unread, passes) if any(unread) else self._prompt_logits
 
@@ -95,8 +94,8 @@ class DraftText:
         for row, path in enumerate(paths):
             self._cached[row] += [tokens[row][node] for node in path]
 
-    def _unread(self, row: int) -> list[int]:
-        """The row's tokens that the cache lacks; cached tokens that differ are dropped.
+    def _take_unread(self, row: int) -> list[int]:
+        """The row's tokens to read next: those that the cache lacks. Cached tokens that differ are dropped.
 
         The last token is always read anew, for the logits after it, unless they are those after the prompt.
         """
@@ -107,13 +106,15 @@ class DraftText:
             (place for place, (old, new) in enumerate(zip(cached[same:], tail, strict=False)) if old != new),
             min(len(cached) - same, len(tail)),
         )
-        same = max(self._prompts[row], min(same, len(text.tokens) - 1))
+        same = max(self._prompt_lengths[row], min(same, len(text.tokens) - 1))
         del cached[same:]
         text.unchanged = len(text.tokens)
         return self._known(text.tokens[same:])
 
     def _rewind(self) -> None:
-        self._reader.rewind([len(tokens) - prompt for tokens, prompt in zip(self._cached, self._prompts, strict=True)])
+        self._reader.rewind(
+            [len(tokens) - prompt for tokens, prompt in zip(self._cached, self._prompt_lengths, strict=True)]
+        )
 
     def _forward(self, unread: Sequence[list[int]], passes: list[int]) -> torch.Tensor:
         """Read tokens of some rows; `[batch, draft vocab]` logits after each row's text."""
@@ -130,10 +131,4 @@ class DraftText:
         return torch.where(torch.tensor(reads, device=logits.device)[:, None], after, self._prompt_logits)
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens, with 0 in place of those that the draft model has no embedding for."""
-        return [token if token < self._embedded else 0 for token in tokens]
-
-
-def embedding_size(model: PreTrainedModel) -> int:
-    """The number of tokens that a model has embeddings for."""
-    return int(cast(Any, model.get_input_embeddings()).weight.shape[0])
+        return known_tokens(tokens, self._embedded)

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import DraftSession, Tree
-from hf_specgen.candidates.draft_text import DraftText, embedding_size
+from hf_specgen.candidates.draft_prompt import embedding_size
+from hf_specgen.candidates.draft_text import DraftText
 from hf_specgen.candidates.pair_speed import DraftTranslation, warn_if_slower
 from hf_specgen.candidates.reencoding import Codec, Reencoder, load_tokenizer
 from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_vocabulary

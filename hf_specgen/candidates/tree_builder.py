@@ -55,6 +55,7 @@ class TreeBuilder:
         tokens, joint, parents, depth, rank: `[rows, nodes]` of every node that was added: its token, its joint
             probability of being accepted, its parent (-1 for the row's last token), its depth from 1 on, and its place
             among its parent's children.
+        expandable: `[rows, nodes]` whether children of a node can be added.
 
     Example:
         >>> builder = TreeBuilder([2])
@@ -74,7 +75,7 @@ class TreeBuilder:
         self.parents: Ints = np.zeros((rows, 0), dtype=np.int64)
         self.depth: Ints = np.zeros((rows, 0), dtype=np.int64)
         self.rank: Ints = np.zeros((rows, 0), dtype=np.int64)
-        self._expandable: NDArray[np.bool_] = np.zeros((rows, 0), dtype=bool)
+        self.expandable: NDArray[np.bool_] = np.zeros((rows, 0), dtype=bool)
         self._expanded: NDArray[np.bool_] = np.zeros((rows, 0), dtype=bool)
 
     @classmethod
@@ -113,11 +114,21 @@ class TreeBuilder:
         root = np.full((len(self.limits), 1), -1)
         self._add(root, np.ones(root.shape, dtype=bool), proposals)
 
-    def add(self, nodes: Ints, proposals: Proposals) -> None:
-        """Add the children of these nodes `[rows, nodes]`, as `frontier` returned them."""
-        valid = np.take_along_axis(self._expandable, nodes, axis=1)
-        np.put_along_axis(self._expandable, nodes, False, axis=1)
-        np.put_along_axis(self._expanded, nodes, True, axis=1)
+    def add(self, nodes: Ints, proposals: Proposals, real: NDArray[np.bool_] | None = None) -> None:
+        """Add the children of nodes.
+
+        Args:
+            nodes: `[rows, nodes]`, as `frontier` returned them.
+            proposals: their children.
+            real: `[rows, nodes]` the nodes that do not merely fill up a row; all if left out.
+        """
+        valid = np.take_along_axis(self.expandable, nodes, axis=1)
+        if real is None:
+            np.put_along_axis(self._expanded, nodes, True, axis=1)
+        else:
+            valid &= real
+            self._expanded[np.nonzero(real)[0], nodes[real]] = True
+        self.expandable[np.nonzero(valid)[0], nodes[valid]] = False
         self._add(nodes, valid, proposals)
 
     def _add(self, nodes: Ints, valid: NDArray[np.bool_], proposals: Proposals) -> None:
@@ -138,7 +149,7 @@ class TreeBuilder:
         self.depth = np.concatenate([self.depth, np.repeat(depth, children, axis=1)], axis=1)
         rank = np.broadcast_to(np.arange(children), proposals.tokens.shape).reshape(shape)
         self.rank = np.concatenate([self.rank, rank], axis=1)
-        self._expandable = np.concatenate([self._expandable, expandable.reshape(shape)], axis=1)
+        self.expandable = np.concatenate([self.expandable, expandable.reshape(shape)], axis=1)
         self._expanded = np.concatenate([self._expanded, np.zeros(shape, dtype=bool)], axis=1)
 
     def frontier(self, width: int) -> Ints:
@@ -148,13 +159,13 @@ class TreeBuilder:
         leaves first, so that the nodes of a chain come first and in their order.
         """
         leaves = (self.joint > 0) & ~self._expanded
-        scores = np.where(self._expandable, self.joint, np.where(leaves, self.joint - 1.0, -1.0))
-        width = min(width, int(self._expandable.sum(axis=1).max(initial=0)))
+        scores = np.where(self.expandable, self.joint, np.where(leaves, self.joint - 1.0, -1.0))
+        width = min(width, int(self.expandable.sum(axis=1).max(initial=0)))
         return np.argsort(-scores, axis=1, kind="stable")[:, :width]
 
     def frontier_joint(self, width: int) -> Floats:
         """`[rows, width]` joint probabilities of `frontier(width)`, 0 where a row has fewer."""
-        scores = np.where(self._expandable, self.joint, 0.0)
+        scores = np.where(self.expandable, self.joint, 0.0)
         return -np.sort(-scores, axis=1)[:, :width]
 
     def sorted_joint(self, count: int) -> Floats:

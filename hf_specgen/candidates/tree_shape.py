@@ -23,6 +23,8 @@ MAX_BEAM = 8
 """Maximum number of nodes of a row that are expanded in one pass of the drafter."""
 MAX_CHILDREN = 8
 """Maximum number of children of a node: the eighth most likely token is accepted in about 1% of the cases."""
+MAX_READ_AHEAD = 32
+"""Maximum number of suggested nodes of a row that a drafter reads in its first pass: half of the cache's free slots."""
 MIN_GAIN = 0.001
 """Relative gain in expected tokens per second below which no pass of the drafter is made, even if it costs nothing."""
 MIN_PREFILL_JOINT = 0.3
@@ -134,6 +136,23 @@ class FastestSize:
     def nodes(self, builder: TreeBuilder) -> int:
         return self._best(builder)[2]
 
+    def read_ahead(self, joint: Sequence[Sequence[float]] | None) -> int:
+        """How many suggested nodes of each row the drafter reads in its first pass, whose latency then counts.
+
+        A node is read if the pass that it is expected to save takes longer than one token more in this pass.
+
+        Args:
+            joint: joint probabilities of each row's nodes, in descending order.
+        """
+        drafter = self.latency.drafter
+        saved = np.array([sum(column) for column in zip_longest(*(joint or ()), fillvalue=0.0)][:MAX_READ_AHEAD])
+        seconds = drafter.by_tokens(self.rows * np.arange(1.0, len(saved) + 2))
+        gain = np.concatenate([[0.0], np.cumsum(saved / self.rows) * seconds[0]]) - (seconds - seconds[0])
+        count = int(np.argmax(gain))
+        self._spent += float(seconds[count] - seconds[0])
+        self._expanded += count
+        return count
+
     def of_grown(self, joint: Sequence[Sequence[float]], drafting: float = 0.0) -> tuple[int, float]:
         """How many nodes of complete trees to verify, and the expected tokens per second with them.
 
@@ -146,16 +165,6 @@ class FastestSize:
         rates = [count / (seconds + drafting) for count, seconds in zip(tokens, self._target_list, strict=False)]
         best = max(rates)
         return rates.index(best), best
-
-    def rate_of(self, gain: float, nodes: float, drafting: float) -> float:
-        """Expected tokens per second of a step.
-
-        Args:
-            gain: draft tokens that are expected to be accepted, over all rows.
-            nodes: of a row.
-            drafting: seconds that the passes of the drafter take.
-        """
-        return (self.rows + gain) / (float(self._target[min(round(nodes), self.max_nodes)]) + drafting)
 
     def _best(self, builder: TreeBuilder) -> tuple[float, float, int]:
         """Expected tokens of all rows, tokens per second, and nodes of the fastest tree so far."""

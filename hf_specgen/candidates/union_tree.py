@@ -1,8 +1,9 @@
 """Grows the most probable tree from the proposals of several strategies; each node is rated by all of them.
 
-The estimates of strategies for the same token are combined as if they were independent, and the result is calibrated:
-how often tokens were accepted is counted by which strategy proposed them and by the combined probability. Strategies
-that know the likely successors of any token extend the tree below every node, also below those of other strategies.
+The estimates of strategies for the same token are combined as if they were independent; where a network has estimated
+a node's children, its estimate counts alone, as it has read the text that the others copy from. The result is
+calibrated: how often tokens were accepted is counted by which strategy proposed them and by the combined probability.
+Strategies that know the likely successors of any token extend the tree below nodes that no network has judged.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def unite(
     min_joint: float = 0.0,
     successors: tuple[int, Callable[[int], Row]] | None = None,
     only_chain: bool = False,
+    network: int | None = None,
 ) -> UnionTree:
     """Grow the most probable tree of one row.
 
@@ -83,6 +85,7 @@ def unite(
         min_joint: joint probability below which a node is left out.
         successors: the number of a strategy, and its function that gives likely successors of a token.
         only_chain: whether only the most likely child of a node is kept.
+        network: the number of the strategy that runs a network, if there is one.
 
     Example:
         >>> import numpy as np
@@ -92,7 +95,8 @@ def unite(
         >>> unite([a, b], 0, as_it_is, last_token=1, depth=9, nodes=9).first(9)
         ([5, 6, 7], (-1, 0, -1))
     """
-    union = _Union([_edges(draft, row) for draft in drafts], acceptance.tolist(), min_joint, successors, only_chain)
+    sources = [_edges(draft, row) for draft in drafts]
+    union = _Union(sources, acceptance.tolist(), min_joint, successors, only_chain, network)
     union.run(last_token, depth, nodes)
     return union.tree
 
@@ -102,7 +106,7 @@ class _Union:
 
     Args:
         sources: the edges of each strategy's draft.
-        acceptance, min_joint, successors, only_chain: see `unite`.
+        acceptance, min_joint, successors, only_chain, network: see `unite`.
     """
 
     def __init__(
@@ -112,13 +116,15 @@ class _Union:
         min_joint: float,
         successors: tuple[int, Callable[[int], Row]] | None,
         only_chain: bool,
+        network: int | None,
     ):
         self.tree = UnionTree()
         self._sources, self._acceptance, self._min_joint = sources, acceptance, min_joint
         source, self._find = (0, _no_successors) if successors is None else successors
         self._kind = min(source, SEVERAL - 1)
         self._estimates: dict[float, tuple[float, int, float]] = {}
-        self._only_chain = only_chain
+        self._only_chain, self._network = only_chain, network
+        self._order = sorted(range(len(sources)), key=lambda source: source == network)
         # Joint probability (negative, so that the highest comes first), age, parent, depth, token, class, bin, weight,
         # the drafts' nodes, and for successors of a token their siblings.
         self._heap: list[tuple[float, int, int, int, int, int, int, float, _Places, _Siblings | None]] = []
@@ -145,8 +151,9 @@ class _Union:
 
     def _expand(self, node: int, level: int, token: int, joint: float, places: _Places) -> None:
         """Push the children of a node that drafts propose, and the most likely successor of its token."""
-        row = self._find(token)
-        children = self._votes(places, row) if places else []
+        judged = self._network is not None and bool(places) and places[self._network] in self._sources[self._network]
+        row: Row = ((), ()) if judged else self._find(token)
+        children = self._votes(places, row, judged) if places else []
         if len(children) > 1:
             children.sort(reverse=True)
         if self._only_chain and children:
@@ -160,16 +167,21 @@ class _Union:
                 heapq.heappush(self._heap, entry)
         self._push_successor(node, level + 1, (row, 0, joint, [child[1] for child in children]))
 
-    def _votes(self, places: _Places, row: Row) -> list[tuple[float, int, int, int, float, _Places]]:
-        """What the drafts propose after a node: probability, token, class, bin, weight, places."""
+    def _votes(self, places: _Places, row: Row, judged: bool) -> list[tuple[float, int, int, int, float, _Places]]:
+        """What the drafts propose after a node: probability, token, class, bin, weight, places.
+
+        Args:
+            places: the node in each draft.
+            row: likely successors of its token.
+            judged: whether the network, which comes last in the order, has estimated the children of this node.
+        """
         votes: dict[int, tuple[float, int, dict[int, int]]] = {}
-        for source, (edges, above) in enumerate(zip(self._sources, places, strict=True)):
-            for child, node, probability in edges.get(above, ()) if above is not None else ():
-                if child in votes:
-                    missed, _, known = votes[child]
-                    votes[child] = missed * (1 - probability), SEVERAL, {**known, source: node}
-                else:
-                    votes[child] = 1 - probability, min(source, SEVERAL - 1), {source: node}
+        for source in self._order:
+            above = places[source]
+            for child, node, probability in self._sources[source].get(above, ()) if above is not None else ():
+                missed, kind, known = votes.get(child, (1.0, min(source, SEVERAL - 1), {}))
+                missed = 1 - probability if judged and source == self._network else missed * (1 - probability)
+                votes[child] = missed, SEVERAL if known else kind, {**known, source: node}
         children: list[tuple[float, int, int, int, float, _Places]] = []
         for child, (missed, kind, known) in votes.items():
             if child in row[0]:

@@ -27,6 +27,7 @@ from hf_specgen.target.agreement import difference, is_rounding
 from hf_specgen.target.attention import grouped_attention
 from hf_specgen.target.cache import RaggedCache
 from hf_specgen.target.compilable import check_compilable
+from hf_specgen.target.compile_time import add_compile_seconds
 from hf_specgen.target.fixed_shapes import fixed_mask
 from hf_specgen.target.graph_buffers import GraphBuffers
 from hf_specgen.target.packed_weights import is_packable, packed_model, with_packed_linears
@@ -41,19 +42,6 @@ BACKEND = "inductor"
 
 GRAPH_DEVICES = ("cuda",)
 """Where passes are captured as graphs."""
-
-
-class _ThreadState(threading.local):
-    seconds = 0.0
-    """Time spent compiling."""
-
-
-_thread = _ThreadState()
-
-
-def compile_seconds() -> float:
-    """How long this thread has spent compiling so far: not a part of any step's latency."""
-    return _thread.seconds
 
 
 @dataclass(frozen=True)
@@ -203,7 +191,7 @@ class CompiledPasses:
             raise ValueError(f"{name} cannot be compiled ({_summary(error)}); leave compile=True out") from error
         finally:
             seconds = perf_counter() - began
-            _thread.seconds = compile_seconds() + seconds
+            add_compile_seconds(seconds)
         _compare(name, ordinary.logits.float(), output.logits.float(), model.dtype)
         logger.info("compiled %s for %s in %.1f s", name, rows, seconds)
         return function

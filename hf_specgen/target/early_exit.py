@@ -12,9 +12,7 @@ Source: Elhoushi et al., "LayerSkip" (2024), section 4.3 (self-speculative decod
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,15 +21,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen.target.base import Target
 from hf_specgen.target.model_parts import decoder, decoder_layers
+from hf_specgen.target.replaceable_layers import ReplaceableLayers
 from hf_specgen.target.state_layers import keeps_state
 from hf_specgen.tree import DraftTree
-
-IN_USE = (
-    "another thread is running a part of this model's layers (LayerSkipCandidates); run calls with layer skip on one "
-    "model one after the other, or use a candidate generator that may run in several threads"
-)
-
-_switching = threading.Lock()
 
 
 class EarlyExitTarget(Target):
@@ -58,7 +50,7 @@ class EarlyExitTarget(Target):
         self._layers = divisible_layers(model, exit_layer)
         super().__init__(model, input_ids, generation_config, model_kwargs)
         self._first, self._last = range(exit_layer), range(exit_layer, len(self._layers))
-        self._pass_through = [_PassThrough(layer) for layer in self._layers]
+        self._replaceable = ReplaceableLayers(self._layers)
         self._states: list[torch.Tensor] = []
         self._active: Sequence[bool] | None = None  # in this step; all rows during prefill
         self._before_prompt: tuple[int, ...] = ()
@@ -71,7 +63,7 @@ class EarlyExitTarget(Target):
             model's own norm and head compute from it.
         """
         self._before_prompt = self.cache.lengths or (0,) * self.batch
-        with self._passing(self._last), self._detecting_output_type():
+        with self._replaceable.replaced(self._last), self._replaceable.detecting_output_type():
             logits = self.prompt.read(self.model, self.cache, DraftTree.empty(self.batch))
         self._prompt_was_read(self._before_prompt[0], 0)
         seen = self._exit_state()
@@ -81,13 +73,13 @@ class EarlyExitTarget(Target):
     def prefill(self, draft: DraftTree) -> torch.Tensor:
         """`Target.prefill`, starting from the states that `prefill_early` and drafting have kept, if any."""
         if not self._states:
-            with self._detecting_output_type():
+            with self._replaceable.detecting_output_type():
                 return super().prefill(draft)
         states = self._take_states(draft)  # [batch, prompt + nodes, hidden]
         self.cache.set_lengths(self._before_prompt)
         kwargs = {**self.prompt.kwargs, "past_key_values": self.cache, **self.prompt.longer(draft.nodes)}
         kwargs["position_ids"] = kwargs["position_ids"][..., -states.shape[1] :]
-        with self._passing(self._first):
+        with self._replaceable.replaced(self._first):
             return self.model(inputs_embeds=states, return_dict=True, **kwargs).logits[:, -1 - draft.nodes :]
 
     def run_early(
@@ -125,7 +117,7 @@ class EarlyExitTarget(Target):
     def _early(
         self, tree: DraftTree, tokens: torch.Tensor, cached: int, with_logits: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with self._passing(self._last):
+        with self._replaceable.replaced(self._last):
             module = self.model if with_logits else decoder(self.model)
             rows = self._within_table(tree.batch, self._active)
             outputs = self._run(module, tree, {"input_ids": tokens}, rows, cached)
@@ -144,14 +136,13 @@ class EarlyExitTarget(Target):
         states = self._take_states(tree)  # [batch, 1 + nodes, hidden]
         rows = self._within_table(tree.batch, active)
         self.cache.set_lengths(self._starts)
-        with self._passing(self._first):
+        with self._replaceable.replaced(self._first):
             logits = self._run(self.model, tree, {"inputs_embeds": states}, rows).logits
         return self._layout.spread(logits, tree.batch)
 
     def _exit_state(self) -> torch.Tensor:
         """The input of layer E in the last pass, `[batch, tokens, hidden]`."""
-        state = self._pass_through[self._last[0]].seen
-        assert state is not None
+        state = self._replaceable.input_of(self._last[0])
         if state.dim() != 3:  # an index out of bounds would cause a device-side assert, which ends the CUDA context
             raise ValueError(
                 f"the layers of {type(self.model).__name__} pass on a state of shape {tuple(state.shape)} instead of "
@@ -179,59 +170,6 @@ class EarlyExitTarget(Target):
     def abandon(self) -> None:
         self._states.clear()
         super().abandon()
-
-    @contextmanager
-    def _detecting_output_type(self) -> Iterator[None]:
-        """Detect whether the layers return a tensor or a tuple."""
-
-        def detect(module: nn.Module, args: Any, output: Any) -> None:
-            for replacement in self._pass_through:
-                replacement.returns_tuple = isinstance(output, tuple)
-
-        handle = self._layers[0].register_forward_hook(detect)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    @contextmanager
-    def _passing(self, indices: range) -> Iterator[None]:
-        """Replace these layers by modules that return their input; the other layers keep their indices."""
-        with _switching:
-            originals = [self._layers[index] for index in indices]
-            if any(isinstance(layer, _PassThrough) for layer in originals):
-                raise RuntimeError(IN_USE)
-            for index in indices:
-                self._pass_through[index].owner = threading.get_ident()
-                self._layers[index] = self._pass_through[index]
-        try:
-            yield
-        finally:
-            for index, layer in zip(indices, originals, strict=True):
-                self._layers[index] = layer
-
-
-class _PassThrough(nn.Module):
-    """Replaces a layer: returns its input, as a tensor or tuple like the layer; other attributes are the layer's."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        object.__setattr__(self, "layer", layer)
-        self.returns_tuple = False
-        self.seen: torch.Tensor | None = None
-        self.owner = 0
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != self.owner:
-            raise RuntimeError(IN_USE)
-        self.seen = hidden_states
-        return (hidden_states,) if self.returns_tuple else hidden_states
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "layer"), name)
 
 
 def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:

@@ -55,7 +55,10 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def protected(self) -> int | None:
-        """A length that the layer must be able to return to, if a user owns the cache; setting it saves the state."""
+        """A length that the layer must be able to return to, if a user owns the cache; None if there is none.
+
+        It is set when the layer has that length: what the layer holds then is saved.
+        """
         return None if self._saved is None else min(self._saved["lengths"])
 
     @protected.setter
@@ -76,7 +79,7 @@ class StateLayer(LinearAttentionLayer):
         self._columns[state_idx] = columns[..., -(size + MAX_ROLLBACK + conv_states.shape[-1]) :]
         self.conv_states[state_idx] = columns[..., -size:]
         self.has_previous_state[state_idx] = True
-        if state_idx == 0:
+        if state_idx == 0:  # once a pass, however many convolutions the layer has
             self._start = self.lengths or (0,) * len(conv_states)
             self.lengths = tuple(length + conv_states.shape[-1] for length in self._start)
         return torch.cat([window, conv_states], dim=-1)

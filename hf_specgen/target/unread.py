@@ -125,11 +125,16 @@ class UnreadTokens:
             for row, length, less in zip(rows, lengths, wanted, strict=True)
         ]
 
-    def to_read(self) -> list[list[int] | None]:
-        """For each row what a pass without a draft can read now: equally many unread tokens, or nothing (None)."""
+    def to_read(self) -> tuple[DraftTree, list[int], list[list[int] | None]]:
+        """The next pass without a draft: it reads equally many unread tokens of each row that has any.
+
+        Returns:
+            the chains of the pass, the token before them, and of each row the nodes to keep; None for a row that reads
+            nothing.
+        """
         count = min((len(unread) for unread in self.tokens if unread), default=0)
-        rows: list[list[int] | None] = []
-        for row, unread in enumerate(self.tokens):
-            rows.append(unread[:count] if unread else None)
-            self.tokens[row], self._read_last[row] = unread[count:], []
-        return rows
+        rows = [unread[:count] or [0] * count for unread in self.tokens]
+        kept = [list(range(count - 1)) if unread else None for unread in self.tokens]
+        self.tokens = [unread[count:] for unread in self.tokens]
+        self._read_last = [[] for _ in self.tokens]
+        return DraftTree.chains([tokens[1:] for tokens in rows]), [tokens[0] for tokens in rows], kept

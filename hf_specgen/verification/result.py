@@ -35,23 +35,29 @@ class VerificationResult:
 
 
 def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResult:
-    """The outcome in terms of `tree`, a part of the verified tree or a superset: its nodes along the accepted path."""
+    """The outcome in terms of `tree`, a part of the verified tree or a superset: its nodes along the accepted path.
+
+    Example:
+        >>> both = VerificationResult([[0, 2]], [[5, 6, 9]], accepted=[2])
+        >>> part = result_for(both, DraftTree.from_paths([[[7], [5]]]))
+        >>> part.paths, part.accepted
+        ([[1]], [1])
+    """
     tokens = tree.tokens.tolist()
     paths: list[list[int] | None] = []
+    accepted: list[int] = []
     for row, path in enumerate(result.paths):
-        if path is None:
-            paths.append(None)
-            continue
-        node, emitted = -1, iter(result.tokens[row])
-        nodes: list[int] = []
-        wanted = next(emitted)
+        # Only accepted tokens: the bonus token may be in a superset too.
+        emitted = result.tokens[row][: result.accepted[row]]
+        node, nodes = -1, list[int]()
         for child, parent in enumerate(tree.parents[row]):
-            if parent == node and tokens[row][child] == wanted and len(nodes) < len(path):
+            if len(nodes) < len(emitted) and parent == node and tokens[row][child] == emitted[len(nodes)]:
                 node = child
                 nodes.append(child)
-                wanted = next(emitted)
-        paths.append(nodes)
-    return replace(result, paths=paths, accepted=[len(path or ()) for path in paths])
+        # An accepted token that ends the row is the pending token, which no path contains.
+        paths.append(None if path is None else nodes[: len(path)])
+        accepted.append(len(nodes))
+    return replace(result, paths=paths, accepted=accepted)
 
 
 def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]) -> tuple[list[int], list[int]]:

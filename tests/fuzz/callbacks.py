@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,21 @@ class RaisingProcessor(LogitsProcessor):
         if self._left == 0:
             raise self._fault
         return scores
+
+
+class ValidPadding(LogitsProcessor):
+    """Replaces the scores of rows that have ended by zeros: plain `generate` samples their padding, and ignores it.
+
+    Args:
+        ends: the column at which each row ends.
+    """
+
+    def __init__(self, ends: Sequence[int]):
+        self._ends = ends
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        has_ended = torch.tensor([input_ids.shape[1] >= end for end in self._ends], device=scores.device)
+        return scores.masked_fill(has_ended[:, None], 0.0)
 
 
 class RaisingCriterion(StoppingCriteria):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessorList
 
-from hf_specgen import attached, speculate
+from hf_specgen import Statistics, attached, speculate
 from hf_specgen.target.packed_weights import is_packable
 from tests.fuzz import checks, settings, strategies
-from tests.fuzz.callbacks import Fault, Interrupt
+from tests.fuzz.callbacks import Fault, Interrupt, ValidPadding
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Difference, Run
 from tests.fuzz.device import device, random_state
@@ -88,7 +88,7 @@ class Comparison:
         return self.outcome
 
     def _turn(self, inputs: dict[str, torch.Tensor], ends: Ends, caches: Caches, fault: str) -> tuple[Run, Run | None]:
-        copied = copy.deepcopy(caches[0]) if fault else None
+        copied = copy.deepcopy(caches[0]) if fault or self.case.broken_logits else None
         plain = self.generate(inputs, ends, caches[0])
         if not self.prepare(plain, inputs):
             return plain, None
@@ -101,12 +101,27 @@ class Comparison:
             ours = self._speculate(inputs, ends, caches[1])
         if plain.error is None and ours.error is None:
             self._differ(checks.compare(self.case, plain, ours, inputs, self._vocab))
+        elif ours.error is None and (again := self._with_valid_padding(inputs, ends, copied, ours)) is not None:
+            texts = (replace(run, output=None, cache=None) for run in (again, ours))
+            self._differ(checks.compare(self.case, *texts, inputs, self._vocab))
         else:
             self._differ(checks.compare_errors(plain, ours))
             self.outcome.status = "refused" if ours.is_refusal else "raised"
             self.outcome.reason = str(ours.error)
         self.count(ours)
         return plain, ours
+
+    def _with_valid_padding(self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, ours: Run) -> Run | None:
+        """Plain `generate` again, without the broken logits of rows that have ended; None if it raises nevertheless.
+
+        It samples the padding of these rows too, and raises; speculation returns the tokens of the others.
+        """
+        statistics = self._statistics(ours)
+        if not self.case.broken_logits or statistics is None:
+            return None
+        row_ends = [inputs["input_ids"].shape[1] + length for length in statistics.lengths]
+        again = self.generate(inputs, ends, cache, padding=ValidPadding(row_ends))
+        return again if again.error is None else None
 
     def _find_ends(self, inputs: dict[str, torch.Tensor]) -> Ends:
         """End tokens and stop strings are taken from a text that is written without them."""
@@ -154,6 +169,7 @@ class Comparison:
         cache: Any,
         fault: Fault | Interrupt | None = None,
         speculation: bool = False,
+        padding: ValidPadding | None = None,
     ) -> Run:
         """One call, plain unless `speculation` is asked for; what it raises is part of the result."""
         case = self.case
@@ -168,6 +184,8 @@ class Comparison:
                 arguments.pop("streamer", None)
         if cache is not None:
             arguments["past_key_values"] = cache
+        if padding is not None:
+            arguments["logits_processor"] = LogitsProcessorList([*arguments.get("logits_processor", ()), padding])
         seed(case.seed)
         given = {name: tensor.clone() for name, tensor in inputs.items()}
         error, output = None, None
@@ -235,12 +253,15 @@ class Comparison:
 
     def count(self, ours: Run) -> None:
         """Add the statistics of a call to those of the case."""
-        holder = self.candidates if ours.output is None else ours.output
-        statistics = getattr(holder, "speculation", None)
+        statistics = self._statistics(ours)
         if ours.error is None and statistics is not None:
             self.outcome.drafted += statistics.drafted
             self.outcome.accepted += statistics.accepted
             self.outcome.emitted += statistics.emitted
+
+    def _statistics(self, ours: Run) -> Statistics | None:
+        holder = self.candidates if ours.output is None else ours.output
+        return getattr(holder, "speculation", None)
 
     def _differ(self, differences: Iterable[Difference]) -> None:
         self.outcome.differences += differences

@@ -27,8 +27,8 @@ from hf_specgen.state import GenerationState
 from hf_specgen.target.base import Target
 from hf_specgen.target.cache import RaggedCache
 from hf_specgen.target.cache_layer import RaggedLayer
-from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.model_parts import decoder_layers, output_matrix
+from hf_specgen.target.replaceable_layers import ReplaceableLayers
 from hf_specgen.verification import base as verification
 from hf_specgen.verification.noise import NoiseBuffer
 from hf_specgen.verification.top_tokens import TopTokens
@@ -214,7 +214,7 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "processors see a prefix off by one": (GenerationState, "prefix", _prefix_one_column_short),
     "end tokens are passed over": (GenerationState, "of_call", classmethod(_without_end_tokens)),
     "scores of another token": (verification, "_along", _scores_of_the_last_token),
-    "model not restored after an exception": (EarlyExitTarget, "_passing", _layers_stay_replaced),
+    "model not restored after an exception": (ReplaceableLayers, "replaced", _layers_stay_replaced),
     "given cache not restored after an exception": (Target, "abandon", lambda self: None),
 }
 MUTATIONS: dict[str, Callable[[], Any]] = {

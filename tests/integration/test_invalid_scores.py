@@ -149,3 +149,35 @@ def test_sampling_invalid_logits_of_rejected_node_do_not_raise(verification: str
     assert ours.shape == plain.shape
     if verification == "exact":
         assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize(
+    "outputs", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["tokens", "scores"]
+)
+@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}], ids=["at once", "column walk"])
+def test_sampling_invalid_logits_of_padding_returns_the_tokens(processors: dict, outputs: dict) -> None:
+    """Would catch: an error for scores that no token depends on. Plain `generate` samples padding too, and raises."""
+    model, inputs, pad = tiny_model("llama"), prompts(3), 98
+    assert not (inputs["input_ids"] == pad).any()
+    arguments = {"max_new_tokens": 12, "do_sample": True, "pad_token_id": pad, "suppress_tokens": [pad], **processors}
+    torch.manual_seed(1)
+    unbroken = model.generate(**inputs, **arguments)
+    arguments |= {"eos_token_id": int(unbroken[0, 12 + 4])}
+    torch.manual_seed(1)
+    expected = model.generate(**inputs, **arguments)
+    assert expected[:, -1].eq(pad).any() and not expected[:, -1].eq(pad).all()
+
+    def invalidate(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        logits = output.logits
+        logits[kwargs["input_ids"][:, -logits.shape[1] :] == pad] = float("nan")
+
+    handle = model.register_forward_hook(invalidate, with_kwargs=True)
+    try:
+        torch.manual_seed(1)
+        with pytest.raises(RuntimeError, match=MESSAGE):
+            model.generate(**inputs, **arguments)
+        torch.manual_seed(1)
+        ours = model.generate(**inputs, **arguments, **outputs, candidate_generator=NgramCandidates(k=4, branches=2))
+    finally:
+        handle.remove()
+    assert torch.equal(ours.sequences if outputs else ours, expected)

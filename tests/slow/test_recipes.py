@@ -139,7 +139,7 @@ def test_pretraining_lowers_the_loss(folder, optimizer):
     assert last < 8.95  # ln 8192 = 9.01 before the first step
 
 
-def test_the_distillation_set_is_the_targets_own_text_and_resumes(folder):
+def test_the_distillation_set_is_the_targets_own_text_and_resumes(folder, monkeypatch):
     """Catches: answers that depend on where a run was interrupted, and prompts of the test set in the training set."""
     settings = ["--target", str(folder / "target"), "--prompts", str(folder / "data.jsonl"), "--max-new-tokens", "4"]
     settings += ["--batch-size", "4", "--exclude", str(folder / "held-out.jsonl"), "--per-domain", "{default: 5}"]
@@ -149,9 +149,14 @@ def test_the_distillation_set_is_the_targets_own_text_and_resumes(folder):
     excluded = {json.loads(line)["prompt"] for line in (folder / "held-out.jsonl").open(encoding="utf-8")}
     assert len(rows) == 25 and not excluded & {row["prompt"] for row in rows}
     parts = Path(f"{resumed}.parts")
-    parts.mkdir()
-    first = json.dumps({"batch": 0, "rows": rows[:4]})
-    (parts / "0.jsonl").write_text(first + '\n{"batch": 1, "ro', encoding="utf-8")  # interrupted in the second batch
+    answers = iter([rows[:4]])
+    with monkeypatch.context() as patch, pytest.raises(StopIteration):
+        patch.setattr("build_distillation_set.answer_batch", lambda *_: next(answers))
+        build_distillation_set.main([*settings, "--output", str(resumed)])
+    with (parts / "0.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"batch": 1, "ro')  # interrupted in the second batch
+    with pytest.raises(ValueError, match=r"interrupted run with seed 0 \(now 1\)"):
+        build_distillation_set.main([*settings, "--output", str(resumed), "--seed", "1"])
     build_distillation_set.main([*settings, "--output", str(resumed)])
     assert resumed.read_bytes() == whole.read_bytes()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.compiled import compile_seconds
+from hf_specgen.target.compile_time import compile_seconds
 from hf_specgen.target.fixed_shapes import fixed_mask, padded_width
 from hf_specgen.target.graph_buffers import CAPACITY_BLOCK, GraphBuffers
 from hf_specgen.target.step_cache import StepLayer

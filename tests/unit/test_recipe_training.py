@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import nn
 
 import training
-from corpus import LengthGroupedBatches
+from corpus import LengthGroupedBatches, conversations
 from tests.helpers.recipes import fresh_accelerator  # noqa: F401
 from training_setup import TrainingSettings, shared_batches, start
 
@@ -28,10 +28,16 @@ def loss_sum(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (losses.view(labels.shape) * batch["predicts"][:, :-1]).sum()
 
 
-def train(given: TrainingSettings, answer_start: int = 2) -> tuple[training.Progress, nn.Module]:
-    rows = Dataset.from_list([{"input_ids": [1, 2, 3, 4], "answer_start": answer_start, "length": 4}] * 16)
+def train(
+    given: TrainingSettings, answer_start: int = 2, rows: Dataset | IterableDataset | None = None
+) -> tuple[training.Progress, nn.Module]:
+    rows = encoded_rows(16, answer_start) if rows is None else rows
     accelerator, module = start(given, "test"), nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
     return training.train(accelerator, module, shared_batches(rows, given, 0), loss_sum, given)[0], module
+
+
+def encoded_rows(count: int, answer_start: int = 2) -> Dataset:
+    return Dataset.from_list([{"input_ids": [1, 2, 3, 4], "answer_start": answer_start, "length": 4}] * count)
 
 
 @pytest.fixture
@@ -125,3 +131,31 @@ def test_steps_of_other_micro_batches_have_the_same_conversations(micro_batch_si
 def test_setting_out_of_range_is_refused(tmp_path: Path, name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{name} must be .*, got {value}"):
         settings(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_rows_fewer_than_a_step_are_refused(tmp_path: Path, count: int, streaming: bool) -> None:
+    """Would catch: streamed rows fewer than a micro-batch, of which every epoch has no batch."""
+    rows = encoded_rows(4)
+    rows = (rows.to_iterable_dataset() if streaming else rows).take(count)
+    with pytest.raises(
+        ValueError, match=f"the data have {count} rows to train on, fewer than the 4 of one step.*--batch-size"
+    ):
+        shared_batches(rows, settings(tmp_path), 0)
+
+
+def test_streamed_rows_of_one_step_are_read_in_every_epoch(tmp_path: Path) -> None:
+    """Three steps of four rows, of which the data have five; the second run resumes at the end of an epoch."""
+    rows = encoded_rows(5).to_iterable_dataset()
+    train(settings(tmp_path, steps=1, save_every=1), rows=rows)
+    progress, _ = train(settings(tmp_path, steps=3, resume=True), rows=rows)
+    assert (progress.step, progress.epoch, progress.batches) == (3, 2, 2)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_conversations_without_rows_are_refused(monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    """Would catch: a StopIteration without a message."""
+    monkeypatch.setattr("corpus.read_rows", lambda *_: [])
+    with pytest.raises(ValueError, match="the-source has no rows"):
+        conversations(None, "the-source", 10, streaming)  # type: ignore[arg-type]

@@ -1,0 +1,167 @@
+"""Tokens per pass of the target with a draft model of another tokenizer, by how much of the vocabulary is shared.
+
+The embedded draft model gets other tokenizers: its own with fewer merges and with the tokens in another order. A token
+whose merge was removed is never written, and its text becomes two or more other tokens. The model is not trained anew,
+so all drafts lose acceptance with every merge that is removed; the ways of translating them are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_specgen import DraftModelCandidates
+from hf_specgen.candidates import translated
+from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_ids
+from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_MODEL, WorkloadSettings, load
+
+PROMPTS_PER_DOMAIN, NEW_TOKENS = 2, 32
+SEED = 0
+"""Of the merges that are removed."""
+ALWAYS, NEVER = 0.0, 2.0
+"""Values of `translated.MIN_SHARED` with which drafts are always, or never, restricted to shared tokens."""
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Which merges of the draft's own tokenizer are kept.
+
+    Args:
+        first: only so many, the most frequent ones; all if None.
+        removed: probability with which each of these is removed.
+    """
+
+    first: int | None = None
+    removed: float = 0.0
+
+
+TOKENIZERS = {
+    "same tokens in another order": Tokenizer(),
+    "10% of the merges removed": Tokenizer(removed=0.1),
+    "the first 2,000 merges": Tokenizer(first=2000),
+    "20% of the merges removed": Tokenizer(removed=0.2),
+    "40% of the merges removed": Tokenizer(removed=0.4),
+    "60% of the merges removed": Tokenizer(removed=0.6),
+}
+QUICK = ("same tokens in another order", "40% of the merges removed")
+WAYS: dict[str, tuple[float, dict[str, Any]]] = {
+    "shared, tree of 16": (ALWAYS, {"k": 6, "tree": 16}),
+    "shared, chain of 4": (ALWAYS, {"k": 4}),
+    "encoded again, chain of 4": (NEVER, {"k": 4}),
+}
+
+
+def other_tokenizer(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Tokens per pass of the target, of greedy decoding. Counted, so one run is exact."""
+    model, tokenizer = load(WorkloadSettings())
+    prompts = _prompts(tokenizer, 1 if quick else PROMPTS_PER_DOMAIN)
+    new_tokens = NEW_TOKENS // 4 if quick else NEW_TOKENS
+    rows = []
+    for name in QUICK if quick else TOKENIZERS:
+        with TemporaryDirectory(prefix="other-tokenizer-") as folder:
+            draft = with_tokenizer(TOKENIZERS[name], Path(folder) / "draft")
+            ids = shared_ids(str(EMBEDDED_MODEL), str(draft))
+            size = model.config.vocab_size
+            shared = SharedVocabulary(ids, size, size)
+            row: dict[str, Any] = {
+                "draft's tokenizer": name,
+                "shared vocabulary": sum(index >= 0 for index in ids) / size,
+                "shared prompt tokens": shared.shared_fraction(list(chain.from_iterable(prompts))),
+            }
+            for way, (min_shared, settings) in WAYS.items():
+                candidates = DraftModelCandidates(draft, dtype=torch.float32, **settings)
+                with mock.patch.object(translated, "MIN_SHARED", min_shared):
+                    row[way] = _tokens_per_pass(model, prompts, new_tokens, candidates)
+        rows.append(row)
+    return rows
+
+
+def with_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
+    """Save the embedded draft model with another tokenizer; its weights are in the order of the new tokens.
+
+    Args:
+        tokenizer: which merges are kept.
+        folder: to write to.
+
+    Returns:
+        `folder`.
+    """
+    shutil.copytree(EMBEDDED_DRAFT, folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    special = {token["id"] for token in content["added_tokens"]}
+    content["model"]["merges"], written = _kept_merges(content["model"], tokenizer)
+    vocabulary = {
+        token if token in written or index in special else f"\u0120unused{index}": index
+        for token, index in content["model"]["vocab"].items()
+    }
+    ordinary = sorted(index for index in vocabulary.values() if index not in special)
+    moved = dict(zip(ordinary, reversed(ordinary), strict=True))
+    content["model"]["vocab"] = {token: moved.get(index, index) for token, index in vocabulary.items()}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    model: Any = AutoModelForCausalLM.from_pretrained(EMBEDDED_DRAFT, dtype=torch.float32)
+    order = torch.tensor([moved.get(index, index) for index in range(model.config.vocab_size)])
+    tables = {id(module.weight): module.weight for module in (model.get_input_embeddings(), model.lm_head)}
+    with torch.no_grad():
+        for weight in tables.values():
+            weight.copy_(weight[order].clone())
+    model.save_pretrained(folder)
+    return folder
+
+
+def _kept_merges(model: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[Any], set[str]]:
+    """The merges that are kept, and the tokens that can still be written; a merge needs both of its parts."""
+    draws = random.Random(SEED)
+    written = {token for token in model["vocab"] if len(token) == 1}
+    kept = []
+    for merge in model["merges"][: tokenizer.first]:
+        first, second = merge if isinstance(merge, list) else merge.split(" ")
+        if draws.random() >= tokenizer.removed and first in written and second in written:
+            kept.append(merge)
+            written.add(first + second)
+    return kept, written
+
+
+def _prompts(tokenizer: Any, per_domain: int) -> list[list[int]]:
+    """The first validation prompts of each domain, in the chat format."""
+    taken: dict[str, list[str]] = {}
+    for line in (ASSETS / "validation.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        taken.setdefault(row["domain"], []).append(row["prompt"])
+    texts = [prompt for prompts in taken.values() for prompt in prompts[:per_domain]]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+
+
+def _tokens_per_pass(
+    model: PreTrainedModel, prompts: list[list[int]], new_tokens: int, candidates: DraftModelCandidates
+) -> float:
+    """Generated tokens of all prompts for each forward pass of the target, that of the prompt among them."""
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    def generate(prompt: list[int], tokens: int) -> None:
+        settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+        cast(Any, model).generate(torch.tensor([prompt]), candidate_generator=candidates, **settings)
+
+    generate(prompts[0], 1)  # the first call with a model checks it
+    handle = model.register_forward_pre_hook(count)
+    try:
+        for prompt in prompts:
+            generate(prompt, new_tokens)
+    finally:
+        handle.remove()
+    return len(prompts) * new_tokens / passes

@@ -1,0 +1,102 @@
+"""A draft model that reads the drafts of n-grams in its first pass: the same logits, fewer passes, the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specgen import AdaptiveDepth, CombinedCandidates, DraftModelCandidates, NgramCandidates
+from hf_specgen.candidates.draft_model_session import DraftModelSession
+from hf_specgen.state import GenerationState
+from hf_specgen.tree import DraftTree
+from tests.helpers.comparison import assert_same_tokens
+from tests.helpers.models import perturbed_copy, tiny_model
+
+GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
+GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+SAMPLED: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7}
+
+
+def _prompts(rows: int) -> dict[str, torch.Tensor]:
+    """Texts that repeat themselves, of different lengths."""
+    torch.manual_seed(5)
+    repeated = torch.randint(40, 90, (rows, 6)).repeat(1, 4)
+    mask = torch.ones_like(repeated)
+    for row in range(1, rows):
+        mask[row, : 3 * row] = 0
+    return {"input_ids": repeated * mask, "attention_mask": mask}
+
+
+def _strategy(draft: Any) -> CombinedCandidates:
+    return CombinedCandidates([NgramCandidates(), DraftModelCandidates(draft)], policy=AdaptiveDepth(GPU_LIKE))
+
+
+class _Recorder:
+    """Records for every row that drafts the text before each result of a draft model, and the result."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.results: list[tuple[list[int], torch.Tensor]] = []
+        self.suggested = 0
+        read, grow = DraftModelSession.read_suggested, DraftModelSession.next_scores
+
+        def read_suggested(session: DraftModelSession, suggested: DraftTree) -> torch.Tensor:
+            scores = read(session, suggested)
+            self.suggested += suggested.nodes
+            if scores.shape[1] > 1:
+                self._record(session, suggested, -1, scores)
+            return scores
+
+        def next_scores(session: DraftModelSession, tree: DraftTree, new: int) -> torch.Tensor:
+            scores = grow(session, tree, new)
+            self._record(session, tree, tree.nodes - new, scores)
+            return scores
+
+        monkeypatch.setattr(DraftModelSession, "read_suggested", read_suggested)
+        monkeypatch.setattr(DraftModelSession, "next_scores", next_scores)
+
+    def _record(self, session: DraftModelSession, tree: DraftTree, first: int, scores: torch.Tensor) -> None:
+        state: GenerationState = session.call.state
+        for row, depth in enumerate(session.budget):
+            if not depth or state.has_ended(row):
+                continue
+            text = [*state.prompts[row], *state.generated[row]]
+            for index in range(scores.shape[1]):
+                node = first + index
+                if node < len(tree.parents[row]):
+                    self.results.append(([*text, *_path(tree, row, node)], scores[row, index].clone()))
+
+
+def _path(tree: DraftTree, row: int, node: int) -> list[int]:
+    return [] if node < 0 else [*_path(tree, row, tree.parents[row][node]), int(tree.tokens[row, node])]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_draft_model_with_suggested_nodes_same_tokens_and_logits_of_whole_texts(
+    rows: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every result of the draft model, over several steps, against one pass over the whole text and path."""
+    model = tiny_model("llama")
+    draft, recorder = perturbed_copy(model, 0.01), _Recorder(monkeypatch)
+    assert_same_tokens(model, _prompts(rows), _strategy(draft), **settings)
+    assert recorder.suggested > 0
+    for text, logits in recorder.results[:: max(1, len(recorder.results) // 200)]:
+        expected = draft(torch.tensor([text])).logits[0, -1]
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_draft_model_with_suggested_nodes_makes_fewer_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In about as many steps as with a draft model that ignores what n-grams propose."""
+    model = tiny_model("llama")
+    draft, passes, steps = perturbed_copy(model, 0.01), [], []
+    for ignores in (True, False):
+        with monkeypatch.context() as patched:
+            if ignores:
+                patched.setattr(DraftModelSession, "suggest", lambda session, draft: None)
+            found = assert_same_tokens(model, _prompts(1), _strategy(draft), **GREEDY)
+        passes.append(sum(len(step.drafter or ()) for step in found.passes))
+        steps.append(found.steps)
+    assert passes[1] < passes[0] and steps[1] <= steps[0] + 1
