@@ -41,7 +41,7 @@ class MedusaConfig(PreTrainedConfig):
         num_layers: residual blocks in each head.
         own_outputs: whether each head has its own output matrix instead of the target's.
         reads_token: whether the embedding of the next token, which the target has chosen, is an input (as in Hydra).
-        reads_path: whether head h also reads the embeddings of the h draft tokens after that one, so that it drafts what
+        reads_path: whether head h also reads the embeddings of the h draft tokens after that one, and so drafts what
             follows a given path (Hydra); requires `reads_token`.
         lora_rank: rank of a PEFT adapter in the folder `lora`, on each head's copy of the output matrix; 0: none.
         base: the target that the heads were trained for, see `hf_specgen.heads.compatibility`.
@@ -80,7 +80,9 @@ class MedusaConfig(PreTrainedConfig):
         if not isinstance(self.base, dict | None):
             raise ValueError(f"base must be an object, got {self.base!r:.80}")
         if self.reads_path and not self.reads_token:
-            raise ValueError("heads that read the path read its first token, too: reads_path=True needs reads_token=True")
+            raise ValueError(
+                "heads that read the path read its first token, too: reads_path=True needs reads_token=True"
+            )
         if self.own_outputs and self.lora_rank:
             raise ValueError(f"heads with their own output matrices take no LoRA, got lora_rank={self.lora_rank}")
         if self.acceptance is not None and Acceptance.from_lists(self.acceptance).heads != self.num_heads:
@@ -184,7 +186,9 @@ class MedusaHeads(PreTrainedModel):
         """`[..., hidden]`, the hidden state of one head."""
         if read := self.config.tokens_read(head):
             if tokens is None or tokens.shape[-2] < read:
-                raise ValueError(f"head {head} reads {read} tokens after the hidden state; pass their embeddings as tokens")
+                raise ValueError(
+                    f"head {head} reads {read} tokens after the hidden state; pass their embeddings as tokens"
+                )
             hidden = hidden + self.token_maps[head](tokens[..., :read, :].flatten(-2))
         return cast(torch.Tensor, self.blocks[head](hidden))
 

@@ -69,7 +69,8 @@ class MedusaRunner:
             return cast(torch.Tensor, self.heads.lm_heads[head](state))
         shared = output_matrix(self._target)(state)
         return cast(
-            torch.Tensor, shared if self._deltas is None else shared + state @ self._deltas[0][head] @ self._deltas[1][head]
+            torch.Tensor,
+            shared if self._deltas is None else shared + state @ self._deltas[0][head] @ self._deltas[1][head],
         )
 
     def _outputs(self, states: torch.Tensor) -> torch.Tensor:
