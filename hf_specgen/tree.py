@@ -75,6 +75,19 @@ class DraftTree:
         parents = self.parents[row]
         return [0, *depths(parents), *[0] * (self.nodes - len(parents))]
 
+    def path(self, row: int, node: int) -> list[int]:
+        """The tokens from a row's first draft token to a node.
+
+        Example:
+            >>> DraftTree.from_paths([[[5, 6], [5, 7], [8]]]).path(0, 2)
+            [5, 7]
+        """
+        tokens = []
+        while node >= 0:
+            tokens.append(int(self.tokens[row, node]))
+            node = self.parents[row][node]
+        return tokens[::-1]
+
     def select(self, rows: Sequence[int]) -> DraftTree:
         """The same drafts for some of the rows."""
         chosen = list(rows)

@@ -20,6 +20,7 @@ from hf_specgen.evaluation.calibration import measure_acceptance, save_acceptanc
 from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.heads.medusa_runner import MedusaRunner
+from medusa_loss import following_tokens
 
 SHOWN_RANKS = 5
 """Draft tokens of each head, most likely first, that are compared with the answer."""
@@ -111,9 +112,9 @@ class Evaluation:
     def _count(self, scores: HeadScores, runner: MedusaRunner, cpu_batch: Batch) -> None:
         batch = {name: tensor.to(self._target.device) for name, tensor in cpu_batch.items()}
         hidden = target_states(self._target, batch)[0]  # [positions, hidden]
-        following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
-        rows = batch["predicts"].nonzero()[:, 0]
-        drafted = runner.logits(hidden, following).topk(SHOWN_RANKS, dim=-1).indices  # [positions, heads, SHOWN_RANKS]
+        tokens = following_tokens(batch, runner.heads)
+        following, rows = tokens[:, 0], batch["predicts"].nonzero()[:, 0]
+        drafted = runner.logits(hidden, tokens).topk(SHOWN_RANKS, dim=-1).indices  # [positions, heads, SHOWN_RANKS]
         for head in range(drafted.shape[1]):
             sources, later = later_pairs(rows, head)
             correct = drafted[sources, head] == following[later, None]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from corpus import Batch
 from distillation import CHUNK
 from draft_loss import draft_loss, gradient_at_once
 from hf_specgen.heads.medusa import MedusaHeads
@@ -31,13 +32,24 @@ def medusa_loss(
         heads: are trained.
         outputs: the output matrix of each head.
         hidden: `[positions, hidden]` inputs of the target's output matrix at the answers' positions, row by row.
-        tokens: `[positions, hidden]` embeddings of the tokens that those positions predict, for `reads_token`.
+        tokens: `[positions, tokens, hidden]` embeddings of the tokens that follow those positions, for heads that read
+            tokens.
         rows: `[positions]` index of the answer of each position.
     """
     states = [heads.head_state(head, hidden, tokens) for head in range(heads.config.num_heads)]
     logits = [partial(output_logits, target, matrix=output) for output in outputs]
     trained = [parameter for output in outputs for parameter in output.parameters()]
     return draft_loss(target, states, logits, hidden, rows, trained=trained)
+
+
+def following_tokens(batch: Batch, heads: MedusaHeads) -> torch.Tensor:
+    """`[positions, tokens]` the tokens after each predicting position, as many as the heads read.
+
+    Those beyond the end of a row are arbitrary: no head that reads them has a token to predict.
+    """
+    read = max(1, heads.config.tokens_read(heads.config.num_heads - 1))
+    ids, predicts = batch["input_ids"], batch["predicts"]
+    return torch.stack([ids.roll(-after, dims=1)[predicts] for after in range(1, read + 1)], dim=1)
 
 
 def answer_loss(target: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -27,12 +27,12 @@ from hf_specgen.heads.lora import load_lora, new_lora, output_of
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.target.model_parts import output_matrix
 from medusa_evaluation import Evaluation
-from medusa_loss import answer_loss, medusa_loss
+from medusa_loss import answer_loss, following_tokens, medusa_loss
 from medusa_saving import Trained, save_card, save_weights
 from training import train
 from training_setup import start
 
-SHAPE = ("num_heads", "num_layers", "own_outputs", "reads_token", "lora_rank")
+SHAPE = ("num_heads", "num_layers", "own_outputs", "reads_token", "reads_path", "lora_rank")
 DEFAULT_LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 
 
@@ -50,6 +50,7 @@ class Settings(DistillationSettings):
     num_layers: int = option(default=1, help="residual blocks in each head")
     own_outputs: bool = option(default=False, help="an output matrix for each head, instead of the target's")
     reads_token: bool = option(default=False, help="the heads also read the token that the target has just generated")
+    reads_path: bool = option(default=False, help="each head also reads the draft tokens before its own (Hydra)")
     lora_rank: int = option(default=0, help="of a LoRA matrix for each head on the shared output matrix; 0: none")
     lora: Options = option(default_factory=lambda: Options(DEFAULT_LORA), help="stage 2: fields of PEFT's LoraConfig")
     base_learning_rate: float = option(default=1e-4, help="stage 2: of the LoRA matrices in the target")
@@ -76,8 +77,7 @@ class HeadsTraining(nn.Module):
         tokens = None
         if self.heads.config.reads_token:
             with torch.no_grad():
-                following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
-                tokens = cast(Any, target[0]).get_input_embeddings()(following)
+                tokens = cast(Any, target[0]).get_input_embeddings()(following_tokens(batch, self.heads))
         rows = batch["predicts"].nonzero()[:, 0]
         return medusa_loss(target[0], self.heads, self.outputs(target[0]), hidden, tokens, rows)
 
@@ -132,7 +132,8 @@ def main(arguments: list[str] | None = None) -> None:
         results = {}
         if settings.evaluation:
             final = Evaluation(settings, heads, lora, target, tokenizer)
-            final.tune()
+            if not heads.config.reads_path:
+                final.tune()
             results = final.measure()
             trained.heads.config = heads.config  # with the acceptance that was measured
             save_weights(settings, trained)

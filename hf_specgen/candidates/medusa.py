@@ -1,7 +1,8 @@
 """Medusa: extra heads predict the tokens after the next one from the target's last hidden state.
 
 Drafting takes no forward pass of a model: the state that chose a row's last token is still there, and all heads read it
-at once. Each head proposes tokens for one depth, whatever the path before it; the best combinations form a tree.
+at once. Each head proposes tokens for one depth, whatever the path before it; the best combinations form a tree. Heads
+that read the path before their token (Hydra) propose the children of given nodes instead, level by level.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024).
 """
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.attached import AttachedModules, number_of
 from hf_specgen.candidates.base import Candidates, DraftSession
+from hf_specgen.candidates.hydra import HydraSession
 from hf_specgen.candidates.marginals import MarginalSession, with_q
 from hf_specgen.candidates.rank_tree import RankTree
 from hf_specgen.candidates.tree_builder import Floats
@@ -93,7 +95,10 @@ class MedusaCandidates(Candidates):
     def start(self, call: Call) -> DraftSession:
         if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError("MedusaCandidates works with generate(candidate_generator=…) only")
-        return MedusaSession(call, call.target, self._on(call.model), self.tree)
+        reader = self._on(call.model)
+        if isinstance(self.tree, str | int) and reader.heads.config.reads_path:
+            return HydraSession(call, call.target, reader, self.tree)
+        return MedusaSession(call, call.target, reader, self.tree)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """By name; heads that were given loaded may be any, and are identified by the object."""
@@ -152,7 +157,7 @@ class MedusaSession(MarginalSession):
 
     def depth_logits(self, depth: int) -> torch.Tensor:
         """All heads read the state that chose each row's last token."""
-        pending = torch.tensor([text[-1] for text in self.call.state.generated])
+        pending = torch.tensor([[text[-1]] for text in self.call.state.generated])
         return self._reader.logits(self._target.states_of((OUTPUT_STATE,)), pending).float()
 
     def acceptance(self, confidence: Floats) -> Floats:
@@ -195,6 +200,11 @@ def _check_tree(tree: Any) -> None:
 def _check_fits(tree: str | int | Paths, config: MedusaConfig) -> None:
     if isinstance(tree, str | int):
         return
+    if config.reads_path:
+        raise ValueError(
+            "a list of paths needs heads that draft all depths at once, but these read the path before their token "
+            '(reads_path=True); use tree="auto" or a number of nodes'
+        )
     ranks = RankTree.from_paths(tree)
     if ranks.depth > config.num_heads:
         raise ValueError(f"the tree is {ranks.depth} deep, but there are {config.num_heads} heads; shorten its paths")

@@ -55,6 +55,11 @@ def show(settings: TuneSettings) -> None:
     rows = read_prompts(settings.prompts or EMBEDDED_PROMPTS, settings.prompts_per_domain) if settings.output else {}
     dtype = "auto" if settings.dtype == "auto" else torch_dtype(settings.dtype)
     model, tokenizer = load_model(settings.model, dtype, settings.device)
+    if settings.output is not None and load_medusa(settings.heads, model).config.reads_path:
+        raise ValueError(
+            f"the heads {settings.heads!r} read the path before their token and learn their acceptance while they "
+            "draft: nothing is stored with them; leave out --output to measure latencies only"
+        )
     if settings.output is not None:
         console.print(tune_heads(settings, settings.output, model, tokenizer, rows, console))
     heads = settings.heads if settings.output is None else str(settings.output)

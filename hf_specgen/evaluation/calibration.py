@@ -115,7 +115,12 @@ def measure_acceptance(
         calls: arguments of `generate` for each call: inputs, decoding settings, `max_new_tokens`.
         lora: the `PeftModel` with the heads' LoRA matrices, if they are not in the folder of the heads.
         seed: random seed of the first call; it increases by one with every call.
+
+    Raises:
+        ValueError: for heads that read the path before their token.
     """
+    if heads.config.reads_path:
+        raise ValueError("heads with reads_path=True learn their acceptance while they draft; none is stored with them")
     counts = Counts(heads.config.num_heads)
     recording = _Recording(heads, counts, lora)
     for number, arguments in enumerate(calls):

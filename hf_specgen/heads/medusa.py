@@ -5,12 +5,17 @@
                                           ├─► head 1 ─► output matrix ─► token t+3
                                           └─► …
 
+With `reads_path` (Hydra heads) head h also reads the draft tokens before its own, and drafts one level of a tree:
+
+    that state, tokens t+1 … t+h+1 of a path ─► head h ─► output matrix ─► token t+h+2 of this path
+
 All heads share the target's output matrix unless the checkpoint has one per head. For an 8B Llama (hidden size 4,096,
 vocabulary 128,256) five output matrices have 2.6 billion parameters; five one-layer heads that share the target's have
 84 million.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section
-2.1; for `reads_token` Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024).
+2.1; for `reads_token` and `reads_path` Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding"
+(2024), section 3.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ class MedusaConfig(PreTrainedConfig):
         num_layers: residual blocks in each head.
         own_outputs: whether each head has its own output matrix instead of the target's.
         reads_token: whether the embedding of the next token, which the target has chosen, is an input (as in Hydra).
+        reads_path: whether head h also reads the embeddings of the h draft tokens after that one, and so drafts what
+            follows a given path (Hydra); requires `reads_token`.
         lora_rank: rank of a PEFT adapter in the folder `lora`, on each head's copy of the output matrix; 0: none.
         base: the target that the heads were trained for, see `hf_specgen.heads.compatibility`.
         acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `hf_specgen.heads.acceptance`.
@@ -56,6 +63,7 @@ class MedusaConfig(PreTrainedConfig):
     num_layers: int = 1
     own_outputs: bool = False
     reads_token: bool = False
+    reads_path: bool = False
     lora_rank: int = 0
     base: dict[str, Any] | None = None
     acceptance: list[list[list[float]]] | None = None
@@ -66,15 +74,23 @@ class MedusaConfig(PreTrainedConfig):
             value, least = getattr(self, name), 1 if name in ("num_heads", "num_layers") else 0
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r:.80}")
-        for name in ("own_outputs", "reads_token"):
+        for name in ("own_outputs", "reads_token", "reads_path"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r:.80}")
         if not isinstance(self.base, dict | None):
             raise ValueError(f"base must be an object, got {self.base!r:.80}")
+        if self.reads_path and not self.reads_token:
+            raise ValueError(
+                "heads that read the path read its first token, too: reads_path=True needs reads_token=True"
+            )
         if self.own_outputs and self.lora_rank:
             raise ValueError(f"heads with their own output matrices take no LoRA, got lora_rank={self.lora_rank}")
         if self.acceptance is not None and Acceptance.from_lists(self.acceptance).heads != self.num_heads:
             raise ValueError(f"acceptance is given for {len(self.acceptance)} heads, but there are {self.num_heads}")
+
+    def tokens_read(self, head: int) -> int:
+        """How many tokens after its hidden state a head reads."""
+        return head + 1 if self.reads_path else int(self.reads_token)
 
 
 class ResidualBlock(nn.Module):
@@ -114,7 +130,8 @@ class MedusaHeads(PreTrainedModel):
         size, count = config.hidden_size, range(config.num_heads)
         self.blocks = nn.ModuleList(ResidualBlock(size, config.num_layers) for _ in count)
         if config.reads_token:
-            self.token_maps = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in count)
+            read = [config.tokens_read(head) for head in count]
+            self.token_maps = nn.ModuleList(nn.Linear(tokens * size, size, bias=False) for tokens in read)
         if config.own_outputs:
             self.lm_heads = nn.ModuleList(nn.Linear(size, config.vocab_size, bias=False) for _ in count)
         self.post_init()
@@ -152,24 +169,27 @@ class MedusaHeads(PreTrainedModel):
                 cast(nn.Linear, head).weight.data.copy_(matrix.weight)
         return cast(MedusaHeads, cast(Any, heads).to(matrix.weight.device))
 
-    def forward(self, hidden: torch.Tensor, token: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """The hidden state of each head, the input of its output matrix.
 
         Args:
             hidden: `[..., hidden]` the input of the target's output matrix when it predicted the next token.
-            token: `[..., hidden]` the target's embedding of that next token, for heads with `reads_token`.
+            tokens: `[..., tokens, hidden]` the target's embeddings of that next token and of those after it, for heads
+                that read tokens: one with `reads_token`, as many as there are heads with `reads_path`.
 
         Returns:
             `[..., heads, hidden]`.
         """
-        return torch.stack([self.head_state(head, hidden, token) for head in range(self.config.num_heads)], dim=-2)
+        return torch.stack([self.head_state(head, hidden, tokens) for head in range(self.config.num_heads)], dim=-2)
 
-    def head_state(self, head: int, hidden: torch.Tensor, token: torch.Tensor | None = None) -> torch.Tensor:
+    def head_state(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., hidden]`, the hidden state of one head."""
-        if self.config.reads_token:
-            if token is None:
-                raise ValueError("these heads also read the next token (reads_token=True); pass its embedding as token")
-            hidden = hidden + self.token_maps[head](token)
+        if read := self.config.tokens_read(head):
+            if tokens is None or tokens.shape[-2] < read:
+                raise ValueError(
+                    f"head {head} reads {read} tokens after the hidden state; pass their embeddings as tokens"
+                )
+            hidden = hidden + self.token_maps[head](tokens[..., :read, :].flatten(-2))
         return cast(torch.Tensor, self.blocks[head](hidden))
 
 

@@ -34,16 +34,44 @@ class MedusaRunner:
 
         Args:
             hidden: `[rows, hidden]` the hidden states that predicted each row's last token.
-            tokens: `[rows]` those tokens.
+            tokens: `[rows, tokens]` those tokens, and for heads with `reads_path` those after them.
 
         Returns:
             `[rows, heads, vocab]`; a shared output matrix is read once for all heads.
         """
-        embedded = None
-        if self._embeddings is not None:
-            embedded = self._embeddings(tokens.to(self._embeddings.weight.device)).to(self._device, self._dtype)
-        states = self.heads(hidden.to(self._device, self._dtype), embedded)  # [rows, heads, hidden]
+        states = self.heads(hidden.to(self._device, self._dtype), self._embedded(tokens))  # [rows, heads, hidden]
         return output_logits(self._target, states, self._outputs)
+
+    @torch.no_grad()
+    def head_logits(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of one head.
+
+        Args:
+            head: which.
+            hidden: `[nodes, hidden]` the hidden state that predicted the last token of each node's row.
+            tokens: `[nodes, head + 1]` that token and the path to the node, for heads with `reads_path`.
+
+        Returns:
+            `[nodes, vocab]`.
+        """
+        state = self.heads.head_state(head, hidden.to(self._device, self._dtype), self._embedded(tokens))
+        return output_logits(self._target, state, lambda states: self._output(head, states))
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        if self._embeddings is None:
+            return None
+        return cast(torch.Tensor, self._embeddings(tokens.to(self._embeddings.weight.device))).to(
+            self._device, self._dtype
+        )
+
+    def _output(self, head: int, state: torch.Tensor) -> torch.Tensor:
+        if self.heads.config.own_outputs:
+            return cast(torch.Tensor, self.heads.lm_heads[head](state))
+        shared = output_matrix(self._target)(state)
+        return cast(
+            torch.Tensor,
+            shared if self._deltas is None else shared + state @ self._deltas[0][head] @ self._deltas[1][head],
+        )
 
     def _outputs(self, states: torch.Tensor) -> torch.Tensor:
         if self.heads.config.own_outputs:

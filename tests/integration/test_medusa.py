@@ -211,7 +211,7 @@ def test_new_heads_return_the_state_of_the_target() -> None:
     model = tiny_model("llama")
     heads = MedusaHeads.from_target(model, num_heads=3, num_layers=2, reads_token=True)
     state = torch.randn(5, 64)
-    assert torch.equal(heads(state, torch.randn(5, 64)), state[:, None].expand(5, 3, 64))
+    assert torch.equal(heads(state, torch.randn(5, 1, 64)), state[:, None].expand(5, 3, 64))
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -23,13 +23,15 @@ from hf_specgen.heads.medusa_runner import MedusaRunner
 from tests.helpers import VOCAB, prompts, tiny_model
 from tests.helpers.medusa import random_heads
 
+HYDRA = {"reads_token": True, "reads_path": True}
+
 
 def have_equal_weights(a: MedusaHeads, b: MedusaHeads) -> bool:
     left, right = a.state_dict(), b.state_dict()
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize("shape", [{}, {"own_outputs": True}, {"reads_token": True, "num_layers": 2}])
+@pytest.mark.parametrize("shape", [{}, {"own_outputs": True}, {"reads_token": True, "num_layers": 2}, HYDRA])
 def test_save_pretrained_round_trip_keeps_weights_and_config(shape: dict, tmp_path: Path) -> None:
     heads = random_heads(tiny_model("llama"), **shape)
     table = [[list(ranks) for ranks in bins] for bins in Acceptance.untuned(3).table]
@@ -278,7 +280,7 @@ def test_medusa_runner_lora_deltas_agree_with_peft(tmp_path: Path) -> None:
     model, heads, lora = _lora_heads(tmp_path)
     before = model.lm_head.weight.clone()
     loaded = load_lora(model.lm_head, 3, str(tmp_path))
-    hidden, tokens = torch.randn(2, 64), torch.tensor([5, 6])
+    hidden, tokens = torch.randn(2, 64), torch.tensor([[5], [6]])
     logits = MedusaRunner(heads, model, loaded).logits(hidden, tokens)
     states = heads(hidden)
     for head in range(3):
@@ -295,7 +297,7 @@ def test_export_medusa_merges_lora_deltas(tmp_path: Path) -> None:
         export_medusa(heads, tmp_path / "v1", "medusa")
     export_medusa(heads, tmp_path / "v1", "medusa", model)
     merged = load_medusa(tmp_path / "v1", model)
-    hidden, tokens = torch.randn(2, 64), torch.tensor([5, 6])
+    hidden, tokens = torch.randn(2, 64), torch.tensor([[5], [6]])
     expected = MedusaRunner(heads, model, lora).logits(hidden, tokens)
     torch.testing.assert_close(MedusaRunner(merged, model).logits(hidden, tokens), expected, atol=1e-4, rtol=1e-4)
 

@@ -90,7 +90,11 @@ def test_layer_skip_every_divisible_architecture_same_tokens(
 
 
 @pytest.mark.all_architectures
-@pytest.mark.parametrize("shape", [{}, {"num_layers": 2, "reads_token": True}], ids=["one-layer", "two-layers-token"])
+@pytest.mark.parametrize(
+    "shape",
+    [{"reads_token": True}, {"num_layers": 2, "reads_token": True, "reads_path": True}],
+    ids=["token", "two-layers-path"],
+)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -39,12 +39,13 @@ def states(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return decoder(model)(ids, use_cache=False).last_hidden_state
 
 
-def test_the_loss_is_the_naive_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reads_path", [False, True])
+def test_the_loss_is_the_naive_one(reads_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and gradients, over several chunks and answers of different lengths, one too short for any head."""
     monkeypatch.setattr(draft_loss, "CHUNK", 5)
     model = tiny_model("cohere2")  # its logits are scaled
-    heads = random_heads(model, reads_token=True).train()
-    hidden, tokens = torch.randn(14, 64), torch.randn(14, 64)
+    heads = random_heads(model, reads_token=True, reads_path=reads_path).train()
+    hidden, tokens = torch.randn(14, 64), torch.randn(14, 3 if reads_path else 1, 64)
     rows = torch.tensor([0] * 7 + [1] + [2] * 6)
     outputs = [model.lm_head] * 3
     loss = medusa_loss.medusa_loss(model, heads, outputs, hidden, tokens, rows)
