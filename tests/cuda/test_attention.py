@@ -34,7 +34,7 @@ def strategy(name: str, target: Any) -> Candidates:
     made: dict[str, Any] = {
         "n-grams": lambda: NgramCandidates(k=4),
         "draft model": lambda: DraftModelCandidates(draft(dtype=target.dtype), k=3),
-        "layer skip": lambda: LayerSkipCandidates(2, k=3),
+        "layer skip": lambda: LayerSkipCandidates(1, k=3),
         "medusa": lambda: MedusaCandidates(
             random_heads(fresh_model("llama", head_dim=32, num_key_value_heads=2)).to("cuda", target.dtype)
         ),

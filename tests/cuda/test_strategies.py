@@ -32,7 +32,7 @@ def strategy(name: str, architecture: str = "llama") -> Candidates:
         "recycling": lambda: RecyclingCandidates(),
         "draft chain": lambda: DraftModelCandidates(draft(architecture), k=3),
         "draft tree": lambda: DraftModelCandidates(draft(architecture), k=3, tree=6),
-        "layer skip": lambda: LayerSkipCandidates(2, k=3),
+        "layer skip": lambda: LayerSkipCandidates(1, k=3),
         "medusa": lambda: MedusaCandidates(random_heads(fresh_model(architecture)).to("cuda"), policy=FixedDepth()),
         "combined": lambda: CombinedCandidates(
             [NgramCandidates(), DraftModelCandidates(draft(architecture))], policy=FixedDepth()
@@ -89,7 +89,7 @@ def test_offloaded_target_same_tokens() -> None:
 
     target = cpu_offload(fresh_model("llama"), execution_device=torch.device("cuda"))
     assert same_tokens(target, inputs(2), NgramCandidates(k=3)).drafted > 0
-    assert same_tokens(target, inputs(1), LayerSkipCandidates(2, k=3)).drafted > 0
+    assert same_tokens(target, inputs(1), LayerSkipCandidates(1, k=3)).drafted > 0
 
 
 def test_target_on_two_devices_same_tokens() -> None:
@@ -99,7 +99,7 @@ def test_target_on_two_devices_same_tokens() -> None:
     target = fresh_model("llama")
     places: dict[str, Any] = {"model.embed_tokens": 0, "model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": 0}
     places |= {
-        f"model.layers.{number}": 0 if number < 2 else "cpu" for number in range(target.config.num_hidden_layers)
+        f"model.layers.{number}": 0 if number < 1 else "cpu" for number in range(target.config.num_hidden_layers)
     }
     target = dispatch_model(target, device_map=places, main_device=0)
     assert same_tokens(target, inputs(2), NgramCandidates(k=3)).drafted > 0

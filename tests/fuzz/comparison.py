@@ -124,11 +124,16 @@ class Comparison:
         return again if again.error is None else None
 
     def _find_ends(self, inputs: dict[str, torch.Tensor]) -> Ends:
-        """End tokens and stop strings are taken from a text that is written without them."""
+        """End tokens and stop strings are taken from a text that is written without them, as far as they need it.
+
+        A stop string needs the token behind its column; an option may change the last token of the text.
+        """
         case = self.case
         if not case.eos_columns and case.stop_string_column is None:
             return Ends(case.eos_ids, None)
-        run = self.generate(inputs, Ends((), None), self._new_cache())
+        columns = max((*case.eos_columns, case.stop_string_column or 0)) + 3
+        beginning = replace(case, max_new_tokens=min(case.max_new_tokens, columns), min_new_tokens=0)
+        run = self.generate(inputs, Ends((), None), self._new_cache(), case=beginning)
         if run.ids is None:
             return Ends(case.eos_ids, None)
         return settings.find_ends(case, run.ids[:, inputs["input_ids"].shape[1] :].tolist())
@@ -170,9 +175,10 @@ class Comparison:
         fault: Fault | Interrupt | None = None,
         speculation: bool = False,
         padding: ValidPadding | None = None,
+        case: Case | None = None,
     ) -> Run:
-        """One call, plain unless `speculation` is asked for; what it raises is part of the result."""
-        case = self.case
+        """One plain or speculative call of the case, or of another one; what it raises is part of the result."""
+        case = case or self.case
         arguments = settings.arguments(case, ends, inputs["input_ids"].shape[1], fault)
         streamer = arguments.get("streamer")
         entered: Any = contextlib.nullcontext()

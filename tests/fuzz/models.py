@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from tests.fuzz.tokenizers import CHARACTERS, VOCAB, tokenizer_folder
 from tests.helpers import stateful
 
 WIDTH = 64
+WINDOW = 8
 MAX_CACHED_MODELS = 256
 """More than `make test` draws: those of a long run are built one after another (`grouped` in `__main__.py`)."""
 
@@ -43,6 +44,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("residual_dropout", "layerdrop", "decoder_layerdrop", "embedding_dropout"), 0.0),
 }
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
+WINDOWS = ("sliding_window", "attention_chunk_size")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 # Absent from a configuration by default, and then not to be given: None means that the model has no such part.
 ONLY_IF_SET = {"num_local_experts", "num_experts", "sliding_window", "is_decoder", "attention_chunk_size", "n_inner"}
@@ -131,7 +133,7 @@ def tiny_model(
     architecture: str,
     layers: int = 2,
     attention: str = "sdpa",
-    window: int = 8,
+    window: int = WINDOW,
     positions: int = 256,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
@@ -145,6 +147,8 @@ def tiny_model(
         positions: entries in the table of positions, or the length that rotary positions were made for.
         dtype: of the weights; the weights are those of float32.
     """
+    if window != WINDOW and not _has_window(architecture):  # one model, and one self-check, for all windows
+        return tiny_model(architecture, layers, attention, WINDOW, positions, dtype)
     if architecture in FIXTURES:
         model = AutoModelForCausalLM.from_pretrained(FIXTURES[architecture], attn_implementation=attention)
     else:
@@ -164,6 +168,15 @@ def tiny_model(
     return model.eval().to(device(), dtype)
 
 
+@cache
+def _has_window(architecture: str) -> bool:
+    """Whether the configuration can have windows or chunks; a stateful one or a checkpoint's is given as it is."""
+    if architecture in STATEFUL or architecture in FIXTURES:
+        return False
+    known = CONFIG_MAPPING[architecture]()
+    return any(_takes(known, name) for name in WINDOWS)
+
+
 def _config(architecture: str, layers: int, window: int, positions: int) -> Any:
     config_class = CONFIG_MAPPING[architecture]
     if architecture in STATEFUL:
@@ -171,7 +184,7 @@ def _config(architecture: str, layers: int, window: int, positions: int) -> Any:
     known = config_class()
     given = ARCHITECTURES[architecture]
     sizes = {**SIZES, **dict.fromkeys(DEPTHS, layers), **dict.fromkeys(POSITIONS, positions)}
-    sizes |= {"sliding_window": window, "attention_chunk_size": window}
+    sizes |= dict.fromkeys(WINDOWS, window)
     arguments = {name: value for name, value in sizes.items() if _takes(known, name)}
     if given.layers:
         arguments["layer_types"] = [LAYER_KINDS[given.layers[i % len(given.layers)]] for i in range(layers)]

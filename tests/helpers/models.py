@@ -25,7 +25,7 @@ SHARED: WeakSet[Any] = WeakSet()
 
 @cache
 def tiny_model(architecture: str, **overrides: Any) -> Any:
-    """A random model with 4 layers of width 64, shared by the tests of a file: never change it.
+    """A random model with 2 to 4 layers of width 64, shared by the tests of a file: never change it.
 
     Args:
         architecture: its model type.

@@ -48,10 +48,11 @@ def run_in_ranks(function: Callable[..., Any], arguments: Sequence[Sequence[Any]
         return pool.starmap_async(_call, calls, chunksize=1).get(SECONDS_PER_CALL)
 
 
-def started(function: Callable[..., Any], *arguments: Any) -> Any:
-    """A process in which a call is running; a `multiprocessing.Process`."""
+def started(function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """A process in which a call is running, in this process's environment or a given one; `multiprocessing.Process`."""
+    environment = os.environ.copy() if environment is None else environment
     with _forking():
-        process = get_context("fork").Process(target=_call, args=(os.environ.copy(), function, arguments))
+        process = get_context("fork").Process(target=_call, args=(environment, function, arguments))
         process.start()
     return process
 

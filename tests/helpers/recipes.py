@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from tests.helpers.paths import REFERENCE_LM, ROOT
+from tests.helpers.processes import started
 
 FAST = ["--steps", "2", "--batch-size", "4", "--micro-batch-size", "2", "--max-length", "64", "--precision", "no"]
 FAST += ["--warmup-steps", "0"]
@@ -51,9 +52,37 @@ def arguments(folder: Path, output: str, *more: str) -> list[str]:
 
 
 def run_as_script(recipe: str, arguments: list[str]) -> None:
-    """In a process of its own: what `python recipes/RECIPE` does, or `accelerate launch` in each rank."""
-    sys.argv = [recipe, *arguments]
-    runpy.run_path(str(ROOT / "recipes" / recipe), run_name="__main__")
+    """In a process of its own: what `python recipes/RECIPE` does, or `accelerate launch` in each rank.
+
+    Modules of the folder are imported anew, from the folder as Python would put it into the path.
+    """
+    script = ROOT / "recipes" / recipe
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "").parent == script.parent:
+            del sys.modules[name]
+    sys.path[:] = [str(script.parent), *(path for path in sys.path if Path(path) != script.parent)]
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+class LaunchedScript:
+    """Stands for `subprocess.Popen` in a launcher: forks instead of importing PyTorch and Transformers once more.
+
+    Args:
+        command: interpreter, recipe and its arguments.
+        env: of the new process.
+    """
+
+    returncode: int | None = None
+
+    def __init__(self, command: list[str], env: dict[str, str]):
+        interpreter, script, *given = command
+        assert interpreter == sys.executable and Path(script).parent == ROOT / "recipes"
+        self._process = started(run_as_script, Path(script).name, given, environment=env)
+
+    def wait(self) -> None:
+        self._process.join()
+        self.returncode = self._process.exitcode
 
 
 def stop_at(step: int) -> Any:

@@ -86,7 +86,7 @@ def test_flash_target_with_every_strategy_same_tokens(strategy: str, mode: str) 
         "ngram": lambda: NgramCandidates(k=4, branches=2),
         "draft model": lambda: DraftModelCandidates(shared_draft(tiny_model("llama")), k=3, tree=6),
         "combined": CombinedCandidates,
-        "layer skip": lambda: LayerSkipCandidates(2, k=2),
+        "layer skip": lambda: LayerSkipCandidates(1, k=2),
         "medusa": lambda: MedusaCandidates(random_heads(tiny_model("llama")), policy=FixedDepth()),
     }[strategy]()
     assert_same_tokens(model, one_prompt(), candidates, max_new_tokens=12, **SAMPLING[mode])

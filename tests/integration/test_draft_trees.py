@@ -34,13 +34,13 @@ def llama(layers: int, seed: int) -> Any:
 
 @pytest.fixture(scope="module")
 def target() -> Any:
-    return llama(3, 0)
+    return llama(2, 0)
 
 
 @pytest.fixture(scope="module")
 def draft(target: Any) -> Any:
     """A draft that agrees with the target often, but not always: the target with noise on its weights."""
-    model = llama(3, 0)
+    model = llama(2, 0)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in model.parameters():
@@ -70,7 +70,7 @@ def strategy(name: str, kind: str, draft: Any) -> Candidates:
     if kind == "draft model":
         return DraftModelCandidates(draft, **settings)
     settings.pop("confidence_threshold", None)
-    return LayerSkipCandidates(2, **settings)
+    return LayerSkipCandidates(1, **settings)
 
 
 def generate(model: Any, seed: int = 0, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ def test_same_latency_profile_gives_the_same_drafts_twice(target: Any, draft: An
     counts = []
     for _ in range(2):
         candidates = DraftModelCandidates(draft, policy=Controller(LATENCY))
-        generate(llama(3, 0), **inputs(1), do_sample=True, candidate_generator=candidates)
+        generate(llama(2, 0), **inputs(1), do_sample=True, candidate_generator=candidates)
         assert candidates.speculation is not None
         counts.append([(step.drafted, step.depth) for step in candidates.speculation.rows[0]])
     assert counts[0] == counts[1]

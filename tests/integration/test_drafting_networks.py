@@ -31,11 +31,14 @@ from tests.helpers.policies import AfterPlainSteps
 KINDS = ["draft", "skip"]
 
 
+def llama() -> Any:
+    """Three layers, so that a layer skip has several early ones."""
+    return tiny_model("llama", num_hidden_layers=3)
+
+
 def strategy(kind: str, k: int = 4) -> Candidates:
     """A draft model or layer skip for tiny llama, of which some draft tokens are accepted."""
-    return (
-        DraftModelCandidates(shared_draft(tiny_model("llama")), k=k) if kind == "draft" else LayerSkipCandidates(2, k)
-    )
+    return DraftModelCandidates(shared_draft(llama()), k=k) if kind == "draft" else LayerSkipCandidates(2, k)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -43,7 +46,7 @@ def strategy(kind: str, k: int = 4) -> Candidates:
 @pytest.mark.parametrize("kind", KINDS)
 def test_network_partial_acceptance_same_tokens_in_two_turns(batch: int, arguments: dict, kind: str) -> None:
     """Would catch: rejected keys and values left in the cache that the second turn continues from."""
-    model, inputs, candidates = tiny_model("llama"), prompts(batch), strategy(kind)
+    model, inputs, candidates = llama(), prompts(batch), strategy(kind)
     plain, ours = plain_and_speculative(model, inputs, candidates, max_new_tokens=28, **arguments)
     assert torch.equal(plain, ours.sequences)
     again = torch.cat([plain, torch.full((batch, 2), 9)], dim=1)
@@ -61,7 +64,7 @@ def test_network_partial_acceptance_same_tokens_in_two_turns(batch: int, argumen
 @pytest.mark.parametrize("length", [6, 11, 16, 20])
 def test_draft_model_equal_to_target_all_tokens_accepted(batch: int, sampling: str, length: int) -> None:
     """Every step, prefill included, yields k + 1 tokens: with common random numbers also when sampling."""
-    model, k = tiny_model("llama"), 4
+    model, k = llama(), 4
     candidates = DraftModelCandidates(model, k=k)
     statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=length, **SAMPLING[sampling])
     assert statistics.accepted == statistics.drafted
@@ -75,7 +78,7 @@ def check(model: Any, candidates: Candidates) -> None:
 
 def test_draft_model_reads_each_token_once() -> None:
     """Would catch: the text read again in every draft."""
-    model = tiny_model("llama")
+    model = llama()
     draft = perturbed_copy(model)
     check(model, DraftModelCandidates(draft))
     read: list[int] = []
@@ -86,7 +89,7 @@ def test_draft_model_reads_each_token_once() -> None:
 
 def test_layer_skip_runs_each_layer_once_per_token() -> None:
     """Would catch: the first layers computed again in verification."""
-    model = tiny_model("llama")
+    model = llama()
     check(model, LayerSkipCandidates(2))
     ran = {0: 0, 2: 0}
     handles = [
@@ -106,7 +109,7 @@ def test_layer_skip_runs_each_layer_once_per_token() -> None:
 
 def test_draft_model_does_not_read_rows_that_have_ended() -> None:
     """Would catch: the text that a row generated in plain steps before its end, read again in every draft."""
-    model = tiny_model("llama")
+    model = llama()
     draft, inputs = perturbed_copy(model), prompts(4)
     plain = model.generate(**inputs, max_new_tokens=28, pad_token_id=0)
     ends = [int(plain[row, 12 + column]) for row, column in ((0, 6), (2, 21))]
@@ -130,7 +133,7 @@ def test_draft_model_does_not_read_rows_that_have_ended() -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_first_draft_is_verified_in_prefill(kind: str, chunk: int | None, batch: int) -> None:
     """Would catch: a pass of the target for the prompt alone; a draft lost among the chunks of a chunked prefill."""
-    model = tiny_model("llama")
+    model = llama()
     candidates = {
         "draft": DraftModelCandidates(copy.deepcopy(model), k=4),
         "skip": LayerSkipCandidates(2, k=4),
@@ -151,7 +154,7 @@ def test_first_draft_is_verified_in_prefill(kind: str, chunk: int | None, batch:
 @pytest.mark.parametrize("verification", ["exact", "rejection"])
 def test_draft_model_vocabulary_padded_to_another_size_runs(larger: str, sampling: str, verification: str) -> None:
     """As with Qwen: 151,936 and 152,064 entries for one tokenizer. Exact verification gives the same tokens."""
-    model = tiny_model("llama")
+    model = llama()
     settings = model.config.to_dict() | {"num_hidden_layers": 1, "vocab_size": 112}
     torch.manual_seed(0)
     padded = LlamaForCausalLM(LlamaConfig(**settings)).eval()
@@ -168,7 +171,7 @@ def test_draft_model_vocabulary_padded_to_another_size_runs(larger: str, samplin
 
 
 def test_draft_model_confidence_threshold_shortens_drafts_row_by_row() -> None:
-    model = tiny_model("llama")
+    model = llama()
     candidates = DraftModelCandidates(shared_draft(model), k=6, confidence_threshold=0.013)
     statistics = assert_same_tokens(model, prompts(3), candidates, max_new_tokens=28)
     depths = {step.depth for row in statistics.rows for step in row if step.drafted}
@@ -178,7 +181,7 @@ def test_draft_model_confidence_threshold_shortens_drafts_row_by_row() -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_network_rejection_sampling_accepts_and_repeats_under_a_seed(batch: int, kind: str) -> None:
-    model, candidates = tiny_model("llama"), strategy(kind)
+    model, candidates = llama(), strategy(kind)
     arguments = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "verification": "rejection"}
     runs = []
     for _ in range(2):
@@ -191,7 +194,7 @@ def test_network_rejection_sampling_accepts_and_repeats_under_a_seed(batch: int,
 @pytest.mark.parametrize("batch", [1, 3])
 def test_draft_model_equal_to_target_rejection_sampling_accepts_nearly_all(batch: int) -> None:
     """p / q is 1 except for rounding."""
-    model = tiny_model("llama")
+    model = llama()
     candidates = DraftModelCandidates(model, k=4)
     arguments = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "verification": "rejection"}
     model.generate(**prompts(batch), **arguments, candidate_generator=candidates)
@@ -205,7 +208,7 @@ class _FailingHead(torch.nn.Module):
 
 def test_layer_skip_exception_while_drafting_leaves_model_unchanged() -> None:
     """Transformers' own early exit leaves the model truncated here."""
-    model, inputs = tiny_model("llama"), prompts(1)
+    model, inputs = llama(), prompts(1)
     expected = model.generate(**inputs, max_new_tokens=10)
     layers, config = list(model.model.layers), model.config.to_dict()
     with pytest.raises(RuntimeError, match="the head failed"):
@@ -217,7 +220,7 @@ def test_layer_skip_exception_while_drafting_leaves_model_unchanged() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_network_second_call_equals_the_first(kind: str) -> None:
     """Would catch: a state of the call kept in the strategy."""
-    model, candidates = tiny_model("llama"), strategy(kind)
+    model, candidates = llama(), strategy(kind)
     counts = []
     for _ in range(2):
         statistics = assert_same_tokens(model, prompts(2), candidates, max_new_tokens=20)
@@ -228,7 +231,7 @@ def test_network_second_call_equals_the_first(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
     """At depth 0 the draft is never run, not even on the prompt, and the target runs once per token."""
-    model = tiny_model("llama")
+    model = llama()
     draft = perturbed_copy(model)
     check(model, DraftModelCandidates(draft) if kind == "draft" else LayerSkipCandidates(2))
     ran = {"target": 0, "draft": 0}
@@ -249,7 +252,7 @@ def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
 @pytest.mark.parametrize("architecture", ["gemma4_text", "gpt2", "opt"])
 def test_layer_skip_indivisible_architecture_raises(architecture: str) -> None:
     with pytest.raises(ValueError, match="cannot draft with its own first layers"):
-        tiny_model(architecture).generate(**prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(2))
+        tiny_model(architecture).generate(**prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(1))
 
 
 @pytest.mark.parametrize(
@@ -264,14 +267,13 @@ def test_layer_skip_indivisible_architecture_raises(architecture: str) -> None:
 )
 def test_draft_model_bad_setting_raises(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DraftModelCandidates(tiny_model("llama"), **arguments)
+        DraftModelCandidates(llama(), **arguments)
 
 
 def test_draft_model_profile_keys_differ_by_model_and_dtype() -> None:
     """Would catch: a stored latency profile that another draft model uses, or the same in another dtype."""
     one, three = (
-        LlamaForCausalLM(LlamaConfig(**tiny_model("llama").config.to_dict() | {"num_hidden_layers": layers}))
-        for layers in (1, 3)
+        LlamaForCausalLM(LlamaConfig(**llama().config.to_dict() | {"num_hidden_layers": layers})) for layers in (1, 3)
     )
     half = copy.deepcopy(one).half()
     half.name_or_path = "draft"
@@ -304,13 +306,11 @@ def test_layer_skip_bad_k_raises() -> None:
 @pytest.mark.parametrize("exit_layer", [0, 3, 9])
 def test_layer_skip_exit_layer_out_of_range_raises(exit_layer: int) -> None:
     with pytest.raises(ValueError, match=f"^exit_layer must be from 1 to 2 .* got {exit_layer}$"):
-        tiny_model("llama").generate(
-            **prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(exit_layer)
-        )
+        llama().generate(**prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(exit_layer))
 
 
 def test_draft_model_other_vocabulary_raises() -> None:
-    model = tiny_model("llama")
+    model = llama()
     other = LlamaForCausalLM(LlamaConfig(**model.config.to_dict() | {"vocab_size": 70, "num_hidden_layers": 1}))
     with pytest.raises(ValueError, match="vocabulary of 70, the target of 99"):
         model.generate(**prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(other))

@@ -112,11 +112,15 @@ def test_eagle_beside_ngrams_same_tokens(pair: Any) -> None:
     assert statistics.accepted > 0
 
 
-@pytest.mark.parametrize("name", ["eagle1_original", "eagle3_original"])
+@pytest.fixture(scope="module", params=["eagle1_original", "eagle3_original"])
+def pair_of_each_kind(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    return predictable_pair(EAGLE[request.param])
+
+
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_eagle_beside_medusa_same_tokens(name: str, sampling: str) -> None:
+def test_eagle_beside_medusa_same_tokens(pair_of_each_kind: Any, sampling: str) -> None:
     """Would catch: heads that read different hidden states of one target, each given the states of both."""
-    target, head = predictable_pair(EAGLE[name])
+    target, head = pair_of_each_kind
     medusa = MedusaCandidates(random_heads(target), 6)
     candidates = CombinedCandidates([EagleCandidates(head, k=3), medusa], policy=FixedDepth(4))
     assert assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, **SAMPLING[sampling]).accepted > 0

@@ -125,7 +125,7 @@ def test_medusa_from_pretrained_same_tokens(tmp_path: Path) -> None:
         ("qwen2", {}, "architecture llama"),
         ("llama", {"hidden_size": 32}, "hidden size 64"),
         ("llama", {"vocab_size": 120}, "vocabulary size 99"),
-        ("llama", {"num_hidden_layers": 2}, "number of layers 3"),
+        ("llama", {"num_hidden_layers": 1}, "number of layers 2"),
     ],
     ids=["architecture", "hidden size", "vocabulary", "layers"],
 )

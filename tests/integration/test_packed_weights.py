@@ -26,7 +26,7 @@ def strategy(name: str) -> Candidates:
     return {
         "ngram": lambda: NgramCandidates(k=4, branches=3),
         "draft": lambda: DraftModelCandidates(shared_draft(model), k=4, tree=8),
-        "skip": lambda: LayerSkipCandidates(2, k=3),
+        "skip": lambda: LayerSkipCandidates(1, k=3),
         "medusa": lambda: MedusaCandidates(random_heads(model)),
     }[name]()
 

@@ -55,7 +55,7 @@ def test_causal_mask_of_a_fixed_size_ends_drafts_same_logits() -> None:
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "candidates",
-    [ALWAYS, LayerSkipCandidates(2, k=3), LayerSkipCandidates(2, k=3, tree=6)],
+    [ALWAYS, LayerSkipCandidates(1, k=3), LayerSkipCandidates(1, k=3, tree=6)],
     ids=["oracle", "layer-skip", "layer-skip tree"],
 )
 def test_prompt_behind_position_table_same_logits(sampling: dict, candidates: Any) -> None:
@@ -144,7 +144,7 @@ def test_given_cache_with_whole_prompt_same_tokens() -> None:
 
 @pytest.mark.parametrize(("parameters", "length", "new"), [(DYNAMIC, 10, 6), (LONG, 10, 6), (LONG, 40, 8)])
 @pytest.mark.parametrize(
-    "candidates", [partial(Oracle, accuracy=0.7), LayerSkipCandidates(2, k=4)], ids=["oracle", "layer-skip"]
+    "candidates", [partial(Oracle, accuracy=0.7), LayerSkipCandidates(1, k=4)], ids=["oracle", "layer-skip"]
 )
 def test_text_on_one_side_of_frequency_change_same_logits(
     parameters: dict, length: int, new: int, candidates: Any

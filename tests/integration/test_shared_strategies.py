@@ -19,7 +19,7 @@ from tests.helpers.medusa import fitted_heads, random_heads
 @pytest.fixture
 def adapter(tmp_path: Path) -> str:
     """A folder with an exit adapter for layer 2 of tiny llama."""
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=3)
     head: Any = ExitHead.from_target(model, 2)
     torch.manual_seed(1)
     save_exit_head(get_peft_model(head, LoraConfig(target_modules=["head"], r=2)), tmp_path, model, "tiny")
@@ -34,7 +34,7 @@ def accepted_steps(candidates: Any, model: Any) -> list[int]:
 
 def other_model() -> Any:
     """Tiny llama with another output matrix."""
-    model = fresh_model("llama")
+    model = fresh_model("llama", num_hidden_layers=3)
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight[torch.randperm(99, generator=torch.Generator().manual_seed(3))])
     return model
@@ -42,7 +42,7 @@ def other_model() -> Any:
 
 def test_layer_skip_adapter_on_a_second_model_uses_its_output_matrix(adapter: str) -> None:
     """Would catch: the output matrix of the first model kept for all later ones."""
-    first, second = tiny_model("llama"), other_model()
+    first, second = tiny_model("llama", num_hidden_layers=3), other_model()
     candidates = LayerSkipCandidates(2, k=3, adapter=adapter)
     accepted_steps(candidates, first)
     fresh = LayerSkipCandidates(2, k=3, adapter=adapter)
@@ -52,7 +52,7 @@ def test_layer_skip_adapter_on_a_second_model_uses_its_output_matrix(adapter: st
 
 def test_layer_skip_adapter_after_the_model_changed_dtype_runs(adapter: str) -> None:
     """Would catch: an adapter that stays in the dtype of the first call."""
-    model, candidates = fresh_model("llama"), LayerSkipCandidates(2, k=3, adapter=adapter)
+    model, candidates = fresh_model("llama", num_hidden_layers=3), LayerSkipCandidates(2, k=3, adapter=adapter)
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)
         ids = model.generate(**prompts(1), max_new_tokens=8, candidate_generator=candidates)
@@ -62,7 +62,7 @@ def test_layer_skip_adapter_after_the_model_changed_dtype_runs(adapter: str) -> 
 def test_layer_skip_adapter_of_another_layer_raises(adapter: str) -> None:
     """Would catch: an adapter that reads the state of a layer it was not trained for."""
     with pytest.raises(ValueError, match="trained for exit_layer=2, not 1"):
-        tiny_model("llama").generate(
+        tiny_model("llama", num_hidden_layers=3).generate(
             **prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(1, adapter=adapter)
         )
 
@@ -70,7 +70,7 @@ def test_layer_skip_adapter_of_another_layer_raises(adapter: str) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_medusa_by_folder_then_loaded_with_remembered_acceptance_same_tokens(batch: int, tmp_path: Path) -> None:
     """Would catch: acceptance remembered for 8 positions used for 4 heads. By folder k is unknown at first."""
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=3)
     random_heads(model).save_pretrained(tmp_path)
     for candidates in (
         MedusaCandidates(str(tmp_path)),
@@ -85,7 +85,7 @@ def test_medusa_by_folder_then_loaded_with_remembered_acceptance_same_tokens(bat
 @pytest.mark.parametrize("batch", [1, 3])
 def test_ngram_adaptive_depth_of_different_k_on_one_model_same_tokens(order: tuple[int, int], batch: int) -> None:
     """Would catch: what one strategy has learnt applied to another one of other depth."""
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=3)
     for k in order:
         candidates = NgramCandidates(k=k, policy=AdaptiveDepth())
         assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=30)
@@ -93,7 +93,7 @@ def test_ngram_adaptive_depth_of_different_k_on_one_model_same_tokens(order: tup
 
 def test_medusa_on_a_second_model_uses_its_own_heads() -> None:
     """Would catch: heads that stay attached to the first model."""
-    first, second = tiny_model("llama"), other_model()
+    first, second = tiny_model("llama", num_hidden_layers=3), other_model()
     candidates = MedusaCandidates(fitted_heads(second, prompts(1)), 6, policy=FixedDepth())
     accepted_steps(candidates, first)
     fresh = MedusaCandidates(fitted_heads(second, prompts(1)), 6, policy=FixedDepth())
@@ -101,7 +101,7 @@ def test_medusa_on_a_second_model_uses_its_own_heads() -> None:
 
 
 def test_ngram_history_shared_by_two_strategies_contains_both_texts() -> None:
-    model, history = tiny_model("llama"), NgramHistory()
+    model, history = tiny_model("llama", num_hidden_layers=3), NgramHistory()
     for k in (3, 5):
         model.generate(**prompts(1), max_new_tokens=10, candidate_generator=NgramCandidates(k=k, history=history))
     assert len(history) == 2 * (12 + 10 + 1)

@@ -127,7 +127,7 @@ def test_generate_ended_rows_leave_the_batch(sampling: dict, kind: str) -> None:
     plain = model.generate(**inputs, **arguments)
     candidates: Candidates = Oracle(plain[:, 12:], 0.6, branching=True)
     if kind != "oracle":
-        candidates = DraftModelCandidates(model, k=2) if kind == "draft" else LayerSkipCandidates(2, k=2)
+        candidates = DraftModelCandidates(model, k=2) if kind == "draft" else LayerSkipCandidates(1, k=2)
     rows: list[int] = []
     handle = model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
     torch.manual_seed(8)

@@ -26,7 +26,7 @@ def offloaded(kind: str, folder: Path) -> Any:
         accelerate.disk_offload(model, offload_dir=str(folder), execution_device=torch.device("cpu"))
         return model
     on_device = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    layers = {f"model.layers.{index}": "cpu" if index < 2 else "disk" for index in range(4)}
+    layers = {f"model.layers.{index}": "cpu" if index < 1 else "disk" for index in range(2)}
     return accelerate.dispatch_model(model, {**on_device, **layers}, main_device="cpu", offload_dir=str(folder))
 
 
@@ -38,7 +38,7 @@ def test_offloaded_target_same_tokens_or_refused(kind: str, strategy: str, tmp_p
     candidates: Any = {
         "ngram": lambda: NgramCandidates(k=3, branches=2),
         "draft": lambda: DraftModelCandidates(fresh_model("llama"), k=3),
-        "layer skip": lambda: LayerSkipCandidates(2, k=3),
+        "layer skip": lambda: LayerSkipCandidates(1, k=3),
         "medusa": lambda: MedusaCandidates(random_heads(fresh_model("llama")), policy=FixedDepth()),
     }[strategy]()
     if strategy == "medusa" and kind != "device_map":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from subprocess import CalledProcessError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from tests.helpers import VOCAB, tiny_model
 from tests.helpers.medusa import random_heads
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import printed_by, run_in_ranks
-from tests.helpers.recipes import arguments, stop_at
+from tests.helpers.recipes import LaunchedScript, arguments, stop_at
 from tests.helpers.reference import naive_medusa_loss
 
 HEADS = ["--num-heads", "2"]
@@ -279,11 +281,13 @@ def test_accelerate_reads_the_shipped_launch_configs(path: Path) -> None:
 def test_accelerate_launch_trains_heads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a script that the launcher cannot start. Ranks of several processes are forked in other tests.
 
-    The launcher, which starts the recipe in a process of its own, runs in the test's process.
+    The launcher runs in the test's process, and the command that it makes for the recipe in a forked one.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     monkeypatch.chdir(folder)
+    processes = SimpleNamespace(Popen=LaunchedScript, CalledProcessError=CalledProcessError)
+    monkeypatch.setattr("accelerate.commands.launch.subprocess", processes)
     settings = ["--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
     recipe = str(ROOT / "recipes" / "train_medusa.py")
     command = [*settings, "--dynamo_backend", "no", recipe, *arguments(folder, "launched", *HEADS)]

@@ -344,12 +344,12 @@ def test_heads_attach_to(architecture):
     """Catches: a norm applied twice, a cap or scale of the logits forgotten, the wrong layer's state."""
     model = tiny_model(architecture)
     input_ids, layers = prompts(1)["input_ids"], model.config.get_text_config().num_hidden_layers
-    with torch.no_grad(), layer_outputs(model, (2, layers)) as states:
+    with torch.no_grad(), layer_outputs(model, (1, layers)) as states:
         logits = model(input_ids=input_ids).logits
         last = decoder(model)(input_ids=input_ids).last_hidden_state
         torch.testing.assert_close(output_logits(model, last), logits)
-        assert torch.equal(ExitHead.from_target(model, 2)(states[layers]).argmax(-1), logits.argmax(-1))
-        assert not torch.equal(states[2], states[layers])
+        assert torch.equal(ExitHead.from_target(model, 1)(states[layers]).argmax(-1), logits.argmax(-1))
+        assert not torch.equal(states[1], states[layers])
 
 
 def test_the_shipped_draft_and_exit_adapter_agree_with_their_target(reference_model):

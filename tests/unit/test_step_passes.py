@@ -67,7 +67,7 @@ def test_draft_model_passes_match_the_tokens_read_by_the_draft() -> None:
 
 
 def test_layer_skip_passes_count_the_early_passes() -> None:
-    statistics = speculate(tiny_model("llama"), LayerSkipCandidates(exit_layer=2, k=2))
+    statistics = speculate(tiny_model("llama"), LayerSkipCandidates(exit_layer=1, k=2))
     steps = statistics.rows[0]
     assert [len(step.drafter or ()) for step in statistics.passes[1:]] == [step.depth for step in steps[1:]]
 
