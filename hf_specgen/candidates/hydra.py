@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
+from hf_specgen.candidates.marginals import DEFAULT_NODES
+from hf_specgen.candidates.tree_shape import MAX_CHILDREN, TreeShape
 from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
@@ -31,6 +33,11 @@ class HydraSession(AutoregressiveSession):
         config = reader.heads.config
         super().__init__(call, config.num_heads, tree, 0.0, config.vocab_size)
         self._target, self._reader, self._heads = target, reader, config.num_heads
+
+    def shape(self, size: str | int | None, depths: Sequence[int], children: int = MAX_CHILDREN) -> TreeShape:
+        """How the next tree grows: to a default size where no latency is known, as that of other Medusa heads."""
+        has_latency = self.call.depth is not None and self.call.depth.latency is not None
+        return super().shape(DEFAULT_NODES if size == "auto" and not has_latency else size, depths, children)
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
         """Nothing: the target has not computed any hidden states yet."""

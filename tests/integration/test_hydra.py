@@ -33,7 +33,7 @@ def hydra_heads(model: Any, inputs: dict[str, torch.Tensor], **sampling: Any) ->
     return heads.eval()
 
 
-@pytest.mark.parametrize("tree", ["auto", 12])
+@pytest.mark.parametrize("tree", ["auto", "default", 12])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_hydra_same_tokens(tree: Any, batch: int, sampling: str) -> None:
@@ -41,18 +41,22 @@ def test_hydra_same_tokens(tree: Any, batch: int, sampling: str) -> None:
     model, inputs = tiny_model("llama"), prompts(batch)
     heads = hydra_heads(model, inputs, **SAMPLING[sampling])
     policy = AdaptiveDepth(GPU_LIKE) if tree == "auto" else FixedDepth()
-    candidates = MedusaCandidates(heads, tree, policy=policy)
+    candidates = MedusaCandidates(heads, "auto" if tree == "default" else tree, policy=policy)
     statistics = assert_same_tokens(model, inputs, candidates, max_new_tokens=28, **SAMPLING[sampling])
     assert statistics.accepted > 0
+    if tree == "default":  # without a latency model: trees, not chains
+        assert statistics.drafted > 3 * statistics.steps
 
 
 def test_hydra_rejection_sampling_runs_with_q_of_every_node() -> None:
     model, inputs = tiny_model("llama"), prompts(2)
     candidates = MedusaCandidates(hydra_heads(model, inputs), 8, policy=FixedDepth())
+    torch.manual_seed(1)
     output = model.generate(
         **inputs,
         max_new_tokens=20,
         do_sample=True,
+        temperature=0.2,
         candidate_generator=candidates,
         verification="rejection",
         return_dict_in_generate=True,
