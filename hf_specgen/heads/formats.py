@@ -170,8 +170,10 @@ def _counted_config(fields: dict[str, Any], state: dict[str, Shape]) -> MedusaCo
 def _check_shapes(config: MedusaConfig, found: dict[str, Shape], biases_required: bool) -> None:
     """Raise a `ValueError` unless the tensors are those of `config`.
 
-    Their numbers are compared first, so that a false config cannot make modules without end.
+    Their numbers and width are compared first, so that a false config cannot make modules without end.
     """
+    if config.hidden_size not in (width := found.get("blocks.0.layers.0.weight", ())):
+        raise ValueError(f"hidden_size is {config.hidden_size}, but tensor 'blocks.0.layers.0.weight' is {width}")
     for name, place in (("num_heads", 1), ("num_layers", 3)):
         count = _count(found, place)
         if getattr(config, name) != count:
