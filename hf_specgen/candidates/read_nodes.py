@@ -23,6 +23,7 @@ class ReadNodes:
         suggested: `[rows, nodes]` the nodes that are read together with the text.
 
     Example:
+        >>> from hf_specgen.candidates.tree_builder import Proposals
         >>> builder = TreeBuilder([4])
         >>> builder.add_root(Proposals(np.array([[[7, 5]]]), np.array([[[0.6, 0.3]]])))
         >>> nodes = ReadNodes(DraftTree.chains([[5, 6]]))

@@ -55,11 +55,6 @@ def show(settings: TuneSettings) -> None:
     rows = read_prompts(settings.prompts or EMBEDDED_PROMPTS, settings.prompts_per_domain) if settings.output else {}
     dtype = "auto" if settings.dtype == "auto" else torch_dtype(settings.dtype)
     model, tokenizer = load_model(settings.model, dtype, settings.device)
-    if settings.output is not None and load_medusa(settings.heads, model).config.reads_path:
-        raise ValueError(
-            f"the heads {settings.heads!r} read the path before their token and learn their acceptance while they "
-            "draft: nothing is stored with them; leave out --output to measure latencies only"
-        )
     if settings.output is not None:
         console.print(tune_heads(settings, settings.output, model, tokenizer, rows, console))
     heads = settings.heads if settings.output is None else str(settings.output)
@@ -94,8 +89,16 @@ def tune_heads(
 
     Returns:
         tables of what was measured.
+
+    Raises:
+        ValueError: for heads whose acceptance is not measured in advance.
     """
     heads = load_medusa(settings.heads, model)
+    if heads.config.reads_path:
+        raise ValueError(
+            f"the heads {settings.heads!r} read the path before their token and learn their acceptance while they "
+            "draft: nothing is stored with them; leave out --output to measure latencies only"
+        )
     if warning := other_chat_template(heads.config.base, tokenizer):
         console.print(f"[yellow]{warning}[/]")
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
