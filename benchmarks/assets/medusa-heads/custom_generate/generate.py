@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import Any
 
-HEADS = 'benchmarks/assets/medusa-heads'
+HEADS = "benchmarks/assets/medusa-heads"
 
 
 @lru_cache(maxsize=1)
