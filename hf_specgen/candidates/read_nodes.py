@@ -32,7 +32,6 @@ class ReadNodes:
     """
 
     def __init__(self, suggested: DraftTree):
-        self.suggested = suggested
         self._tokens = [tokens[: suggested.nodes] for tokens in suggested.tokens.tolist()]
         # Nodes that fill up a row follow its last token; none of them is a suggestion.
         self._parents = [[*parents, *[-1] * (suggested.nodes - len(parents))] for parents in suggested.parents]

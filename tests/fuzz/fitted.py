@@ -12,11 +12,23 @@ from hf_specgen import RecyclingTable
 from tests.fuzz.internals import MedusaHeads, TopTokens, decoder_layers, output_matrix
 
 
-def medusa_heads(model: Any, ids: torch.Tensor, mask: torch.Tensor, num_heads: int = 3) -> MedusaHeads:
+PATH_WEIGHT = 0.01
+"""Size of the weights with which heads read the path before their token: enough to change a draft."""
+
+
+def medusa_heads(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, num_heads: int = 3, reads_path: bool = False
+) -> MedusaHeads:
     """Medusa heads: output matrices by ridge regression from its states to the tokens h + 2 places on."""
     matrix = output_matrix(model)
     states = _inputs_of(matrix, model, ids, mask)
-    heads = MedusaHeads.from_target(model, num_heads=num_heads, own_outputs=True)
+    heads = MedusaHeads.from_target(
+        model, num_heads=num_heads, own_outputs=True, reads_token=reads_path, reads_path=reads_path
+    )
+    for token_map in heads.token_maps if reads_path else ():
+        nn.init.normal_(
+            token_map.weight, std=PATH_WEIGHT, generator=torch.Generator(matrix.weight.device).manual_seed(0)
+        )
     for head in range(num_heads):
         distance = head + 2
         weight = _ridge(states[:, :-distance], ids[:, distance:], matrix.weight.shape[0])

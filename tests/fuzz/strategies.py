@@ -131,7 +131,8 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
     if name in ("skip", "skip_adapter"):
         adapter = exit_adapter(model, case.exit_layer, known.ids, known.mask) if name == "skip_adapter" else None
         return LayerSkipCandidates(case.exit_layer, **settings, tree=tree, adapter=adapter)
-    heads = medusa_heads(model, known.ids, known.mask)
+    reads_path = name == "medusa_auto" and case.branches > 2
+    heads = medusa_heads(model, known.ids, known.mask, reads_path=reads_path)
     heads_tree: Any = "auto" if name == "medusa_auto" else (MEDUSA_TREE if case.branches > 2 else case.k)
     return MedusaCandidates(heads, tree=heads_tree, policy=policy)
 
