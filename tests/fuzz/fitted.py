@@ -11,7 +11,6 @@ from torch import nn
 from hf_specgen import RecyclingTable
 from tests.fuzz.internals import MedusaHeads, TopTokens, decoder_layers, output_matrix
 
-
 PATH_WEIGHT = 0.01
 """Size of the weights with which heads read the path before their token: enough to change a draft."""
 
