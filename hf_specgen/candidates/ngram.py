@@ -126,8 +126,10 @@ class _NgramSession(DraftSession):
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
-        for row, (tree, tokens) in enumerate(zip(self._trees, result.tokens, strict=True)):
-            self._texts[row].learn(tree, tokens)
+        drafts = zip(self._trees, result.tokens, strict=True)
+        outcomes = [outcome for tree, emitted in drafts for outcome in tree.outcomes(emitted, self._odds)]
+        for match_class, expected, accepted in outcomes:
+            self._odds.observe(match_class, expected, accepted)
         self._trees = []
 
     def end(self) -> None:
@@ -151,7 +153,7 @@ class _NgramSession(DraftSession):
         count = nodes
         if isinstance(shape, FastestSize):
             count, _ = shape.of_grown([tree.joint for tree in self._trees])
-        joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
+        joint = tuple([tuple(tree.joint[:count]) for tree in self._trees])
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 
     def _grow(self, row: int, limits: Limits) -> NgramTree:

@@ -117,35 +117,61 @@ class NgramIndex:
         Returns:
             by the position of the token that followed, the length of the match, at most `MAX_MATCH_LENGTH`.
         """
+        tail = array("i", tail[-MAX_MATCH_LENGTH:])
+        starts = [heads[value % self._capacity] for heads, value in zip(self._heads, _hashes(tail[::-1]), strict=False)]
+        # One of the visits may be the end of the text itself, after which there is no token.
+        return self._match(tail, starts, limit + 1, limit, known if grown else NO_OCCURRENCES, grown)
+
+    def repetitions(self, limit: int, known: Mapping[int, int] = NO_OCCURRENCES, grown: int = 0) -> dict[int, int]:
+        """What `occurrences` returns for the end of this text: links lead there from its last token, without hashes."""
+        tail = self.tokens[max(0, self.end - MAX_MATCH_LENGTH) : self.end]
+        starts = [links[self.end - 1] for links in self._links]
+        return self._match(tail, starts, limit, limit, known if grown else NO_OCCURRENCES, grown)
+
+    def _match(
+        self, tail: array[int], starts: Sequence[int], visits: int, limit: int, known: Mapping[int, int], grown: int
+    ) -> dict[int, int]:
+        """See `occurrences`.
+
+        Args:
+            starts: the latest positions with the hash of the last n-gram of each order.
+            visits: maximum number of positions that are visited for each order.
+        """
         found: dict[int, int] = {}
         tokens, end, capacity, is_ring = self.tokens, self.end, self._capacity, self._max_tokens is not None
-        backwards = tail[: -MAX_MATCH_LENGTH - 1 : -1]
-        hashes = _hashes(backwards)
-        for (order, links, heads, _), value in reversed(list(zip(self._levels, hashes, strict=False))):
-            following, age = heads[value % capacity], -1
-            for _ in range(limit + 1):  # one of them may be the end of the text itself
-                if not following:
-                    break
+        most, appended = len(tail), tail[-grown:]
+        for level in range(len(starts) - 1, -1, -1):
+            order, links, following, left, age = ORDERS[level], self._links[level], starts[level], visits, 0
+            backwards = tail[: -most - 1 : -1] if following else tail
+            if following == end:
+                following, left = links[following - 1], left - 1
+            while following and left:
+                left -= 1
                 if is_ring:  # a link to a token that has been overwritten since leads forward in the text
                     if (end - following) % capacity <= age:
+                        following = 0
                         break
                     age = (end - following) % capacity
-                if following not in found and following != end and following < capacity:
-                    # Matches end at `end`, which is overwritten next, and at the beginning of the array.
-                    longest = following if following <= end else following - end
-                    length = 0
-                    for token in backwards:
-                        if length == longest or tokens[following - 1 - length] != token:
-                            break
-                        length += 1
-                        if length == grown and (before := known.get(following - grown)) is not None:
-                            length = min(length + before, longest, len(backwards))
-                            break
+                if following not in found and following != capacity:
+                    if most == 1:
+                        length = int(tokens[following - 1] == backwards[0])
+                    elif following - grown in known and tokens[following - grown : following] == appended:
+                        length = min(known[following - grown] + grown, len(tail), following if following <= end else following - end)
+                    else:
+                        # Matches end at `end`, which is overwritten next, and at the beginning of the array.
+                        place, first = following, end if following > end else 0
+                        for token in backwards:
+                            if place == first or tokens[place - 1] != token:
+                                break
+                            place -= 1
+                        length = following - place
                     if length >= order:
                         found[following] = length
                         if len(found) == limit:
                             return found
                 following = links[following - 1]
+            if not following:  # all were visited: what is found with shorter n-grams matches fewer tokens
+                most = min(most, order - 1)
         return found
 
     def _append(self, tokens: Sequence[int]) -> None:
