@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, takewhile
+from itertools import accumulate, islice, takewhile
 from operator import mul
 
 from hf_specgen.candidates.ngram_odds import MatchOdds
@@ -35,19 +35,16 @@ def grow_chain(
     while depth < max_depth:
         values, proposers, total = vote(voters, depth, odds)
         token, probability = _most_probable(values, total)
-        other = next(frequent_tokens(frequent, values, total, odds), None) if depth == 0 else None
-        is_frequent = other is not None and other[1] > probability
-        if other is not None and other[1] > probability:
-            token, probability = other
+        voters = proposers[token][:MAX_VOTERS] if values else []
+        if depth == 0:
+            for other, other_probability in islice(frequent_tokens(frequent, values, total, odds), 1):
+                if other_probability > probability:
+                    token, probability, voters = other, other_probability, []
         joint *= probability
         if joint <= min_joint:
             break
-        if is_frequent:
-            tree.add(token, depth - 1, joint, ())
-            voters = find(token)
-        else:
-            voters = proposers[token][:MAX_VOTERS]
-            tree.add(token, depth - 1, joint, voters)
+        tree.add(token, depth - 1, joint, voters)
+        voters = voters or find(token)
         depth += 1
         if (len(values) == 1 or len(voters) == 1) and voters:
             tokens, probabilities = unanimous(voters, depth, max_depth - depth, odds)

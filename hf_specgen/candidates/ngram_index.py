@@ -99,8 +99,9 @@ class NgramIndex:
                 self._append_in_bulk(part)
             else:
                 self._append(part)
-            self._length = max(self._length, self.end)
             first += len(part)
+            if self._length < self.end:
+                self._length = self.end
 
     def occurrences(
         self, tail: Sequence[int], limit: int, known: Mapping[int, int] = NO_OCCURRENCES, grown: int = 0
@@ -138,41 +139,61 @@ class NgramIndex:
             visits: maximum number of positions that are visited for each order.
         """
         found: dict[int, int] = {}
-        tokens, end, capacity, is_ring = self.tokens, self.end, self._capacity, self._max_tokens is not None
-        most, appended = len(tail), tail[-grown:]
+        tokens, end, most, appended = self.tokens, self.end, len(tail), tail[-grown:]
         for level in range(len(starts) - 1, -1, -1):
-            order, links, following, left, age = ORDERS[level], self._links[level], starts[level], visits, 0
-            backwards = tail[: -most - 1 : -1] if following else tail
-            if following == end:
-                following, left = links[following - 1], left - 1
-            while following and left:
-                left -= 1
-                if is_ring:  # a link to a token that has been overwritten since leads forward in the text
-                    if (end - following) % capacity <= age:
-                        following = 0
-                        break
-                    age = (end - following) % capacity
-                if following not in found and following != capacity:
+            order, is_complete = ORDERS[level], True
+            if starts[level]:
+                positions, is_complete = self._chain(self._links[level], starts[level], visits)
+                backwards = tail[: -most - 1 : -1]
+                for following in positions:
+                    if following in found:
+                        continue
                     if most == 1:
-                        length = int(tokens[following - 1] == backwards[0])
-                    elif following - grown in known and tokens[following - grown : following] == appended:
-                        length = min(known[following - grown] + grown, len(tail), following if following <= end else following - end)
+                        length = 1 if tokens[following - 1] == backwards[0] else 0
                     else:
                         # Matches end at `end`, which is overwritten next, and at the beginning of the array.
-                        place, first = following, end if following > end else 0
-                        for token in backwards:
-                            if place == first or tokens[place - 1] != token:
-                                break
-                            place -= 1
-                        length = following - place
+                        longest = following if following <= end else following - end
+                        if following - grown in known and tokens[following - grown : following] == appended:
+                            length = min(known[following - grown] + grown, longest, len(tail))
+                        else:
+                            place = following
+                            for token in backwards if longest >= most else backwards[:longest]:
+                                if tokens[place - 1] != token:
+                                    break
+                                place -= 1
+                            length = following - place
                     if length >= order:
                         found[following] = length
                         if len(found) == limit:
                             return found
-                following = links[following - 1]
-            if not following:  # all were visited: what is found with shorter n-grams matches fewer tokens
+            if is_complete:  # what is found with shorter n-grams matches fewer tokens than these have
                 most = min(most, order - 1)
         return found
+
+    def _chain(self, links: memoryview, following: int, visits: int) -> tuple[list[int], bool]:
+        """Positions after n-grams with the same hash, the most recent first; and whether the visits reached them all.
+
+        Args:
+            links: of one order.
+            following: the most recent position.
+            visits: maximum number.
+        """
+        end, capacity = self.end, self._capacity
+        positions: list[int] = []
+        for _ in range(visits):
+            if not following:
+                break
+            positions.append(following)
+            following = links[following - 1]
+        if self._max_tokens is None:
+            if positions[0] == end:
+                del positions[0]
+            return positions, not following
+        # In a ring, a link to a token that has been overwritten since leads forward in the text.
+        ages = [(end - position) % capacity for position in positions]
+        count = next((place for place in range(1, len(ages)) if ages[place] <= ages[place - 1]), len(ages))
+        kept = [position for position in positions[:count] if position != end and position != capacity]
+        return kept, not following or count < len(ages)
 
     def _append(self, tokens: Sequence[int]) -> None:
         """Append tokens one by one; there is room for them."""

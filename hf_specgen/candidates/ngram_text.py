@@ -116,14 +116,12 @@ class RowText:
     def _follow_source(self, tokens: Sequence[int]) -> None:
         """Update `_source`: the occurrence that agrees with most of the new tokens, the nearest one if several do."""
         text, end, (first, last) = self.index.tokens, self.index.end, self._near()
-        places = [
-            (first <= position <= last, length, position)
-            for position, length in self._known.items()
-            if text[position] == tokens[0] and (length > 1 or first <= position <= last)
-        ]
+        known = self._known
+        places = [(first <= place <= last, known[place], place) for place in known if text[place] == tokens[0]]
+        places = [place for place in places if place[0] or place[1] > 1]
         places += [(True, 0, place) for place in self._resumed()]
         agreed = 0
-        for token in tokens:
+        for token in tokens if places else ():
             agreeing = [place for place in places if place[2] + agreed < end and text[place[2] + agreed] == token]
             if not agreeing:
                 break
