@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.candidates.ngram_history import NgramHistory as NgramHistory
-from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import MatchOdds
 from hf_specgen.candidates.ngram_text import MatchLengths, RowText
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree

@@ -13,7 +13,7 @@ section 4, for hash chains that are abandoned after a number of links.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -21,17 +21,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH, NO_OCCURRENCES, Chain, compare
+
 ORDERS = (1, 2, 4, 8)
 """Lengths of the n-grams that are indexed; a match of any other length contains one of them."""
-MAX_MATCH_LENGTH = 64
-"""Tokens that are compared at most; drafts after longer matches are accepted as often."""
 SEPARATOR = -1
 """Marker between texts, which is no token id, so that no match spans two texts."""
 MIN_BULK_TOKENS = 64
 """From this number of tokens on, numpy indexes them faster than one by one."""
 INITIAL_CAPACITY = 1024
 """Tokens that the arrays of a text without limit hold at first; they grow by doubling."""
-NO_OCCURRENCES: Mapping[int, int] = {}
 BASE = 0x9E3779B1
 """Base of the polynomial hash: a prime close to the golden ratio of 2^32, so that close tokens get distant hashes."""
 POWERS = tuple(pow(BASE, exponent, 2**32) for exponent in range(ORDERS[-1]))
@@ -121,79 +120,40 @@ class NgramIndex:
         tail = array("i", tail[-MAX_MATCH_LENGTH:])
         starts = [heads[value % self._capacity] for heads, value in zip(self._heads, _hashes(tail[::-1]), strict=False)]
         # One of the visits may be the end of the text itself, after which there is no token.
-        return self._match(tail, starts, limit + 1, limit, known if grown else NO_OCCURRENCES, grown)
+        chains = self._chains(starts, limit + 1)
+        return compare(self.tokens, self.end, tail, chains, limit, known, grown)
 
     def repetitions(self, limit: int, known: Mapping[int, int] = NO_OCCURRENCES, grown: int = 0) -> dict[int, int]:
         """What `occurrences` returns for the end of this text: links lead there from its last token, without hashes."""
         tail = self.tokens[max(0, self.end - MAX_MATCH_LENGTH) : self.end]
-        starts = [links[self.end - 1] for links in self._links]
-        return self._match(tail, starts, limit, limit, known if grown else NO_OCCURRENCES, grown)
+        chains = self._chains([links[self.end - 1] for links in self._links], limit)
+        return compare(self.tokens, self.end, tail, chains, limit, known, grown)
 
-    def _match(
-        self, tail: array[int], starts: Sequence[int], visits: int, limit: int, known: Mapping[int, int], grown: int
-    ) -> dict[int, int]:
-        """See `occurrences`.
+    def _chains(self, starts: Sequence[int], visits: int) -> Iterator[Chain]:
+        """The positions after n-grams with the same hash, by the length of the n-grams, longest first.
 
         Args:
-            starts: the latest positions with the hash of the last n-gram of each order.
-            visits: maximum number of positions that are visited for each order.
+            starts: the most recent position for each length.
+            visits: maximum number of positions for each length.
         """
-        found: dict[int, int] = {}
-        tokens, end, most, appended = self.tokens, self.end, len(tail), tail[-grown:]
+        end, capacity, is_ring = self.end, self._capacity, self._max_tokens is not None
         for level in range(len(starts) - 1, -1, -1):
-            order, is_complete = ORDERS[level], True
-            if starts[level]:
-                positions, is_complete = self._chain(self._links[level], starts[level], visits)
-                backwards = tail[: -most - 1 : -1]
-                for following in positions:
-                    if following in found:
-                        continue
-                    if most == 1:
-                        length = 1 if tokens[following - 1] == backwards[0] else 0
-                    else:
-                        # Matches end at `end`, which is overwritten next, and at the beginning of the array.
-                        longest = following if following <= end else following - end
-                        if following - grown in known and tokens[following - grown : following] == appended:
-                            length = min(known[following - grown] + grown, longest, len(tail))
-                        else:
-                            place = following
-                            for token in backwards if longest >= most else backwards[:longest]:
-                                if tokens[place - 1] != token:
-                                    break
-                                place -= 1
-                            length = following - place
-                    if length >= order:
-                        found[following] = length
-                        if len(found) == limit:
-                            return found
-            if is_complete:  # what is found with shorter n-grams matches fewer tokens than these have
-                most = min(most, order - 1)
-        return found
-
-    def _chain(self, links: memoryview, following: int, visits: int) -> tuple[list[int], bool]:
-        """Positions after n-grams with the same hash, the most recent first; and whether the visits reached them all.
-
-        Args:
-            links: of one order.
-            following: the most recent position.
-            visits: maximum number.
-        """
-        end, capacity = self.end, self._capacity
-        positions: list[int] = []
-        for _ in range(visits):
-            if not following:
-                break
-            positions.append(following)
-            following = links[following - 1]
-        if self._max_tokens is None:
-            if positions[0] == end:
+            links, following = self._links[level], starts[level]
+            positions: list[int] = []
+            for _ in range(visits):
+                if not following:
+                    break
+                positions.append(following)
+                following = links[following - 1]
+            is_complete = not following
+            if is_ring and positions:  # a link to a token that has been overwritten since leads forward in the text
+                ages = [(end - position) % capacity for position in positions]
+                count = next((place for place in range(1, len(ages)) if ages[place] <= ages[place - 1]), len(ages))
+                is_complete = is_complete or count < len(ages)
+                positions = [position for position in positions[:count] if position != capacity]
+            if positions and positions[0] == end:
                 del positions[0]
-            return positions, not following
-        # In a ring, a link to a token that has been overwritten since leads forward in the text.
-        ages = [(end - position) % capacity for position in positions]
-        count = next((place for place in range(1, len(ages)) if ages[place] <= ages[place - 1]), len(ages))
-        kept = [position for position in positions[:count] if position != end and position != capacity]
-        return kept, not following or count < len(ages)
+            yield ORDERS[level], positions, is_complete
 
     def _append(self, tokens: Sequence[int]) -> None:
         """Append tokens one by one; there is room for them."""

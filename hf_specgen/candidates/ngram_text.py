@@ -8,7 +8,8 @@ from typing import NamedTuple
 from hf_specgen.candidates.ngram_chain import grow_chain
 from hf_specgen.candidates.ngram_frequent import FrequentTokens
 from hf_specgen.candidates.ngram_history import NgramHistory
-from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
+from hf_specgen.candidates.ngram_index import NgramIndex
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import NEAR, OWN, MatchOdds
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree, grow_tree
 from hf_specgen.candidates.ngram_votes import Occurrence

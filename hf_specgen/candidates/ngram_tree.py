@@ -12,7 +12,8 @@ from itertools import accumulate, islice, takewhile
 from operator import mul
 from typing import NamedTuple
 
-from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR
+from hf_specgen.candidates.ngram_index import SEPARATOR
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import FREQUENT, MatchOdds
 from hf_specgen.candidates.ngram_votes import MAX_VOTERS, Occurrence, frequent_tokens, strongest, unanimous, vote
 from hf_specgen.tree import Parents
@@ -192,7 +193,7 @@ class _Growth:
             if len(voters) == 1:
                 text, end, position, length, kind = voters[0]
                 position, length = position + depth, length + depth
-                if position == end or (token := text[position]) == SEPARATOR:
+                if position >= end or (token := text[position]) == SEPARATOR:
                     return
                 following = joint * odds.alone[kind][length if length < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
             else:

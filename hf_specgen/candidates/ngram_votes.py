@@ -8,7 +8,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR
+from hf_specgen.candidates.ngram_index import SEPARATOR
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import (
     CLASSES_BY_LENGTH,
     FREQUENT,
@@ -128,4 +129,3 @@ def _common_prefix(pieces: list[array[int]]) -> array[int]:
         if one != other:
             return low[:place]
     return low
-
