@@ -160,8 +160,6 @@ class _NgramSession(DraftSession):
         if limits.depth == 0:
             return NgramTree()
         text, generated = self._texts[row], self._state.generated[row]
-        new = generated[self._read[row] :]
-        if new:
-            text.extend(new)
-            self._read[row] = len(generated)
+        text.extend(generated[self._read[row] :])
+        self._read[row] = len(generated)
         return text.propose(limits)

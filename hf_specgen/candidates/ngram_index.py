@@ -138,22 +138,22 @@ class NgramIndex:
         """
         end, capacity, is_ring = self.end, self._capacity, self._max_tokens is not None
         for level in range(len(starts) - 1, -1, -1):
-            links, following = self._links[level], starts[level]
+            links, following, age = self._links[level], starts[level], -1
             positions: list[int] = []
             for _ in range(visits):
+                if is_ring:  # a link to a token that has been overwritten since leads forward in the text
+                    if (end - following) % capacity <= age:
+                        following = 0
+                    age = (end - following) % capacity
                 if not following:
                     break
                 positions.append(following)
                 following = links[following - 1]
-            is_complete = not following
-            if is_ring and positions:  # a link to a token that has been overwritten since leads forward in the text
-                ages = [(end - position) % capacity for position in positions]
-                count = next((place for place in range(1, len(ages)) if ages[place] <= ages[place - 1]), len(ages))
-                is_complete = is_complete or count < len(ages)
-                positions = [position for position in positions[:count] if position != capacity]
+            if is_ring and capacity in positions:  # no token follows the last one of the array
+                positions.remove(capacity)
             if positions and positions[0] == end:
                 del positions[0]
-            yield ORDERS[level], positions, is_complete
+            yield ORDERS[level], positions, not following
 
     def _append(self, tokens: Sequence[int]) -> None:
         """Append tokens one by one; there is room for them."""

@@ -73,6 +73,8 @@ class RowText:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
+        if not tokens:
+            return
         self._follow_source(tokens)
         self.index.extend(tokens)
         self._grown += len(tokens)
@@ -96,7 +98,7 @@ class RowText:
             found = [
                 (text, end, position, min(length, most), kind)
                 for text, end, position, length, kind in found
-                if length >= least
+                if least == 1 or length >= least  # with 1, also places where copying resumes, whose match has length 0
             ]
         frequent = self._frequent.shares() if least == 1 else ()
         grow = grow_chain if limits.leaves == 1 else grow_tree

@@ -78,7 +78,7 @@ def frequent_tokens(
         values, total: see `vote`.
         odds: of the occurrences.
     """
-    share = odds.values[FREQUENT] * (NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values)) / total
+    share = odds.values[FREQUENT] * (1.0 - sum([value / total for value in values.values()]))
     return ((token, share * part) for token, part in frequent if token not in values)
 
 

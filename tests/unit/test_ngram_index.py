@@ -82,6 +82,7 @@ def test_occurrences_in_a_bounded_text_agree_with_the_reference(
 def test_occurrences_collision_of_hashes_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: comparison by hash alone. With powers of 1 the hash is a sum: (1, 4) looks like (2, 3)."""
     monkeypatch.setattr(module, "POWERS", (1,) * 8)
+    monkeypatch.setattr(module, "OFFSETS", tuple((order - 1, 2 * order) for order in module.ORDERS))
     index = index_of([2, 3, 7, 1, 9, 9])
     assert index.occurrences([1, 4], ALL) == {}
     assert index.occurrences([8, 2, 3], ALL) == {2: 2}
