@@ -126,7 +126,7 @@ class DraftTree:
         cls, rows: Sequence[tuple[Sequence[int], Parents]], joint: tuple[tuple[float, ...], ...] | None = None
     ) -> DraftTree:
         """From a pair (tokens, parents) per row; see above for `joint`."""
-        return cls(_pad([tokens for tokens, _ in rows]), tuple(parents for _, parents in rows), joint=joint)
+        return cls(_pad([tokens for tokens, _ in rows]), tuple([parents for _, parents in rows]), joint=joint)
 
     @classmethod
     def from_paths(cls, rows: Sequence[Sequence[Sequence[int]]]) -> DraftTree:
@@ -143,10 +143,12 @@ def _leftmost_path(parents: Parents) -> list[int]:
 
 
 def _pad(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    width = max(map(len, rows), default=0)
-    padded = [row if len(row) == width else [*row, *[0] * (width - len(row))] for row in rows]
-    # By way of numpy: half the time of torch.tensor.
-    return torch.from_numpy(np.array(padded, dtype=np.int64).reshape(len(rows), width))
+    lengths = {len(row) for row in rows}
+    if len(lengths) != 1:
+        width = max(lengths, default=0)
+        padded = [[*row, *[0] * (width - len(row))] for row in rows]
+        return torch.from_numpy(np.array(padded, dtype=np.int64).reshape(len(rows), width))
+    return torch.from_numpy(np.array(rows, dtype=np.int64))  # by way of numpy: a third of the time of torch.tensor
 
 
 @lru_cache(maxsize=4096)

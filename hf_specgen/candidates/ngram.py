@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
 from hf_specgen.candidates.ngram_history import NgramHistory as NgramHistory
-from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import MatchOdds
 from hf_specgen.candidates.ngram_text import MatchLengths, RowText
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree
@@ -126,8 +126,10 @@ class _NgramSession(DraftSession):
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
-        for row, (tree, tokens) in enumerate(zip(self._trees, result.tokens, strict=True)):
-            self._texts[row].learn(tree, tokens)
+        drafts = zip(self._trees, result.tokens, strict=True)
+        outcomes = [outcome for tree, emitted in drafts for outcome in tree.outcomes(emitted, self._odds)]
+        for match_class, expected, accepted in outcomes:
+            self._odds.observe(match_class, expected, accepted)
         self._trees = []
 
     def end(self) -> None:
@@ -151,15 +153,13 @@ class _NgramSession(DraftSession):
         count = nodes
         if isinstance(shape, FastestSize):
             count, _ = shape.of_grown([tree.joint for tree in self._trees])
-        joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
+        joint = tuple([tuple(tree.joint[:count]) for tree in self._trees])
         return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
 
     def _grow(self, row: int, limits: Limits) -> NgramTree:
         if limits.depth == 0:
             return NgramTree()
         text, generated = self._texts[row], self._state.generated[row]
-        new = generated[self._read[row] :]
-        if new:
-            text.extend(new)
-            self._read[row] = len(generated)
+        text.extend(generated[self._read[row] :])
+        self._read[row] = len(generated)
         return text.propose(limits)

@@ -7,7 +7,7 @@ from heapq import nsmallest
 
 from hf_specgen.candidates.ngram_index import NgramIndex
 from hf_specgen.candidates.ngram_odds import OWN
-from hf_specgen.candidates.ngram_tree import Occurrence
+from hf_specgen.candidates.ngram_votes import Occurrence
 
 FREQUENT_TOKENS, FREQUENT_OCCURRENCES = 24, 4
 """How many of the most frequent tokens are proposed, and how many occurrences vote on what follows each of them."""

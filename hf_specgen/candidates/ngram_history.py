@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from hf_specgen.candidates.locked import Locked
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from hf_specgen.candidates.ngram_odds import HISTORY_OUTPUT, HISTORY_PROMPT
-from hf_specgen.candidates.ngram_tree import Occurrence
+from hf_specgen.candidates.ngram_votes import Occurrence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

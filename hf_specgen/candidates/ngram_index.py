@@ -13,7 +13,7 @@ section 4, for hash chains that are abandoned after a number of links.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -21,17 +21,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH, NO_OCCURRENCES, Chain, compare
+
 ORDERS = (1, 2, 4, 8)
 """Lengths of the n-grams that are indexed; a match of any other length contains one of them."""
-MAX_MATCH_LENGTH = 64
-"""Tokens that are compared at most; drafts after longer matches are accepted as often."""
 SEPARATOR = -1
 """Marker between texts, which is no token id, so that no match spans two texts."""
 MIN_BULK_TOKENS = 64
 """From this number of tokens on, numpy indexes them faster than one by one."""
 INITIAL_CAPACITY = 1024
 """Tokens that the arrays of a text without limit hold at first; they grow by doubling."""
-NO_OCCURRENCES: Mapping[int, int] = {}
 BASE = 0x9E3779B1
 """Base of the polynomial hash: a prime close to the golden ratio of 2^32, so that close tokens get distant hashes."""
 POWERS = tuple(pow(BASE, exponent, 2**32) for exponent in range(ORDERS[-1]))
@@ -99,8 +98,9 @@ class NgramIndex:
                 self._append_in_bulk(part)
             else:
                 self._append(part)
-            self._length = max(self._length, self.end)
             first += len(part)
+            if self._length < self.end:
+                self._length = self.end
 
     def occurrences(
         self, tail: Sequence[int], limit: int, known: Mapping[int, int] = NO_OCCURRENCES, grown: int = 0
@@ -117,36 +117,43 @@ class NgramIndex:
         Returns:
             by the position of the token that followed, the length of the match, at most `MAX_MATCH_LENGTH`.
         """
-        found: dict[int, int] = {}
-        tokens, end, capacity, is_ring = self.tokens, self.end, self._capacity, self._max_tokens is not None
-        backwards = tail[: -MAX_MATCH_LENGTH - 1 : -1]
-        hashes = _hashes(backwards)
-        for (order, links, heads, _), value in reversed(list(zip(self._levels, hashes, strict=False))):
-            following, age = heads[value % capacity], -1
-            for _ in range(limit + 1):  # one of them may be the end of the text itself
-                if not following:
-                    break
+        tail = array("i", tail[-MAX_MATCH_LENGTH:])
+        starts = [heads[value % self._capacity] for heads, value in zip(self._heads, _hashes(tail[::-1]), strict=False)]
+        # One of the visits may be the end of the text itself, after which there is no token.
+        chains = self._chains(starts, limit + 1)
+        return compare(self.tokens, self.end, tail, chains, limit, known, grown)
+
+    def repetitions(self, limit: int, known: Mapping[int, int] = NO_OCCURRENCES, grown: int = 0) -> dict[int, int]:
+        """What `occurrences` returns for the end of this text: links lead there from its last token, without hashes."""
+        tail = self.tokens[max(0, self.end - MAX_MATCH_LENGTH) : self.end]
+        chains = self._chains([links[self.end - 1] for links in self._links], limit)
+        return compare(self.tokens, self.end, tail, chains, limit, known, grown)
+
+    def _chains(self, starts: Sequence[int], visits: int) -> Iterator[Chain]:
+        """The positions after n-grams with the same hash, by the length of the n-grams, longest first.
+
+        Args:
+            starts: the most recent position for each length.
+            visits: maximum number of positions for each length.
+        """
+        end, capacity, is_ring = self.end, self._capacity, self._max_tokens is not None
+        for level in range(len(starts) - 1, -1, -1):
+            links, following, age = self._links[level], starts[level], -1
+            positions: list[int] = []
+            for _ in range(visits):
                 if is_ring:  # a link to a token that has been overwritten since leads forward in the text
                     if (end - following) % capacity <= age:
-                        break
+                        following = 0
                     age = (end - following) % capacity
-                if following not in found and following != end and following < capacity:
-                    # Matches end at `end`, which is overwritten next, and at the beginning of the array.
-                    longest = following if following <= end else following - end
-                    length = 0
-                    for token in backwards:
-                        if length == longest or tokens[following - 1 - length] != token:
-                            break
-                        length += 1
-                        if length == grown and (before := known.get(following - grown)) is not None:
-                            length = min(length + before, longest, len(backwards))
-                            break
-                    if length >= order:
-                        found[following] = length
-                        if len(found) == limit:
-                            return found
+                if not following:
+                    break
+                positions.append(following)
                 following = links[following - 1]
-        return found
+            if is_ring and capacity in positions:  # no token follows the last one of the array
+                positions.remove(capacity)
+            if positions and positions[0] == end:
+                del positions[0]
+            yield ORDERS[level], positions, not following
 
     def _append(self, tokens: Sequence[int]) -> None:
         """Append tokens one by one; there is room for them."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 
-from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 
 OWN, NEAR, HISTORY_PROMPT, HISTORY_OUTPUT = range(4)
 """Kinds of occurrences: in the row's own text; in it, close to where tokens were copied from last; in the prompt, or in

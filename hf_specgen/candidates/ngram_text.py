@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hf_specgen.candidates.ngram_chain import grow_chain
 from hf_specgen.candidates.ngram_frequent import FrequentTokens
 from hf_specgen.candidates.ngram_history import NgramHistory
-from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
+from hf_specgen.candidates.ngram_index import NgramIndex
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import NEAR, OWN, MatchOdds
-from hf_specgen.candidates.ngram_tree import Limits, NgramTree, Occurrence, grow_tree
-from hf_specgen.verification.result import judged_nodes
+from hf_specgen.candidates.ngram_tree import Limits, NgramTree, grow_tree
+from hf_specgen.candidates.ngram_votes import Occurrence
 
 MAX_OCCURRENCES = 24
 """Maximum number of occurrences that vote, in the row's text and in the history each: with 16, edits take 10% more
@@ -71,44 +73,36 @@ class RowText:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
+        if not tokens:
+            return
         self._follow_source(tokens)
         self.index.extend(tokens)
         self._grown += len(tokens)
 
     def propose(self, limits: Limits) -> NgramTree:
         """The most probable continuations of the text."""
-        index, (least, most) = self.index, self._lengths
-        text, end = index.tokens, index.end
-        tail = text[max(0, end - MAX_MATCH_LENGTH) : end]
-        first, last = self._near()
-        known = index.occurrences(tail, MAX_OCCURRENCES, self._known, self._grown)
+        index, grown, (least, most) = self.index, self._grown, self._lengths
+        text, end, (first, last) = index.tokens, index.end, self._near()
+        self._known = known = index.repetitions(MAX_OCCURRENCES, self._known, grown)
         found: list[Occurrence] = [
-            (text, end, position, length if length < most else most, NEAR if first <= position <= last else OWN)
+            (text, end, position, length, NEAR if first <= position <= last else OWN)
             for position, length in known.items()
-            if length >= least
         ]
-        if least == 1:
-            found += [(text, end, place, 0, NEAR) for place in self._resumed() if place not in known]
+        found += [(text, end, place, 0, NEAR) for place in self._resumed() if place not in known]
         if self._history is not None:
-            self._known_history, others = self._history.find(tail, MAX_OCCURRENCES, self._known_history, self._grown)
-            found += [
+            tail = text[max(0, end - MAX_MATCH_LENGTH) : end]
+            self._known_history, others = self._history.find(tail, MAX_OCCURRENCES, self._known_history, grown)
+            found += others
+        self._grown = 0
+        if least > 1 or most < MAX_MATCH_LENGTH:
+            found = [
                 (text, end, position, min(length, most), kind)
-                for text, end, position, length, kind in others
-                if length >= least
+                for text, end, position, length, kind in found
+                if least == 1 or length >= least  # with 1, also places where copying resumes, whose match has length 0
             ]
-        self._known, self._grown = known, 0
         frequent = self._frequent.shares() if least == 1 else ()
-        return grow_tree(found, self._odds, limits, frequent, self._frequent.occurrences)
-
-    def learn(self, tree: NgramTree, emitted: Sequence[int]) -> None:
-        """Learn the odds of occurrences from the tokens that followed.
-
-        Args:
-            tree: what was proposed.
-            emitted: the tokens that followed.
-        """
-        for node, accepted in judged_nodes(tree.tokens, tree.parents, emitted):
-            self._odds.observe(tree.classes[node], tree.expected(node), accepted)
+        grow = grow_chain if limits.leaves == 1 else grow_tree
+        return grow(found, self._odds, limits, frequent, self._frequent.occurrences)
 
     def _near(self) -> tuple[int, int]:
         """The first and the last position that counts as near; none of the text without a source."""
@@ -125,14 +119,12 @@ class RowText:
     def _follow_source(self, tokens: Sequence[int]) -> None:
         """Update `_source`: the occurrence that agrees with most of the new tokens, the nearest one if several do."""
         text, end, (first, last) = self.index.tokens, self.index.end, self._near()
-        places = [
-            (first <= position <= last, length, position)
-            for position, length in self._known.items()
-            if length > 1 or first <= position <= last
-        ]
+        known = self._known
+        places = [(first <= place <= last, known[place], place) for place in known if text[place] == tokens[0]]
+        places = [place for place in places if place[0] or place[1] > 1]
         places += [(True, 0, place) for place in self._resumed()]
         agreed = 0
-        for token in tokens:
+        for token in tokens if places else ():
             agreeing = [place for place in places if place[2] + agreed < end and text[place[2] + agreed] == token]
             if not agreeing:
                 break

@@ -1,40 +1,26 @@
 """Grows a tree of the most probable continuations of a text: what followed earlier occurrences of its end.
 
-Most nodes belong to chains that a single occurrence proposes. These are added as a whole, by slices of its text and of
-the tables in `MatchOdds`, up to the node where another continuation becomes more probable.
+Most nodes belong to chains that a single occurrence proposes, or several that agree. These are added as a whole, up to
+the node where another continuation becomes more probable.
 """
 
 from __future__ import annotations
 
-import heapq
-from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, islice
+from heapq import heappop, heappush
+from itertools import accumulate, islice, takewhile
 from operator import mul
 from typing import NamedTuple
 
-from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR
-from hf_specgen.candidates.ngram_odds import (
-    CLASSES_BY_LENGTH,
-    FREQUENT,
-    MAX_CHAIN_CHUNK,
-    NEW_TOKEN_ODDS,
-    NEW_TOKEN_ODDS_PER_TOKEN,
-    MatchOdds,
-)
+from hf_specgen.candidates.ngram_index import SEPARATOR
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
+from hf_specgen.candidates.ngram_odds import FREQUENT, MatchOdds
+from hf_specgen.candidates.ngram_votes import MAX_VOTERS, Occurrence, frequent_tokens, strongest, unanimous, vote
 from hf_specgen.tree import Parents
+from hf_specgen.verification.result import judged_nodes
 
-MAX_VOTERS = 8
-"""Occurrences of a token that also vote on what follows it: with all of them, as many tokens are accepted per step."""
-
-Occurrence = tuple["array[int]", int, int, int, int]
-"""A place after tokens that equal the last ones of a row: the text, where it ends, the position of the token that
-followed, the length of the match, and its kind (see `MatchOdds`). A plain tuple, since every draft makes dozens."""
 Frequent = Sequence[tuple[int, float]]
 """The most frequent tokens of a text and their shares of it, in descending order."""
-_Child = tuple[int, float, Sequence[Occurrence]]
-"""Token, probability, and the occurrences that voted for it; none for a frequent token."""
 
 
 class Limits(NamedTuple):
@@ -59,30 +45,51 @@ class NgramTree:
     Attributes:
         tokens, parents: of each node.
         joint: probability that the node is accepted.
-        classes: the class of the occurrence with the strongest vote for it, see `MatchOdds`.
+        voters: the occurrences that proposed it; none for a frequent token.
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.joint: list[float] = []
-        self.classes: list[int] = []
+        self.voters: list[Sequence[Occurrence]] = []
 
-    def add(self, token: int, parent: int, joint: float, match_class: int) -> None:
+    def add(self, token: int, parent: int, joint: float, voters: Sequence[Occurrence]) -> None:
         """Add a node."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.joint.append(joint)
-        self.classes.append(match_class)
+        self.voters.append(voters)
 
-    def expected(self, node: int) -> float:
-        """Probability that the node is accepted, given that its parent is."""
-        parent = self.parents[node]
-        return self.joint[node] / self.joint[parent] if parent >= 0 else self.joint[node]
+    def add_chain(self, tokens: Sequence[int], joint: Sequence[float], voters: Sequence[Occurrence]) -> int:
+        """Add the first tokens of a chain below the newest node, as many as there are probabilities."""
+        count, newest = len(joint), len(self.tokens) - 1
+        self.tokens.extend(tokens[:count])
+        self.parents.extend(range(newest, newest + count))
+        self.joint.extend(joint)
+        self.voters.extend([voters] * count)
+        return count
 
     def first(self, count: int) -> tuple[list[int], Parents]:
         """Tokens and parents of the first `count` nodes."""
         return self.tokens[:count], tuple(self.parents[:count])
+
+    def outcomes(self, emitted: Sequence[int], odds: MatchOdds) -> list[tuple[int, float, bool]]:
+        """What to learn from the tokens that followed: the arguments of `MatchOdds.observe` for each verified node.
+
+        Args:
+            emitted: the tokens that followed.
+            odds: with which the tree was grown, as they were then.
+        """
+        depths: dict[int, int] = {-1: 0}
+        found: list[tuple[int, float, bool]] = []
+        for node, accepted in judged_nodes(self.tokens, self.parents, emitted):
+            parent, voters = self.parents[node], self.voters[node]
+            depths[node] = depths[parent] + 1
+            expected = self.joint[node] / self.joint[parent] if parent >= 0 else self.joint[node]
+            match_class = strongest(voters, depths[parent], odds) if voters else FREQUENT
+            found.append((match_class, expected, accepted))
+        return found
 
 
 def grow_tree(
@@ -104,22 +111,19 @@ def grow_tree(
         find: looks up the occurrences of one frequent token, each with the position of the token itself, to continue.
 
     Example:
+        >>> from array import array
         >>> from hf_specgen.candidates.ngram_odds import OWN
         >>> text = array("i", [1, 2, 3, 1, 2, 4, 1, 2])
         >>> found = [(text, 8, 5, 2, OWN), (text, 8, 2, 2, OWN)]
         >>> grow_tree(found, MatchOdds(), Limits(depth=2, nodes=4)).first(4)
         ([4, 3, 1, 1], (-1, -1, 0, 1))
     """
-    children = _vote(occurrences, 0, odds)
-    share = odds.values[FREQUENT] * (1.0 - sum([child[1] for child in children]))
-    proposed = {child[0] for child in children}
-    others = ((token, share * part, ()) for token, part in frequent if token not in proposed)
-    growth = _Growth(odds, limits, find, others)
-    children += islice(others, 1)
-    if limits.leaves == 1:
-        growth.run_chain(children)
-    elif limits.depth > 0:
-        growth.push(-1, 1.0, 0, children)
+    values, proposers, total = vote(occurrences, 0, odds)
+    growth = _Growth(odds, limits, find, frequent_tokens(frequent, values, total, odds))
+    if limits.depth > 0:
+        for token, value in values.items():
+            growth.push(value / total, -1, 1, token, proposers[token])
+        growth.push_frequent()
         growth.run()
     return growth.tree
 
@@ -129,7 +133,8 @@ class _Growth:
 
     Args:
         odds, limits, find: see `grow_tree`.
-        others: frequent tokens, the most probable first; each is pushed when the one before has been added.
+        others: frequent tokens and their probabilities, in descending order; each is pushed when the one before has
+            been added.
     """
 
     def __init__(
@@ -137,138 +142,76 @@ class _Growth:
         odds: MatchOdds,
         limits: Limits,
         find: Callable[[int], Sequence[Occurrence]],
-        others: Iterator[_Child],
+        others: Iterator[tuple[int, float]],
     ):
         self.tree = NgramTree()
         self._odds, self._limits, self._find, self._others = odds, limits, find, others
         # Joint probability (negative, so that the highest comes first), age, parent, depth, token, voters.
         self._heap: list[tuple[float, int, int, int, int, Sequence[Occurrence]]] = []
-        self._age = 0
+        self._age = 0  # breaks ties
+        self._inner = {-1}  # nodes with children
 
-    def push(self, parent: int, joint: float, depth: int, children: list[_Child]) -> None:
-        """Push the children of a node, which has this joint probability and depth, to the heap."""
-        heap, min_joint, age = self._heap, self._limits.min_joint, self._age
-        for token, probability, voters in children:
-            value = joint * probability
-            if value > min_joint:
-                age += 1  # breaks ties
-                heapq.heappush(heap, (-value, age, parent, depth + 1, token, voters))
-        self._age = age
+    def push(self, joint: float, parent: int, depth: int, token: int, voters: Sequence[Occurrence]) -> None:
+        """Push a node to the heap, unless it is too improbable."""
+        if joint > self._limits.min_joint:
+            self._age += 1
+            heappush(self._heap, (-joint, self._age, parent, depth, token, voters))
+
+    def push_frequent(self) -> None:
+        """Push the next frequent token to the heap."""
+        for token, probability in islice(self._others, 1):
+            self.push(probability, -1, 1, token, ())
 
     def run(self) -> None:
         """Add the most probable nodes, as many as the limits allow."""
-        tree, heap = self.tree, self._heap
+        tree, heap, inner = self.tree, self._heap, self._inner
         max_depth, max_nodes, _, max_leaves = self._limits
-        tokens = tree.tokens
-        inner: set[int] = {-1}
         leaves = 0
-        while heap and len(tokens) < max_nodes:
-            negative, _, parent, depth, token, voters = heapq.heappop(heap)
+        while heap and len(tree.tokens) < max_nodes:
+            negative, _, parent, depth, token, voters = heappop(heap)
             if parent in inner:
                 if leaves == max_leaves:
                     continue
                 leaves += 1
             inner.add(parent)
-            node = len(tokens)
-            voters = self._add(token, parent, -negative, depth, voters)
-            if parent == -1 and tree.classes[node] == FREQUENT:
-                self.push(-1, 1.0, 0, list(islice(self._others, 1)))
-            if depth == max_depth:
-                continue
-            if len(voters) == 1:
-                self._add_chain(voters[0], node, depth)
-                inner.update(range(node, len(tokens) - 1))
+            if voters:
+                voters = voters[:MAX_VOTERS]
+                tree.add(token, parent, -negative, voters)
             else:
-                self.push(node, -negative, depth, _vote(voters, depth, self._odds))
+                tree.add(token, parent, -negative, ())
+                self.push_frequent()
+                voters = self._find(token)
+            if depth < max_depth:
+                self._continue(voters, depth)
 
-    def run_chain(self, children: list[_Child]) -> None:
-        """Add the most probable of these children of the root, its most probable child, and so on."""
-        joint = 1.0
-        for depth in range(1, min(self._limits.depth, self._limits.nodes) + 1):
-            if not children:
-                break
-            token, probability, voters = max(children, key=_probability)
-            joint *= probability
-            if joint <= self._limits.min_joint:
-                break
-            voters = self._add(token, depth - 2, joint, depth, voters)
+    def _continue(self, voters: Sequence[Occurrence], depth: int) -> None:
+        """Add what occurrences agree on below the newest node, while no node on the heap is more probable."""
+        tree, heap, odds = self.tree, self._heap, self._odds
+        max_depth, max_nodes, min_joint, _ = self._limits
+        joint, node = tree.joint[-1], len(tree.tokens) - 1
+        while depth < max_depth:
             if len(voters) == 1:
-                self._add_chain(voters[0], depth - 1, depth)
-                break
-            children = _vote(voters, depth, self._odds)
-
-    def _add(
-        self, token: int, parent: int, joint: float, depth: int, voters: Sequence[Occurrence]
-    ) -> Sequence[Occurrence]:
-        """Add one node; returns the occurrences that vote on what follows it."""
-        if voters:
-            voters = voters[:MAX_VOTERS]
-            self.tree.add(token, parent, joint, _strongest(voters, depth - 1, self._odds))
-            return voters
-        self.tree.add(token, parent, joint, FREQUENT)
-        return self._find(token)
-
-    def _add_chain(self, voter: Occurrence, node: int, depth: int) -> None:
-        """Add what a single occurrence proposes below the newest node, while no node on the heap is more probable."""
-        tree, heap, limits = self.tree, self._heap, self._limits
-        text, end, position, length, kind = voter
-        first, length = position + depth, min(length + depth, MAX_MATCH_LENGTH)
-        count = min(end - first, limits.depth - depth, MAX_CHAIN_CHUNK)
-        if count <= 0:
-            return
-        alone, classes = self._odds.alone[kind], CLASSES_BY_LENGTH[kind]
-        bound = min(heap[0][0], -limits.min_joint) if heap else -limits.min_joint
-        added, following = 0, -tree.joint[node] * alone[length]
-        if following < bound:
-            joints = list(accumulate(alone[length : length + count], mul, initial=-tree.joint[node]))
-            added = min(bisect_left(joints, bound) - 1, limits.nodes - len(tree.tokens))
-            piece = text[first : first + added]
-            if SEPARATOR in piece:
-                count = added = piece.index(SEPARATOR)
-            tree.tokens.extend(piece[:added])
-            tree.parents.extend(range(node, node + added))
-            tree.joint.extend([-joint for joint in joints[1 : added + 1]])
-            tree.classes.extend(classes[length : length + added])
-            following = joints[added + 1] if added < count else 0.0
-        if added == MAX_CHAIN_CHUNK:
-            self._add_chain(voter, node + added, depth + added)
-        elif following < -limits.min_joint and (token := text[first + added]) != SEPARATOR:
-            self._age += 1
-            heapq.heappush(heap, (following, self._age, node + added, depth + added + 1, token, (voter,)))
-
-
-def _vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[_Child]:
-    """The tokens that occurrences propose at a depth.
-
-    An occurrence that continues along the path so far has a match that is longer by the depth.
-    """
-    votes: dict[int, list[Occurrence]] = {}
-    values: dict[int, float] = {}
-    by_length = odds.by_length
-    for voter in voters:
-        text, end, position, length, kind = voter
-        position += depth
-        if position < end:
-            token, length = text[position], length + depth
-            value = by_length[kind][length if length < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
-            if token in votes:
-                values[token] += value
-                votes[token].append(voter)
+                text, end, position, length, kind = voters[0]
+                position, length = position + depth, length + depth
+                if position >= end or (token := text[position]) == SEPARATOR:
+                    return
+                following = joint * odds.alone[kind][length if length < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
             else:
-                values[token], votes[token] = value, [voter]
-    values.pop(SEPARATOR, None)
-    total = sum(values.values()) + NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values)
-    return [(token, value / total, votes[token]) for token, value in values.items()]
-
-
-def _strongest(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> int:
-    """The class of the occurrence with the largest odds."""
-    classes = [
-        CLASSES_BY_LENGTH[kind][length + depth if length + depth < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
-        for _, _, _, length, kind in voters
-    ]
-    return classes[0] if len(classes) == 1 else max(classes, key=odds.values.__getitem__)
-
-
-def _probability(child: _Child) -> float:
-    return child[1]
+                values, proposers, total = vote(voters, depth, odds)
+                if len(values) != 1:
+                    for token, value in values.items():
+                        self.push(joint * (value / total), node, depth + 1, token, proposers[token])
+                    return
+                [(token, value)] = values.items()
+                following, voters = joint * (value / total), proposers[token]
+            bound = max(min_joint, -heap[0][0]) if heap else min_joint
+            if following <= bound:
+                self.push(following, node, depth + 1, token, voters)
+                return
+            tokens, probabilities = unanimous(voters, depth, min(max_depth - depth, max_nodes - node - 1), odds)
+            if not tokens:
+                return
+            joints = list(takewhile(bound.__lt__, accumulate(probabilities, mul, initial=joint)))[1:]
+            added = tree.add_chain(tokens, joints, voters)
+            self._inner.update(range(node, node + added))
+            joint, node, depth = joints[-1], node + added, depth + added

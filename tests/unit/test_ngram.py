@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen import NgramCandidates
-from hf_specgen.candidates.ngram_index import NgramIndex
-from hf_specgen.candidates.ngram_odds import FREQUENT, OWN, MatchOdds
+from hf_specgen.candidates.ngram_chain import grow_chain
+from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
+from hf_specgen.candidates.ngram_odds import (
+    CLASSES_BY_LENGTH,
+    HISTORY_OUTPUT,
+    MAX_CHAIN_CHUNK,
+    NEAR,
+    OWN,
+    MatchOdds,
+)
 from hf_specgen.candidates.ngram_text import RowText
-from hf_specgen.candidates.ngram_tree import MAX_VOTERS, Limits, grow_tree
+from hf_specgen.candidates.ngram_tree import Limits, NgramTree, grow_tree
+from hf_specgen.candidates.ngram_votes import MAX_VOTERS, Occurrence, unanimous, vote
 from hf_specgen.state import GenerationState
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
@@ -45,6 +56,64 @@ def test_grow_tree_agrees_with_the_reference(text: list[int], depth: int, nodes:
     assert tree.joint == pytest.approx(sorted(expected.values(), reverse=True)[:nodes])
 
 
+@thorough
+@given(texts.filter(len), st.integers(1, 6), st.integers(1, 12))
+def test_grow_chain_agrees_with_the_reference(text: list[int], depth: int, nodes: int) -> None:
+    """Would catch: a token that is not the most probable one after the path so far, or a wrong probability of it."""
+    index = NgramIndex()
+    index.extend(text)
+    found, odds = index.occurrences(text, 100), MatchOdds()
+    occurrences = [(index.tokens, index.end, position, length, OWN) for position, length in found.items()]
+    tree = grow_chain(occurrences, odds, Limits(depth, nodes))
+    expected = reference.ngram_nodes(text, found, odds.values, depth, MAX_VOTERS)
+    path: tuple[int, ...] = ()
+    for token, joint in zip(tree.tokens, tree.joint, strict=True):
+        children = [value for other, value in expected.items() if other[:-1] == path]
+        path = (*path, token)
+        assert joint == pytest.approx(expected[path]) == pytest.approx(max(children))
+    assert tree.parents == [*range(-1, len(path) - 1)]
+    assert len(path) == min(depth, nodes) or not any(other[:-1] == path for other in expected)
+
+
+@pytest.mark.parametrize("grow", [grow_tree, grow_chain])
+@pytest.mark.parametrize("min_joint", [0.0, 0.3])
+def test_grow_where_occurrences_agree_equals_one_token_at_a_time(grow: Any, min_joint: float) -> None:
+    """Would catch: wrong probabilities in a chain of several occurrences, one of which ends before it does."""
+    odds, text = MatchOdds(), array("i", [*range(90), *range(1, 70), 99, *range(3, 40)])
+    occurrences = [(text, len(text), 3, 2, OWN), (text, len(text), 92, 1, NEAR), (text, len(text), 160, 30, OWN)]
+    tree = grow(occurrences, odds, Limits(80, 60, min_joint))
+    voters, joint = occurrences, 1.0
+    for depth, (token, value) in enumerate(zip(tree.tokens, tree.joint, strict=True)):
+        values, proposers, total = vote(voters, depth, odds)
+        joint *= max(values.values()) / total
+        voters = proposers[token]
+        assert value == pytest.approx(joint) and value > min_joint
+        assert token == max(values, key=values.__getitem__) and tree.voters[depth] == voters
+    assert (len(tree.tokens) == 60) == (min_joint == 0)
+
+
+occurrence = st.tuples(
+    st.integers(0, 30), st.integers(0, MAX_MATCH_LENGTH), st.sampled_from([OWN, NEAR, HISTORY_OUTPUT])
+)
+
+
+@thorough
+@given(st.lists(occurrence, min_size=1, max_size=4), st.integers(0, 5), st.integers(1, 2 * MAX_CHAIN_CHUNK))
+def test_unanimous_agrees_with_votes_on_one_token_after_the_other(
+    found: list[tuple[int, int, int]], depth: int, count: int
+) -> None:
+    """Would catch: tokens after one on which occurrences disagree, after a separator, or after the end of a text."""
+    text = array("i", ([7] * 9 + [SEPARATOR] + [7] * 4 + [8]) * 3)
+    voters: list[Occurrence] = [(text, 40, position, length, kind) for position, length, kind in found]
+    odds = MatchOdds()
+    tokens, probabilities = unanimous(voters, depth, count, odds)
+    for place, (token, probability) in enumerate(zip(tokens, probabilities, strict=True)):
+        values, proposers, total = vote(voters, depth + place, odds)
+        assert proposers == {token: voters} and probability == values[token] / total
+    _, proposers, _ = vote(voters, depth + len(tokens), odds)
+    assert len(tokens) == min(count, MAX_CHAIN_CHUNK) or SEPARATOR in proposers or [*proposers.values()] != [voters]
+
+
 def test_grow_tree_of_a_chain_longer_than_the_tables_agrees_with_the_reference() -> None:
     """Would catch: a chain that ends where the tables by match length do, or probabilities of another length there."""
     text, odds = [*range(300), *range(40)], MatchOdds()
@@ -69,7 +138,7 @@ def test_grow_tree_min_joint_leaves_out_improbable_nodes() -> None:
 def test_grow_tree_frequent_tokens_follow_where_occurrences_leave_doubt() -> None:
     """Would catch: nothing proposed after a token that the text does not contain, or nothing after a frequent one."""
     tree = RowText([5, 6, 5, 6, 5, 7, 9], MatchOdds()).propose(Limits(2, 20))
-    assert tree.tokens[0] == 5 and tree.classes[0] == FREQUENT
+    assert tree.tokens[0] == 5 and not tree.voters[0]
     assert {tree.tokens[node] for node, parent in enumerate(tree.parents) if parent == 0} == {6, 7}
 
 
@@ -87,25 +156,41 @@ def test_grow_tree_after_a_frequent_token_copies_without_a_gap() -> None:
 # What is learnt
 
 
-def test_learn_rejections_make_the_class_less_likely() -> None:
-    """Would catch: odds that do not change, or of another class than the one that was tried."""
-    odds = MatchOdds()
-    text, prior = RowText([1, 2, 3, 4, 1, 2, 3], odds), list(odds.values)
-    tree = text.propose(Limits(1, 1))
-    text.learn(tree, [9])
-    changed = [kind for kind, (new, old) in enumerate(zip(odds.values, prior, strict=True)) if new != old]
-    assert changed == [tree.classes[0]] and odds.values[changed[0]] < prior[changed[0]]
+def test_outcomes_are_of_the_strongest_vote_at_the_depth_of_the_node() -> None:
+    """Would catch: the class of another occurrence, or of the length that the match had at another depth."""
+    odds, text = MatchOdds(), array("i", [1, 2, 3, 4, 1, 2, 3, 4, 1])
+    tree = grow_tree([(text, 9, 1, 3, OWN), (text, 9, 5, 1, OWN)], odds, Limits(2, 2))
+    assert tree.tokens == [2, 3]
+    own = CLASSES_BY_LENGTH[OWN]
+    assert [match_class for match_class, _, _ in tree.outcomes([2, 3, 4], odds)] == [own[3], own[4]]
 
 
-def test_learn_judges_only_children_of_what_the_text_reached() -> None:
+def test_outcomes_expected_is_the_probability_after_the_parent() -> None:
+    odds, tree = MatchOdds(), NgramTree()
+    occurrence = (array("i", [1, 2, 3]), 3, 1, 1, OWN)
+    tree.add(2, -1, 0.5, [occurrence])
+    tree.add(3, 0, 0.2, [occurrence])
+    assert [outcome[1:] for outcome in tree.outcomes([2, 9], odds)] == [(0.5, True), (0.4, False)]
+
+
+def test_outcomes_are_of_children_of_what_the_text_reached() -> None:
     """Would catch: descendants of a rejected node counted as rejected."""
     odds = MatchOdds()
-    text = RowText([1, 2, 3, 4, 5, 6, 1, 2, 3], odds)
-    tree, seen = text.propose(Limits(3, 3)), []
-    odds.observe = lambda *outcome: seen.append(outcome)  # type: ignore[method-assign]
-    text.learn(tree, [4, 9])
+    tree = RowText([1, 2, 3, 4, 5, 6, 1, 2, 3], odds).propose(Limits(3, 3))
     assert tree.tokens == [4, 5, 6]
-    assert [accepted for _, _, accepted in seen] == [True, False]
+    assert [accepted for _, _, accepted in tree.outcomes([4, 9], odds)] == [True, False]
+
+
+def test_observe_rejections_make_the_class_less_likely() -> None:
+    """Would catch: odds that do not change, or of another class than the one that was tried."""
+    state = make_state([[1, 2, 3, 4, 1, 2, 3]])
+    session = NgramCandidates(k=1).start(make_call(state))
+    prior = list(session._odds.values)
+    session.draft([1])
+    [(tried, _, _)] = session._trees[0].outcomes([9], session._odds)
+    session.observe(VerificationResult([[]], [[9]], [0]))
+    changed = [kind for kind, (new, old) in enumerate(zip(session._odds.values, prior, strict=True)) if new != old]
+    assert changed == [tried] and session._odds.values[tried] < prior[tried]
 
 
 def test_observe_of_a_session_learns_for_its_model_only() -> None:

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.candidates import ngram_index as module
-from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
+from hf_specgen.candidates import ngram_match
+from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from tests.helpers import reference
 
 thorough = settings(max_examples=300, deadline=None, derandomize=True)
@@ -49,6 +51,7 @@ def test_occurrences_in_a_growing_text_agree_with_the_reference(
             tail = tokens[-MAX_MATCH_LENGTH:]
             found = index.occurrences(tail, ALL, known, len(part))
             assert found == reference.ngram_occurrences(tokens, tail, len(tokens))
+            assert list(index.repetitions(ALL, known, len(part)).items()) == list(found.items())
             known = found
     assert index.tokens[: index.end].tolist() == tokens
     assert index.occurrences(other, ALL) == reference.ngram_occurrences(tokens, other, len(tokens))
@@ -79,6 +82,7 @@ def test_occurrences_in_a_bounded_text_agree_with_the_reference(
 def test_occurrences_collision_of_hashes_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: comparison by hash alone. With powers of 1 the hash is a sum: (1, 4) looks like (2, 3)."""
     monkeypatch.setattr(module, "POWERS", (1,) * 8)
+    monkeypatch.setattr(module, "OFFSETS", tuple((order - 1, 2 * order) for order in module.ORDERS))
     index = index_of([2, 3, 7, 1, 9, 9])
     assert index.occurrences([1, 4], ALL) == {}
     assert index.occurrences([8, 2, 3], ALL) == {2: 2}
@@ -91,12 +95,12 @@ def test_occurrences_beyond_the_limit_are_the_most_recent_of_the_longest_ngrams(
 
 
 def executed_lines(function: Callable[[], Any]) -> int:
-    """How many lines of the index module a call executes: a cost that does not depend on the machine."""
-    lines = 0
+    """How many lines of the index's modules a call executes: a cost that does not depend on the machine."""
+    lines, files = 0, (module.__file__, ngram_match.__file__)
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal lines
-        if frame.f_code.co_filename != module.__file__:
+        if frame.f_code.co_filename not in files:
             return None
         lines += event == "line"
         return trace
@@ -119,6 +123,15 @@ def test_occurrences_cost_does_not_grow_with_the_text(period: int) -> None:
         tail = index.tokens[: index.end].tolist()[-MAX_MATCH_LENGTH:]
         costs.append(executed_lines(lambda index=index, tail=tail: index.occurrences(tail, limit=8)))
     assert costs[0] == costs[1] > 0
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8])
+@pytest.mark.parametrize("period", [1, 2, 5, 300])
+def test_repetitions_are_the_occurrences_of_the_end(period: int, limit: int) -> None:
+    """Would catch: other occurrences where the limit leaves out some, or another order."""
+    index = index_of([*range(period), 7] * 40 + [*range(period)])
+    tail = index.tokens[: index.end].tolist()
+    assert list(index.repetitions(limit).items()) == list(index.occurrences(tail, limit).items())
 
 
 @pytest.mark.parametrize("max_tokens", [None, 50_000])
