@@ -29,6 +29,7 @@ def tables(outcome: Outcome) -> dict[str, Rows]:
     found["tuning"] = [{k: v for k, v in row.items() if k != "domain"} for row in summary.speed(tuning, "domain")]
     for section in ("batch", "temperature", "context"):
         found[section] = summary.speed(summary.cells(records, section), section)
+        found[f"projected by {section}"] = by_domain(found[section], summary.PROJECTED, section)
     found |= outcome.counted
     found["differences"] = summary.differences(records)
     return {name: rows for name, rows in found.items() if rows}

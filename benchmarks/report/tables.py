@@ -45,11 +45,17 @@ def markdown(rows: Rows) -> str:
     return "\n".join([made[0], "|" + "---|" * len(names), *made[1:]])
 
 
-def by_domain(rows: Rows, value: str = "speedup") -> Rows:
-    """A row for each variant and a column for each domain, from the rows of the table "speed"; all domains first."""
+def by_domain(rows: Rows, value: str = "speedup", column: str = "domain") -> Rows:
+    """A row for each variant and a column for each domain, from the rows of the table "speed"; all domains first.
+
+    Args:
+        rows: of the table.
+        value: which of its columns is shown.
+        column: which of its columns is spread, such as the batch size of a sweep.
+    """
     chosen = [row for row in rows if value in row]
-    domains = sorted(dict.fromkeys(row["domain"] for row in chosen), key=lambda domain: domain != "all")
-    values = {(row["variant"], row["domain"]): row[value] for row in chosen}
+    domains = sorted(dict.fromkeys(row[column] for row in chosen), key=lambda domain: domain != "all")
+    values = {(row["variant"], row[column]): row[value] for row in chosen}
     return [
         {"variant": variant} | {domain: values[variant, domain] for domain in domains if (variant, domain) in values}
         for variant in dict.fromkeys(row["variant"] for row in chosen)

@@ -1,4 +1,6 @@
-"""Every strategy with its default settings: speedups by domain, projected with a given latency profile."""
+"""Every strategy with its default settings: speedups by domain, batch size and temperature, projected with a given
+latency profile.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ SUITE = Suite(
         domains=("embedded",),
         max_new_tokens=64,
         repeats=1,
-        batches=(),
-        temperatures=(),
+        sweep_prompts=10,
+        batches=(1, 4),
+        temperatures=(0.0, 0.8),
         contexts=(),
         trace_texts=0,
         profile=PROFILE,
     ),
     table="projected by domain",
-    tables=("projected by domain", "acceptance"),  # speeds measured here are those of drafts for another machine
+    # Speeds measured here are those of drafts for another machine.
+    tables=("projected by domain", "projected by batch", "projected by temperature", "acceptance"),
 )
