@@ -117,11 +117,14 @@ def test_by_domain_has_a_row_per_variant_and_all_domains_first() -> None:
     found = by_domain([plain, *rows])
     assert found == [{"variant": "a", "all": 1.5, "edit": 2.0}, {"variant": "b", "all": 1.2, "edit": 1.0}]
     assert list(found[0]) == ["variant", "all", "edit"] and by_domain([plain]) == []
+    by_batch = [{"batch": batch, "variant": "a", "speedup": 2.0, "projected speedup": 1.5} for batch in ("1", "4")]
+    assert by_domain(by_batch, "projected speedup", "batch") == [{"variant": "a", "1": 1.5, "4": 1.5}]
 
 
 @pytest.mark.parametrize("name", sorted(SUITES))
 def test_suite_names_tables_that_exist(name: str) -> None:
-    known = {"by domain", "projected by domain", "speed", "acceptance", "limits", "batch", "memory"}
+    known = {"by domain", "speed", "acceptance", "limits", "batch", "memory"}
+    known |= {f"projected by {column}" for column in ("domain", "batch", "temperature")}
     assert {SUITES[name].table, *SUITES[name].tables} <= known and SUITES[name].plan.quick()
 
 
