@@ -25,7 +25,7 @@ WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 demo: .venv/installed
 	@$(BIN)/hf-specgen demo
 
-# Everything: 7 to 8 minutes on two cores.
+# Everything: 6 to 7 minutes on two cores.
 test: .venv/installed-dev
 	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --quiet
 
