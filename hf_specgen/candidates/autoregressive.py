@@ -84,9 +84,9 @@ class AutoregressiveSession(CalibratedSession):
 
         Returns:
             `[batch, 1 + nodes, vocab]` logits after the last token and after each node; `[batch, 1, vocab]` if only the
-            text was read.
+            text was read, which is the default.
         """
-        raise NotImplementedError
+        return self.first_scores()[:, None]
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep what was computed for these nodes of the last tree that was read, and drop the others."""

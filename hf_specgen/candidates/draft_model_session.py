@@ -97,7 +97,7 @@ class DraftModelSession(AutoregressiveSession):
     def read_suggested(self, suggested: DraftTree) -> torch.Tensor:
         """Read one tree of the unread tokens and the suggested nodes; `keep` commits both."""
         if not self._has_read_prompt:
-            return self.first_scores()[:, None]
+            return super().read_suggested(suggested)
         self._text = LeadingText(self._take_unread())
         tokens = torch.tensor([known_tokens(row, self._embedded) for row in suggested.tokens.tolist()])
         logits = self._run(self._text.before(DraftTree(tokens, suggested.parents)), self._text.unread)

@@ -37,14 +37,19 @@ texts = st.lists(st.sampled_from([0, 1, 2**30]), max_size=40)
 # Trees
 
 
+def _occurrences(text: list[int]) -> tuple[dict[int, int], list[Occurrence]]:
+    """Where the end of a text occurred before, with match lengths, and the same as voters."""
+    index = NgramIndex()
+    index.extend(text)
+    found = index.occurrences(text, 100)
+    return found, [(index.tokens, index.end, position, length, OWN) for position, length in found.items()]
+
+
 @thorough
 @given(texts.filter(len), st.integers(1, 6), st.integers(0, 12))
 def test_grow_tree_agrees_with_the_reference(text: list[int], depth: int, nodes: int) -> None:
     """Would catch: a wrong probability, a node that is not among the most probable, a child before its parent."""
-    index = NgramIndex()
-    index.extend(text)
-    found, odds = index.occurrences(text, 100), MatchOdds()
-    occurrences = [(index.tokens, index.end, position, length, OWN) for position, length in found.items()]
+    found, occurrences, odds = *_occurrences(text), MatchOdds()
     tree = grow_tree(occurrences, odds, Limits(depth, nodes))
     expected = reference.ngram_nodes(text, found, odds.values, depth, MAX_VOTERS)
     paths: list[tuple[int, ...]] = []
@@ -60,10 +65,7 @@ def test_grow_tree_agrees_with_the_reference(text: list[int], depth: int, nodes:
 @given(texts.filter(len), st.integers(1, 6), st.integers(1, 12))
 def test_grow_chain_agrees_with_the_reference(text: list[int], depth: int, nodes: int) -> None:
     """Would catch: a token that is not the most probable one after the path so far, or a wrong probability of it."""
-    index = NgramIndex()
-    index.extend(text)
-    found, odds = index.occurrences(text, 100), MatchOdds()
-    occurrences = [(index.tokens, index.end, position, length, OWN) for position, length in found.items()]
+    found, occurrences, odds = *_occurrences(text), MatchOdds()
     tree = grow_chain(occurrences, odds, Limits(depth, nodes))
     expected = reference.ngram_nodes(text, found, odds.values, depth, MAX_VOTERS)
     path: tuple[int, ...] = ()
