@@ -17,11 +17,10 @@ from tests.fuzz import checks, settings, strategies
 from tests.fuzz.callbacks import Fault, Interrupt, ValidPadding
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Difference, Run
-from tests.fuzz.device import device, random_state
+from tests.fuzz.device import device, random_state, seed
 from tests.fuzz.models import tiny_model
 from tests.fuzz.settings import Ends
 from tests.fuzz.surroundings import SECONDS_PER_CALL, broken_logits, fault_in, modes, time_limit
-from tests.helpers.comparison import seed
 
 POSITIONS = 256
 """Size of the table of positions, unless a case wants it to end with the text."""

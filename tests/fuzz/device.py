@@ -20,6 +20,14 @@ def use_device(name: str) -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
+def seed(number: int) -> None:
+    """Seed the random generator that `generate` draws from; see `tests.helpers.comparison.seed`."""
+    if _device.type == "cuda":
+        torch.cuda.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
+
+
 def random_state() -> torch.Tensor:
     """The state of the random generator that `generate` draws from."""
     return torch.cuda.get_rng_state(_device) if _device.type == "cuda" else torch.get_rng_state()
