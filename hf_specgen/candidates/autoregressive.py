@@ -50,6 +50,7 @@ class AutoregressiveSession(CalibratedSession):
         passes: tokens, over all rows, of each pass of the drafter in the current draft.
     """
 
+    attends_to_text = True
     expanded_nodes_first = False
 
     def __init__(self, call: Call, k: int, tree: str | int | None, confidence_threshold: float, vocab: int):

@@ -57,6 +57,9 @@ class DraftSession(ABC):
     """Whether `successors` can take the place of `draft` where strategies are combined."""
     takes_suggestions: bool = False
     """Whether `suggest` is used."""
+    attends_to_text: bool = False
+    """Whether the drafts are those of a network that attends to the whole text: what it does not propose is unlikely,
+    even where a strategy that copies from the text proposes it."""
     top_tokens: int = 0
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after a prefill without a draft too."""

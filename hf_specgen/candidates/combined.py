@@ -185,6 +185,7 @@ class _CombinedSession(DraftSession):
                 successors=successors,
                 only_chain=is_prefill and extends,
                 network=network,
+                attends_to_text=network is not None and self._members[network].session.attends_to_text,
             )
             for row, depth in enumerate(budget)
         ]

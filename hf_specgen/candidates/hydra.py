@@ -29,6 +29,8 @@ class HydraSession(AutoregressiveSession):
         tree: number of nodes, or "auto".
     """
 
+    attends_to_text = False
+
     def __init__(self, call: Call, target: HiddenStateTarget, reader: MedusaRunner, tree: str | int):
         config = reader.heads.config
         super().__init__(call, config.num_heads, tree, 0.0, config.vocab_size)

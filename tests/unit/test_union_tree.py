@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.candidates.union_tree import SEVERAL, unite
+from hf_specgen.candidates.union_tree import SEVERAL, UNPROPOSED_SHARE, unite
 from hf_specgen.depth.calibration import BIN_CENTERS, EDGES, RANKS
 from hf_specgen.tree import DraftTree
 
@@ -105,6 +105,21 @@ def test_unite_token_of_two_strategies_is_more_probable_than_of_one() -> None:
     other = DraftTree.from_nodes([([6], (-1,))], ((0.4,),))
     tree = unite([one, other], 0, AS_IT_IS, last_token=1, depth=2, nodes=9)
     assert tree.tokens == [6, 5] and tree.classes == [SEVERAL, 0]
+
+
+@pytest.mark.parametrize(("attends", "expected"), [(False, 0.6), (True, 0.6 * UNPROPOSED_SHARE)])
+def test_unite_token_that_the_network_does_not_propose_is_less_probable_if_it_attends(
+    attends: bool, expected: float
+) -> None:
+    copied = DraftTree.from_nodes([([5, 7, 8], (-1, 0, 1))], ((0.5, 0.5 * 0.6, 0.5 * 0.6 * 0.9),))
+    network = DraftTree.from_nodes([([5, 6], (-1, 0))], ((0.8, 0.8 * 0.3),))
+    acceptance = np.tile(BIN_CENTERS, (RANKS, 1))  # estimates are used as they are
+    tree = unite([copied, network], 0, acceptance, last_token=1, depth=9, nodes=9, network=1, attends_to_text=attends)
+    joint = dict(zip(paths_of(tree.tokens, tuple(tree.parents)), tree.joint, strict=True))
+    assert joint[5,] == pytest.approx(0.8)  # the network's estimate alone
+    assert joint[5, 6] == pytest.approx(0.8 * 0.3)
+    assert joint[5, 7] == pytest.approx(0.8 * expected)
+    assert joint[5, 7, 8] == pytest.approx(0.8 * expected * 0.9)  # the network has no estimate after 5, 7
 
 
 def test_unite_draft_without_estimates_takes_part() -> None:
