@@ -45,8 +45,8 @@ class EagleCandidates(HeadCandidates):
     """
 
     max_depth = 16
-    """Maximum depth of k="auto". With the depth 8 of EAGLE-3's trees the projected speed of the embedded head is 4.92x of
-plain decoding, with 16 it is 5.47x: text that the head is nearly sure of deserves deep drafts."""
+    """Maximum depth of k="auto". With the depth 8 of EAGLE-3's trees the projected speed of the embedded head is 4.92x
+    of plain decoding, with 16 it is 5.47x, as text that the head is nearly sure of deserves deep drafts."""
 
     def check(self, head: DraftHead) -> None:
         if not isinstance(head, Eagle1Head | Eagle3Head):

@@ -31,6 +31,10 @@ from hf_specgen.verification.result import VerificationResult, judged_nodes
 CENTERS: list[float] = BIN_CENTERS.tolist()
 MAX_DEPTH = 8
 """Maximum depth of k="auto": the template of the paper has 6 levels."""
+RECYCLED_SHARE = 0.45
+"""Acceptance of a token over the probability that the target last gave it after the same token, as measured with the
+embedded model; assumed before acceptance was observed. With 1 the projected speed of n-grams and Token Recycling with
+the latencies of a 300M target on two cores is 1.21x of plain decoding, with 0.25, 0.35 and 0.45 1.37x to 1.39x."""
 
 
 class RecyclingCandidates(Candidates):
@@ -137,7 +141,7 @@ class RecyclingSession(DraftSession):
 
     def successors(self, token: int) -> tuple[list[int], list[float]]:
         tokens, bins = self._table.row(token)
-        return tokens, [CENTERS[place] for place in bins]
+        return tokens, [RECYCLED_SHARE * CENTERS[place] for place in bins]
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance by rank and confidence, and learn the successors of every input token of the step."""
@@ -161,7 +165,7 @@ class RecyclingSession(DraftSession):
         count = shape.max_nodes if isinstance(shape, FastestSize) else shape.nodes(TreeBuilder(depths))
         children = children if is_fastest or settings.tree is not None else 1
         min_joint = shape.min_joint if isinstance(shape, FastestSize) else 0.0
-        acceptance = self._calibration.by_bin().tolist()
+        acceptance = self._calibration.by_bin(RECYCLED_SHARE).tolist()
         last = [state.last_token(row) for row in range(state.batch)]
         self._trees = [
             grow_tree(self._table, token, acceptance, depth, count, min_joint, children)

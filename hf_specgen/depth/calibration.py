@@ -76,9 +76,13 @@ class Calibration:
         before = np.cumsum(estimate, axis=-1) - estimate
         return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))
 
-    def by_bin(self) -> Floats:
-        """`[RANKS, bins]` acceptance of a token by its rank, or class, and the bin of its confidence."""
-        return (self.accepted + BIN_PRIOR_WEIGHT * BIN_CENTERS) / (self.seen + BIN_PRIOR_WEIGHT)
+    def by_bin(self, share: float = 1.0) -> Floats:
+        """`[RANKS, bins]` acceptance of a token by its rank, or class, and the bin of its confidence.
+
+        Args:
+            share: acceptance over confidence that is assumed before anything was observed.
+        """
+        return (self.accepted + BIN_PRIOR_WEIGHT * share * BIN_CENTERS) / (self.seen + BIN_PRIOR_WEIGHT)
 
     def observe(self, rank: NDArray[np.integer[Any]], confidence: Floats, accepted: NDArray[np.bool_]) -> None:
         """Count tokens whose parent was accepted; three `[tokens]` arrays."""
