@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Setuptools warns of every way to install a folder for editing.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --quiet --disable-pip-version-check
-# Tests that run side by side must not fight for cores.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Tests that run side by side must not fight for cores. Modules are compiled once, not by every process that a test starts.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 # Files in the order of collection: long ones first (tests/conftest.py).
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 

@@ -18,6 +18,8 @@ import pytest
 
 TESTS = Path(__file__).parent
 TIERS = ("unit", "integration", "integrations", "slow")
+OBJECTS_BETWEEN_COLLECTIONS = 20_000
+"""Python looks for cycles after every 700 new objects, while imports and tests make millions that stay or need none."""
 LONGEST_FIRST = ("slow", "integrations", "integration")
 
 
@@ -26,6 +28,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
     With several workers the main process runs none: it starts them at once, instead of after these imports.
     """
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     if hasattr(session.config, "workerinput") or not getattr(session.config.option, "tx", None):
         session.config.pluginmanager.import_plugin("tests.helpers.fixtures")
 
@@ -83,4 +86,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--all-architectures", action="store_true", help="run every strategy on every architecture, which takes an hour"
     )
-    group.addoption("--thread-seconds", type=float, default=8, help="how long the threads of tests/slow run")
+    group.addoption("--thread-seconds", type=float, default=5, help="how long the threads of tests/slow run")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specgen  # noqa: F401  (installs the keyword)
+from hf_specgen.target import attention
+from hf_specgen.target.attention import grouped_sdpa
 from tests.helpers import shared_draft, tiny_model
 from tests.helpers.comparison import seed
 from tests.helpers.encoder_decoder import encoder_decoder
@@ -72,3 +76,16 @@ def edit_prompts() -> list[str]:
     lines = (BENCHMARK_ASSETS / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [row["prompt"] for row in rows if row["domain"] == "edit"]
+
+
+@pytest.fixture
+def folded_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads in which `grouped_sdpa` was called."""
+    calls: list[int] = []
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(threading.get_ident())
+        return grouped_sdpa(*args)
+
+    monkeypatch.setattr(attention, "grouped_sdpa", counted)
+    return calls

@@ -64,9 +64,15 @@ def small(architecture: str = "llama", layers: int = 1, **overrides: Any) -> Any
 
 
 @pytest.fixture(scope="module")
-def shared() -> Any:
-    """A model whose passes over one row are compiled in the first test that needs them."""
-    return small()
+def shared_between_tests() -> tuple[Any, Backend]:
+    return small(), Backend()
+
+
+@pytest.fixture
+def shared(shared_between_tests: tuple[Any, Backend], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Backend]:
+    """A model whose passes over one row are compiled in the first test that needs them, and the backend of all."""
+    monkeypatch.setattr(compiled, "BACKEND", shared_between_tests[1])
+    return shared_between_tests
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +91,22 @@ def same_tokens(model: Any, inputs: Any, candidates: Candidates, compile: bool =
     ours = model.generate(**inputs, **arguments, **settings)
     assert torch.equal(plain, ours.sequences)
     return ours.speculation
+
+
+def test_compiled_target_in_threads_compiled_once(shared: Any) -> None:
+    """Would catch: threads that compile the same function twice or write to each other's slots.
+
+    The first test with the shared model: here it is compiled.
+    """
+    model, backend = shared
+    expected = model.generate(**prompts(1), max_new_tokens=10)
+
+    def call(_: int) -> torch.Tensor:
+        return model.generate(**prompts(1), max_new_tokens=10, candidate_generator=NgramCandidates(k=3), compile=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(torch.equal(ids, expected) for ids in pool.map(call, range(4)))
+    assert 1 <= backend.graphs <= 2
 
 
 def test_compiled_draft_model_same_tokens_and_compiled_once(backend: Backend) -> None:
@@ -131,7 +153,7 @@ def test_compiled_target_returns_hidden_states() -> None:
 
 def test_compiled_target_returns_cache_for_next_turn(shared: Any) -> None:
     """Would catch: slots of padding in the cache that a caller receives."""
-    model, inputs = shared, prompts(1)
+    (model, _), inputs = shared, prompts(1)
     settings = {"candidate_generator": NgramCandidates(k=3), "compile": True, "return_dict_in_generate": True}
     first = model.generate(**inputs, max_new_tokens=8, **settings)
     longer = torch.cat([first.sequences, torch.tensor([[5, 6]])], dim=1)
@@ -149,24 +171,12 @@ def test_compiled_target_with_lasting_buffers_compiled_once(backend: Backend, mo
     assert backend.graphs == graphs
 
 
-def test_compiled_target_in_threads_compiled_once(backend: Backend) -> None:
-    """Would catch: threads that compile the same function twice or write to each other's slots."""
-    model = small()
-    expected = model.generate(**prompts(1), max_new_tokens=10)
-
-    def call(_: int) -> torch.Tensor:
-        return model.generate(**prompts(1), max_new_tokens=10, candidate_generator=NgramCandidates(k=3), compile=True)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert all(torch.equal(ids, expected) for ids in pool.map(call, range(4)))
-    assert backend.graphs <= 2
-
-
 def test_compiled_target_leaves_model_untouched(shared: Any) -> None:
     """Would catch: a compiled forward or hooks that later plain calls run through."""
-    same_tokens(shared, prompts(1), NgramCandidates(k=3))
+    model, _ = shared
+    same_tokens(model, prompts(1), NgramCandidates(k=3))
     untouched = dict(small().named_modules())
-    for name, module in shared.named_modules():
+    for name, module in model.named_modules():
         assert vars(module).keys() == vars(untouched[name]).keys()
         assert not module._forward_hooks and not module._forward_pre_hooks
         assert module._compiled_call_impl is None
@@ -233,7 +243,7 @@ def test_missing_compiler_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_draft_of_compiled_target_same_tokens(backend: Backend) -> None:
     """Would catch: a draft that runs eagerly because the target, which the user compiled, does."""
     model = already_compiled()
-    candidates = DraftModelCandidates(perturbed_copy(small()), k=2, compile=True)
-    ids = model.generate(**prompts(1), max_new_tokens=8, candidate_generator=candidates)
-    assert torch.equal(ids, small().generate(**prompts(1), max_new_tokens=8))
+    candidates = DraftModelCandidates(perturbed_copy(small()), k=1, compile=True)
+    ids = model.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
+    assert torch.equal(ids, small().generate(**prompts(1), max_new_tokens=4))
     assert backend.graphs >= 1

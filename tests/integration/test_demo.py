@@ -136,6 +136,8 @@ def test_demo_with_prompts_from_a_file_and_a_mode_that_is_not_exact(tmp_path: Pa
 
 
 def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ngrams = [variant for variant in demo.variants(DemoSettings()) if variant.name in ("plain", "n-grams")]
+    monkeypatch.setattr(demo, "variants", lambda *_, **__: ngrams)
     monkeypatch.setattr(demo, "first_difference", lambda *_: Difference(0, 9, 1, 2, 0.5, 0.25))
     output = output_of("demo", "--prompt", "Hello.", "--max-new-tokens", "4", "--wide", "0", exit_code=1)
     assert "answers differ from plain generate" in output and "first at position 9" in output

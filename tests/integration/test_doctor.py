@@ -39,7 +39,7 @@ def checked(**settings: Any) -> Report:
 
 def test_doctor_measures_and_recommends_every_strategy_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: heads that are checked, but neither measured nor recommended (defect B11)."""
-    monkeypatch.setattr(quick_benchmark, "PROMPTS", quick_benchmark.PROMPTS[:2])
+    monkeypatch.setattr(quick_benchmark, "PROMPTS", quick_benchmark.PROMPTS[:1])
     command = ["doctor", "--model", MODEL, "--draft", DRAFT, "--heads", HEADS, "--max-new-tokens", "6", "--json"]
     result = CliRunner().invoke(app, [*command, "--rounds", "1"])
     assert result.exit_code == 0, result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ def pair() -> tuple[Any, Any]:
     return predictable_pair(EAGLE["eagle1_original"])
 
 
+@cache
+def head_of(name: str) -> Any:
+    """The head of a fixture, loaded once for all tests."""
+    return load_head(EAGLE[name].head_folder)
+
+
 # The same tokens
 
 
@@ -41,8 +48,8 @@ def pair() -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", EAGLE)
 def test_eagle_random_head_same_tokens(name: str, shape: str, sampling: str, batch: int) -> None:
     fixture = EAGLE[name]
-    candidates = EagleCandidates(fixture.head_folder, **SHAPES[shape])
-    statistics = assert_same_tokens(fixture.target, prompts(batch), candidates, max_new_tokens=8, **SAMPLING[sampling])
+    candidates = EagleCandidates(head_of(name), **SHAPES[shape])
+    statistics = assert_same_tokens(fixture.target, prompts(batch), candidates, max_new_tokens=6, **SAMPLING[sampling])
     assert statistics.drafted > 0
 
 
@@ -161,7 +168,7 @@ def test_eagle_loaded_heads_have_calibrations_of_their_own() -> None:
 def test_eagle_committed_cache_equals_reading_from_scratch(name: str, shape: str, batch: int) -> None:
     """Would catch: features of rejected nodes or of the head itself in the cache, or a shift by one position."""
     fixture = EAGLE[name]
-    check_against_scratch(fixture.target, Recording(fixture.head_folder, **SHAPES[shape]), batch)
+    check_against_scratch(fixture.target, Recording(head_of(name), **SHAPES[shape]), batch)
 
 
 @pytest.mark.parametrize("policy", [FixedDepth(), AfterPlainSteps(3)], ids=["drafts", "plain steps first"])
@@ -173,7 +180,7 @@ def test_eagle_committed_cache_after_acceptance_equals_reading_from_scratch(pair
     assert candidates.speculation is not None and candidates.speculation.accepted > 0
 
 
-def check_against_scratch(target: Any, candidates: Recording, batch: int, max_new_tokens: int = 12) -> None:
+def check_against_scratch(target: Any, candidates: Recording, batch: int, max_new_tokens: int = 8) -> None:
     target.generate(**prompts(batch), max_new_tokens=max_new_tokens, candidate_generator=candidates)
     session = candidates.session
     for place, (row, length) in enumerate(zip(session.reader.rows, session.reader.lengths, strict=True)):

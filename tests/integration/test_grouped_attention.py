@@ -1,4 +1,4 @@
-"""Grouped attention: the same attention, in our own forward passes only."""
+"""Grouped attention: the same attention, in our own forward passes only; every architecture is in tests/slow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_specgen.target import attention as module_under_test
 from hf_specgen.target.attention import fold_mask, grouped_attention, grouped_sdpa
 from tests.helpers import (
-    ARCHITECTURES,
     Oracle,
     plain_and_speculative,
     prompts,
@@ -24,7 +23,6 @@ from tests.helpers import (
     reference_attention,
     tiny_model,
 )
-from tests.helpers.models import SPEC
 
 # A row of a step: cached slots, parents of the draft's nodes, padding in front.
 STEPS: dict[str, dict[str, Any]] = {
@@ -56,19 +54,6 @@ def states(
     query = torch.randn(batch, queries, kv_heads * groups, 16).transpose(1, 2)
     key, value = (torch.randn(batch, kv_heads, keys + 5, 16)[:, :, :keys] for _ in range(2))
     return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-@pytest.fixture
-def folded_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The threads in which `grouped_sdpa` was called."""
-    calls: list[int] = []
-
-    def counted(*args: Any) -> torch.Tensor:
-        calls.append(threading.get_ident())
-        return grouped_sdpa(*args)
-
-    monkeypatch.setattr(module_under_test, "grouped_sdpa", counted)
-    return calls
 
 
 @pytest.fixture
@@ -300,22 +285,6 @@ def test_grouped_attention_does_not_enter_compiled_models(folded_calls: list[int
 
 
 # The tokens
-
-UNGROUPED = {"deepseek_v3", "falcon", "gpt2", "gpt_neox", "opt", "phi"}
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("oracle", [{"accuracy": 0.6}, {"accuracy": 0.7, "branching": True}], ids=["chain", "tree"])
-def test_grouped_attention_keeps_the_tokens(
-    architecture: str, batch: int, oracle: dict[str, Any], folded_calls: list[int]
-) -> None:
-    """Would catch: windows, sinks, caps or padding that folding ignores, in any architecture."""
-    model = tiny_model(architecture)
-    plain, output = plain_and_speculative(model, prompts(batch), partial(Oracle, **oracle), max_new_tokens=14)
-    assert torch.equal(plain, output.sequences)
-    assert 0 < output.speculation.accepted < output.speculation.drafted
-    assert bool(folded_calls) == (architecture not in {*SPEC["eager_only"], *UNGROUPED})
 
 
 def test_grouped_attention_keeps_sampled_tokens(folded_calls: list[int]) -> None:

@@ -60,6 +60,16 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield permuted(tmp_path_factory.mktemp("drafts") / "permuted")
 
 
+def load(folder: Path | str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def drafts(draft: Path) -> dict[str, Any]:
+    """The same draft model with the target's vocabulary and with the permuted one, loaded once for all tests."""
+    return {"same": load(EMBEDDED_DRAFT), "permuted": load(draft)}
+
+
 @pytest.fixture
 def encodes_all_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Translation by encoding text again, however many tokens are shared."""
@@ -68,12 +78,12 @@ def encodes_all_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("tree", "sampling"), [(None, "sampled"), (12, "greedy")])
 def test_permuted_vocabulary_drafts_what_the_same_vocabulary_does(
-    reference_model: Any, prompts: Any, draft: Path, tree: int | None, sampling: str
+    reference_model: Any, prompts: Any, drafts: dict[str, Any], tree: int | None, sampling: str
 ) -> None:
     """Would catch: a wrong map of ids, a text or a cache that is not the row's, noise that is not the target's."""
     steps = []
-    for source in (EMBEDDED_DRAFT, draft):
-        candidates = DraftModelCandidates(str(source), k=4, tree=tree, dtype=torch.float32)
+    for draft in drafts.values():
+        candidates = DraftModelCandidates(draft, k=4, tree=tree)
         statistics = assert_same_tokens(reference_model, prompts, candidates, max_new_tokens=16, **SAMPLING[sampling])
         steps.append(statistics.rows)
     assert steps[0] == steps[1]
@@ -81,21 +91,20 @@ def test_permuted_vocabulary_drafts_what_the_same_vocabulary_does(
 
 
 def test_reencoded_draft_is_accepted_as_often_as_the_same_vocabulary(
-    reference_model: Any, prompts: Any, draft: Path, encodes_all_text: None
+    reference_model: Any, prompts: Any, drafts: dict[str, Any], encodes_all_text: None
 ) -> None:
     """Would catch: text that is lost or doubled in translation, a draft cache that goes on from other tokens."""
-    same = DraftModelCandidates(str(EMBEDDED_DRAFT), k=4, dtype=torch.float32)
-    other = DraftModelCandidates(str(draft), k=4, dtype=torch.float32)
+    same, other = DraftModelCandidates(drafts["same"], k=4), DraftModelCandidates(drafts["permuted"], k=4)
     expected = assert_same_tokens(reference_model, prompts, same, max_new_tokens=16)
     statistics = assert_same_tokens(reference_model, prompts, other, max_new_tokens=16)
     assert statistics.accepted >= 0.8 * expected.accepted > 0
 
 
 def test_reencoded_draft_sampled_batch_same_tokens(
-    reference_model: Any, prompts: Any, draft: Path, encodes_all_text: None
+    reference_model: Any, prompts: Any, drafts: dict[str, Any], encodes_all_text: None
 ) -> None:
     """Would catch: proposals that change the text."""
-    candidates = DraftModelCandidates(str(draft), k=4, dtype=torch.float32, confidence_threshold=0.2)
+    candidates = DraftModelCandidates(drafts["permuted"], k=4, confidence_threshold=0.2)
     statistics = assert_same_tokens(reference_model, prompts, candidates, max_new_tokens=12, **SAMPLING["sampled"])
     assert statistics.accepted > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ MAX_BYTES = 12 * 2**20
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@cache
+def strategy(folder: Path, shape: str) -> AutoCandidates:
+    """The head of a folder with the settings of a shape, loaded once for all tests."""
+    return AutoCandidates.from_pretrained(folder, **SHAPES[shape])
+
+
 def inputs(tokenizer: Any, batch: int) -> dict[str, torch.Tensor]:
     side, tokenizer.padding_side = tokenizer.padding_side, "left"
     try:
@@ -39,9 +46,9 @@ def inputs(tokenizer: Any, batch: int) -> dict[str, torch.Tensor]:
 def test_trained_head_same_tokens(
     folder: Path, shape: str, sampling: str, batch: int, reference_model: Any, tokenizer: Any
 ) -> None:
-    candidates = AutoCandidates.from_pretrained(folder, **SHAPES[shape])
+    candidates = strategy(folder, shape)
     statistics = assert_same_tokens(
-        reference_model, inputs(tokenizer, batch), candidates, max_new_tokens=12, **SAMPLING[sampling]
+        reference_model, inputs(tokenizer, batch), candidates, max_new_tokens=10, **SAMPLING[sampling]
     )
     assert statistics.accepted > 0
 

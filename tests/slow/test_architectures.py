@@ -5,9 +5,11 @@ By default one compact case runs for each architecture; `--all-architectures` ru
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from hf_specgen import (
     Candidates,
@@ -18,12 +20,24 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
-from tests.helpers import ARCHITECTURES, SAMPLING, assert_same_tokens, prompts, shared_draft, tiny_model
+from tests.helpers import (
+    ARCHITECTURES,
+    SAMPLING,
+    Oracle,
+    assert_same_tokens,
+    plain_and_speculative,
+    prompts,
+    shared_draft,
+    tiny_model,
+)
 from tests.helpers.cases import FULL_SAMPLING, ORACLES, PROCESSORS, SAMPLING_AND_PROCESSORS, assert_oracle_was_used
 from tests.helpers.medusa import random_heads
+from tests.helpers.models import SPEC
 
 # The lowest `parametrize` varies slowest: tests of one architecture follow each other and share its model.
 DIVISIBLE = [name for name in ARCHITECTURES if name not in ("gemma4_text", "gpt2", "opt")]
+
+UNGROUPED = {"deepseek_v3", "falcon", "gpt2", "gpt_neox", "opt", "phi"}
 
 
 def self_drafting(architecture: str, model: Any) -> Candidates:
@@ -44,6 +58,20 @@ def test_strategies_every_architecture_same_tokens(architecture: str) -> None:
     own = self_drafting(architecture, model)
     statistics = assert_same_tokens(model, prompts(3), own, max_new_tokens=10, **SAMPLING["sampled"])
     assert statistics.drafted > 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("oracle", [{"accuracy": 0.6}, {"accuracy": 0.7, "branching": True}], ids=["chain", "tree"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_grouped_attention_keeps_the_tokens(
+    architecture: str, batch: int, oracle: dict[str, Any], folded_calls: list[int]
+) -> None:
+    """Would catch: windows, sinks, caps or padding that folding ignores, in any architecture."""
+    model = tiny_model(architecture)
+    plain, output = plain_and_speculative(model, prompts(batch), partial(Oracle, **oracle), max_new_tokens=10)
+    assert torch.equal(plain, output.sequences)
+    assert 0 < output.speculation.accepted < output.speculation.drafted
+    assert bool(folded_calls) == (architecture not in {*SPEC["eager_only"], *UNGROUPED})
 
 
 @pytest.mark.all_architectures

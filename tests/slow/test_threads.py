@@ -1,6 +1,6 @@
 """Eight threads: all strategies and plain calls with one model, every text checked.
 
-For 8 seconds; `pytest tests/slow/test_threads.py --thread-seconds 60` runs them for a minute.
+For 5 seconds; `pytest tests/slow/test_threads.py --thread-seconds 60` runs them for a minute.
 """
 
 from __future__ import annotations
