@@ -30,7 +30,8 @@ from hf_specgen.target.compilable import check_compilable
 from hf_specgen.target.compile_time import add_compile_seconds
 from hf_specgen.target.fixed_shapes import fixed_mask
 from hf_specgen.target.graph_buffers import GraphBuffers
-from hf_specgen.target.packed_weights import is_packable, packed_model, with_packed_linears
+from hf_specgen.target.packed_graphs import with_packed_linears
+from hf_specgen.target.packed_weights import is_packable, packed_model
 from hf_specgen.target.step_cache import step
 
 logger = logging.getLogger("hf_specgen")

@@ -12,7 +12,7 @@ Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
@@ -33,7 +33,7 @@ about 1e-6."""
 CHECKSUM_BLOCK = 64
 """Numbers of eight bytes that are summed up before their position counts: so a checksum takes as long as one sum."""
 
-_layers: WeakValueDictionary[int, _PackedLayer] = WeakValueDictionary()
+packed_layers: WeakValueDictionary[int, _PackedLayer] = WeakValueDictionary()
 """By the address of the weights."""
 _models: WeakKeyDictionary[nn.Module, _PackedModel] = WeakKeyDictionary()
 _lock, _packing = threading.Lock(), threading.Lock()
@@ -101,7 +101,7 @@ class _PackedLayer:
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_TOKENS)
         self._of = of
-        _layers[weight.data_ptr()] = self
+        packed_layers[weight.data_ptr()] = self
 
 
 class _PackedModel:
@@ -226,38 +226,3 @@ def packed_model(model: nn.Module) -> _PackedModel:
             return found
     found.refresh()
     return found
-
-
-# The same multiplication as an operator for compiled graphs.
-
-_library = torch.library.Library("hf_specgen", "DEF")
-_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-
-
-@torch.library.impl(_library, "packed_linear", "CPU")
-def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    layer = _layers.get(weight.data_ptr())
-    return layer.linear(x, weight, bias) if layer is not None and layer.has(weight) else linear(x, weight, bias)
-
-
-@torch.library.register_fake("hf_specgen::packed_linear")  # type: ignore[untyped-decorator]
-def _shape_of_packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], len(weight))
-
-
-def with_packed_linears(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend of `torch.compile` that multiplies with packed weights, where a weight was packed.
-
-    Args:
-        compile_graph: the backend that compiles the changed graph.
-    """
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-        for node in graph.graph.nodes:
-            if node.op == "call_function" and node.target is linear and not node.kwargs:
-                node.target = torch.ops.hf_specgen.packed_linear
-                node.args = (*node.args, None)[:3]
-        graph.recompile()
-        return compile_graph(graph, inputs, **options)
-
-    return backend

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LogitsProcessorList
 
-from hf_specgen import Statistics, attached, speculate
-from hf_specgen.target.packed_weights import is_packable
+from hf_specgen import Statistics
 from tests.fuzz import checks, settings, strategies
 from tests.fuzz.callbacks import Fault, Interrupt, ValidPadding
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Difference, Run
 from tests.fuzz.device import device, random_state, seed
+from tests.fuzz.entries import attached_to, speculation_arguments
 from tests.fuzz.models import tiny_model
 from tests.fuzz.settings import Ends
 from tests.fuzz.surroundings import SECONDS_PER_CALL, broken_logits, fault_in, modes, time_limit
@@ -182,9 +182,9 @@ class Comparison:
         streamer = arguments.get("streamer")
         entered: Any = contextlib.nullcontext()
         if speculation and case.entry == "attach":
-            entered = _attached(case, self.model, self.candidates)
+            entered = attached_to(case, self.model, self.candidates)
         elif speculation:
-            arguments |= _speculation(case, self.model, self.candidates, streamer)
+            arguments |= speculation_arguments(case, self.model, self.candidates, streamer)
             if case.entry == "custom_streamer":
                 arguments.pop("streamer", None)
         if cache is not None:
@@ -277,35 +277,3 @@ def equal(one: Run, other: Run) -> bool:
     if one.ids is None or other.ids is None:
         return type(one.error) is type(other.error)
     return torch.equal(one.ids, other.ids)
-
-
-def _call_settings(case: Case, model: Any) -> dict[str, Any]:
-    """Verification, policy and packed weights of a call, where they are not the defaults."""
-    call: dict[str, Any] = {} if case.verification == "exact" else {"verification": case.verification}
-    policy = strategies.call_policy(case)
-    if policy is not None:
-        call["policy"] = policy
-    if case.pack_weights and any(map(is_packable, model.modules())):  # not in float64
-        call["pack_weights"] = True
-    return call
-
-
-@contextlib.contextmanager
-def _attached(case: Case, model: Any, candidates: Any) -> Iterator[None]:
-    """The strategy is attached to the model; in every second case calls that cannot speculate are plain.
-
-    Not where a fault is raised: plain `generate` does not put back the caller's cache.
-    """
-    strict = case.seed % 2 == 0 or case.fault != ""
-    with attached(model, candidates, strict=strict, **_call_settings(case, model)):
-        yield
-
-
-def _speculation(case: Case, model: Any, candidates: Any, streamer: Any) -> dict[str, Any]:
-    """The arguments that ask for speculation."""
-    call = _call_settings(case, model)
-    if case.entry == "keyword":
-        return {"candidate_generator": candidates, **call}
-    if case.entry == "custom_streamer":
-        call["streamer"] = streamer
-    return {"custom_generate": speculate(candidates, **call)}

@@ -1,0 +1,44 @@
+"""How a case asks for speculation: as an argument, through `custom_generate`, or attached to the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from hf_specgen import attached, speculate
+from hf_specgen.target.packed_weights import is_packable
+from tests.fuzz import strategies
+from tests.fuzz.cases import Case
+
+
+def call_settings(case: Case, model: Any) -> dict[str, Any]:
+    """Verification, policy and packed weights of a call, where they are not the defaults."""
+    call: dict[str, Any] = {} if case.verification == "exact" else {"verification": case.verification}
+    policy = strategies.call_policy(case)
+    if policy is not None:
+        call["policy"] = policy
+    if case.pack_weights and any(map(is_packable, model.modules())):  # not in float64
+        call["pack_weights"] = True
+    return call
+
+
+@contextlib.contextmanager
+def attached_to(case: Case, model: Any, candidates: Any) -> Iterator[None]:
+    """The strategy is attached to the model; in every second case calls that cannot speculate are plain.
+
+    Not where a fault is raised: plain `generate` does not put back the caller's cache.
+    """
+    strict = case.seed % 2 == 0 or case.fault != ""
+    with attached(model, candidates, strict=strict, **call_settings(case, model)):
+        yield
+
+
+def speculation_arguments(case: Case, model: Any, candidates: Any, streamer: Any) -> dict[str, Any]:
+    """The arguments that ask for speculation."""
+    call = call_settings(case, model)
+    if case.entry == "keyword":
+        return {"candidate_generator": candidates, **call}
+    if case.entry == "custom_streamer":
+        call["streamer"] = streamer
+    return {"custom_generate": speculate(candidates, **call)}
