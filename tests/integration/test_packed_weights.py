@@ -212,11 +212,11 @@ def test_packed_weights_that_are_a_view_at_an_odd_place() -> None:
 
 def test_packed_weights_are_freed_with_their_model() -> None:
     model = fresh_model("llama")
-    before = len(packing._layers)
+    before = len(packing.packed_layers)
     packing.packed_model(model)
-    assert len(packing._layers) > before
+    assert len(packing.packed_layers) > before
     del model
-    assert len(packing._layers) == before
+    assert len(packing.packed_layers) == before
 
 
 def test_packed_draft_model_same_draft_tokens_accepted() -> None:
@@ -260,7 +260,7 @@ def test_model_that_two_threads_pack_first_is_packed_once() -> None:
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(torch.no_grad()(lambda _: packing.packed_model(model)), range(2))
     assert first is second
-    assert all(packing._layers[layer.module.weight.data_ptr()] is layer for layer in first._layers.values())
+    assert all(packing.packed_layers[layer.module.weight.data_ptr()] is layer for layer in first._layers.values())
 
 
 def test_copy_made_while_a_call_runs_can_be_packed(multiplications: list[int]) -> None:
