@@ -241,7 +241,7 @@ def test_draft_of_growing_text_finds_what_a_new_session_finds(
     text = prompt + state.generated[0]
     row = session._texts[0]
     row.extend(state.generated[0][session._read[0] :])
-    assert row.index.tokens[: row.index.end].tolist() == text
+    assert row.index.tokens[: row.index.end] == text
     found = row.index.occurrences(text[-64:], 10**6, row._known, row._grown)
     assert found == reference.ngram_occurrences(text, text[-64:], len(text))
 
