@@ -112,7 +112,8 @@ class VerificationSession(ABC):
         Raises:
             RuntimeError: as plain sampling does, if the scores of an emitted token are NaN, infinite or all -inf.
         """
-        logits = logits.to(device=self.call.state.device, dtype=torch.float32)
+        if logits.dtype != torch.float32 or logits.device != self.call.state.device:
+            logits = logits.to(device=self.call.state.device, dtype=torch.float32)
         if self.processors.score_only:
             return self._verify_at_once(tree, logits, active)
         with self.call.state.tentative():

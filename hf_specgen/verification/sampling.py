@@ -27,9 +27,9 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
         >>> argmax(torch.tensor([[1.0, 3.0, 3.0], [1.0, float("nan"), 2.0]])).tolist()
         [1, 1]
     """
-    if scores.device.type != "cpu" or scores.dtype != torch.float32:
+    if not scores.is_cpu or scores.dtype != torch.float32 or scores.requires_grad:
         return scores.argmax(dim=-1)
-    return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(axis=-1)))
+    return torch.from_numpy(np.asarray(scores.numpy().argmax(axis=-1)))
 
 
 def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
