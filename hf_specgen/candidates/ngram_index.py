@@ -62,7 +62,7 @@ class NgramIndex:
     tokens: list[int] | array[int]
     _links: list[memoryview]
     _heads: list[memoryview]
-    _levels: tuple[tuple[int, memoryview, memoryview, range], ...]
+    _levels: tuple[tuple[int, memoryview, memoryview, tuple[tuple[int, int], ...]], ...]
 
     def __init__(self, max_tokens: int | None = None):
         self._max_tokens = max_tokens
@@ -165,8 +165,8 @@ class NgramIndex:
                 if order > end + 1:
                     links[end] = 0
                     continue
-                for back in added:
-                    value += (text[end - back] + 2) * POWERS[back]
+                for back, power in added:
+                    value += (text[end - back] + 2) * power
                 bucket = value % capacity
                 links[end] = heads[bucket]
                 heads[bucket] = end + 1
@@ -184,8 +184,8 @@ class NgramIndex:
         values = (np.array(self.tokens[origin:end], dtype=np.int64) + 2).astype(np.uint64)
         hashes = np.zeros(len(values), dtype=np.uint64)
         for order, links, heads, added in self._levels:
-            for back in added:
-                hashes[back:] += values[: max(0, len(values) - back)] * np.uint64(POWERS[back])
+            for back, power in added:
+                hashes[back:] += values[: max(0, len(values) - back)] * np.uint64(power)
             begin = max(first, order - 1)
             np.frombuffer(links, dtype=np.int32)[first:begin] = 0
             if begin < end:
@@ -210,7 +210,8 @@ class NgramIndex:
 
     def _set_views(self, views: list[memoryview]) -> None:
         self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
-        self._levels = tuple(zip(ORDERS, self._links, self._heads, RANGES, strict=True))
+        terms = [tuple((back, POWERS[back]) for back in added) for added in RANGES]
+        self._levels = tuple(zip(ORDERS, self._links, self._heads, terms, strict=True))
         self._longest_first = tuple(zip(ORDERS, self._links, strict=True))[::-1]
 
 

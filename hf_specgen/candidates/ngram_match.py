@@ -97,19 +97,20 @@ def repeated_end(
     known = known if grown else NO_OCCURRENCES
     found: dict[int, int] = {}
     for order, following_before in links:
-        following, visits, most = following_before[end - 1], limit, len(backwards)
-        while following and visits:
-            visits -= 1
+        following, most = following_before[end - 1], len(backwards)
+        for _ in range(limit):
+            if not following:
+                break
             if following not in found:
                 if (before := following - grown) in known and text[before:following] == appended:
                     length = min(known[before] + grown, following, most)
                 else:
-                    place = following
+                    place = following - 1
                     for token in backwards if following >= most else backwards[:following]:
-                        if text[place - 1] != token:
+                        if text[place] != token:
                             break
                         place -= 1
-                    length = following - place
+                    length = following - 1 - place
                 if length >= order:
                     found[following] = length
                     if len(found) == limit:
