@@ -201,7 +201,7 @@ class _Loop:
             steps = statistics.record(tree, result)
             with self.timer.part("policy"):
                 self.policy.observe(tree, steps, self.drafter.passes)
-            if not self.padding.is_visible:
+            if state.batch > 1 and not self.padding.is_visible:
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
         statistics.finish([len(tokens) for tokens in state.generated], self._tokens_from_prefill)
         statistics.seconds = self.timer.stop()

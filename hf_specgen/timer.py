@@ -22,10 +22,11 @@ class StepTimer:
         self._started = perf_counter()
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._before_step = dict.fromkeys(STEP_PARTS, 0.0)
+        self._parts = {name: _Part(self.seconds, name) for name in PARTS}
 
     def part(self, name: str) -> _Part:
-        """A context whose time is added to a part."""
-        return _Part(self.seconds, name)
+        """A context whose time is added to a part; a part is not entered again inside itself."""
+        return self._parts[name]
 
     def step_seconds(self) -> dict[str, float]:
         """Seconds of each part since the last call of this method; parts that took no time are left out."""
@@ -41,6 +42,8 @@ class StepTimer:
 
 class _Part:
     """Adds the time inside the context to a part: a class, since a generator would take longer than some parts."""
+
+    __slots__ = ("_begin", "_compiling", "_name", "_seconds")
 
     def __init__(self, seconds: dict[str, float], name: str):
         self._seconds, self._name = seconds, name

@@ -143,12 +143,12 @@ def _leftmost_path(parents: Parents) -> list[int]:
 
 
 def _pad(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    lengths = {len(row) for row in rows}
-    if len(lengths) != 1:
-        width = max(lengths, default=0)
-        padded = [[*row, *[0] * (width - len(row))] for row in rows]
-        return torch.from_numpy(np.array(padded, dtype=np.int64).reshape(len(rows), width))
-    return torch.from_numpy(np.array(rows, dtype=np.int64))  # by way of numpy: a third of the time of torch.tensor
+    """`[rows, longest]` tokens, zeros after shorter rows; by way of numpy, in a third of the time of torch.tensor."""
+    if len(rows) == 1:
+        return torch.from_numpy(np.fromiter(rows[0], np.int64, len(rows[0]))[None])
+    width = max(map(len, rows), default=0)
+    padded = [[*row, *[0] * (width - len(row))] for row in rows]
+    return torch.from_numpy(np.array(padded, dtype=np.int64).reshape(len(rows), width))
 
 
 @lru_cache(maxsize=4096)

@@ -128,8 +128,7 @@ class _NgramSession(DraftSession):
         """Learn how likely matches of each length are accepted."""
         drafts = zip(self._trees, result.tokens, strict=True)
         outcomes = [outcome for tree, emitted in drafts for outcome in tree.outcomes(emitted, self._odds)]
-        for match_class, expected, accepted in outcomes:
-            self._odds.observe(match_class, expected, accepted)
+        self._odds.observe_all(outcomes)
         self._trees = []
 
     def end(self) -> None:

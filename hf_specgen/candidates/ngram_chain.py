@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, islice, takewhile
 from operator import mul
 
-from hf_specgen.candidates.ngram_odds import MatchOdds
+from hf_specgen.candidates.ngram_odds import FREQUENT, MatchOdds
 from hf_specgen.candidates.ngram_tree import Frequent, Limits, NgramTree
 from hf_specgen.candidates.ngram_votes import MAX_VOTERS, Occurrence, frequent_tokens, unanimous, vote
 
@@ -24,9 +24,8 @@ def grow_chain(
         occurrences, odds, limits, frequent, find: see `grow_tree`.
 
     Example:
-        >>> from array import array
         >>> from hf_specgen.candidates.ngram_odds import OWN
-        >>> text = array("i", [1, 2, 3, 1, 2, 4, 1, 2])
+        >>> text = [1, 2, 3, 1, 2, 4, 1, 2]
         >>> grow_chain([(text, 8, 5, 2, OWN), (text, 8, 2, 2, OWN)], MatchOdds(), Limits(depth=2, nodes=4)).first(2)
         ([4, 1], (-1, 0))
     """
@@ -36,7 +35,8 @@ def grow_chain(
         values, proposers, total = vote(voters, depth, odds)
         token, probability = _most_probable(values, total)
         voters = proposers[token][:MAX_VOTERS] if values else []
-        if depth == 0:
+        # No frequent token is more probable than its share of the text allows.
+        if depth == 0 and frequent and probability < odds.values[FREQUENT] * frequent[0][1]:
             for other, other_probability in islice(frequent_tokens(frequent, values, total, odds), 1):
                 if other_probability > probability:
                     token, probability, voters = other, other_probability, []

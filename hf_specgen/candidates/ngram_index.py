@@ -1,8 +1,9 @@
 """Finds earlier occurrences of the last tokens of a text: hash chains over a growing or a bounded text.
 
 For each of a few n-gram lengths, a table maps the hash of an n-gram to where it ended last, and a link leads from every
-position to the one before it with the same hash: the structure by which LZ77 compressors find repetitions. All of it
-lies in flat arrays of 32-bit integers, 36 bytes a token, and a bounded text overwrites its oldest tokens in place.
+position to the one before it with the same hash: the structure by which LZ77 compressors find repetitions. Tables,
+links and a bounded text lie in flat arrays of 32-bit integers, 36 bytes a token, and a bounded text overwrites its
+oldest tokens in place. A text without limit is a list, whose tokens Python reads in a quarter of the time.
 Adding a token costs one entry for each length; a lookup visits a bounded number of positions and compares tokens there,
 so that a collision of hashes is never taken for a match.
 
@@ -16,12 +17,12 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH, NO_OCCURRENCES, Chain, compare
+from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH, NO_OCCURRENCES, Chain, compare, repeated_end
 
 ORDERS = (1, 2, 4, 8)
 """Lengths of the n-grams that are indexed; a match of any other length contains one of them."""
@@ -48,8 +49,8 @@ class NgramIndex:
         max_tokens: further tokens overwrite the oldest ones; None for a text without limit.
 
     Attributes:
-        tokens: the text; a ring buffer if it is bounded. No match spans the end of the array, nor `end`.
-        end: the index of the next token in `tokens`.
+        tokens: the text; a ring buffer if it is bounded. No match spans the end of the buffer, nor `end`.
+        end: the index of the next token in `tokens`, which is longer than the text.
 
     Example:
         >>> index = NgramIndex()
@@ -58,10 +59,10 @@ class NgramIndex:
         {6: 2, 3: 2}
     """
 
-    tokens: array[int]
+    tokens: list[int] | array[int]
     _links: list[memoryview]
     _heads: list[memoryview]
-    _levels: tuple[tuple[int, memoryview, memoryview, range], ...]
+    _levels: tuple[tuple[int, memoryview, memoryview, tuple[tuple[int, int], ...]], ...]
 
     def __init__(self, max_tokens: int | None = None):
         self._max_tokens = max_tokens
@@ -84,8 +85,9 @@ class NgramIndex:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays."""
-        return memoryview(self.tokens).nbytes + sum(view.nbytes for view in (*self._links, *self._heads))
+        """Memory of text, tables and links; a list holds a pointer for each token."""
+        itemsize = self.tokens.itemsize if isinstance(self.tokens, array) else array("P").itemsize
+        return itemsize * len(self.tokens) + sum(view.nbytes for view in (*self._links, *self._heads))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -117,17 +119,15 @@ class NgramIndex:
         Returns:
             by the position of the token that followed, the length of the match, at most `MAX_MATCH_LENGTH`.
         """
-        tail = array("i", tail[-MAX_MATCH_LENGTH:])
+        tail = list(tail[-MAX_MATCH_LENGTH:])
         starts = [heads[value % self._capacity] for heads, value in zip(self._heads, _hashes(tail[::-1]), strict=False)]
         # One of the visits may be the end of the text itself, after which there is no token.
         chains = self._chains(starts, limit + 1)
         return compare(self.tokens, self.end, tail, chains, limit, known, grown)
 
     def repetitions(self, limit: int, known: Mapping[int, int] = NO_OCCURRENCES, grown: int = 0) -> dict[int, int]:
-        """What `occurrences` returns for the end of this text: links lead there from its last token, without hashes."""
-        tail = self.tokens[max(0, self.end - MAX_MATCH_LENGTH) : self.end]
-        chains = self._chains([links[self.end - 1] for links in self._links], limit)
-        return compare(self.tokens, self.end, tail, chains, limit, known, grown)
+        """What `occurrences` returns for the end of this text, which has no limit: links lead there, without hashes."""
+        return repeated_end(cast("list[int]", self.tokens), self.end, self._longest_first, limit, known, grown)
 
     def _chains(self, starts: Sequence[int], visits: int) -> Iterator[Chain]:
         """The positions after n-grams with the same hash, by the length of the n-grams, longest first.
@@ -165,24 +165,27 @@ class NgramIndex:
                 if order > end + 1:
                     links[end] = 0
                     continue
-                for back in added:
-                    value += (text[end - back] + 2) * POWERS[back]
+                for back, power in added:
+                    value += (text[end - back] + 2) * power
                 bucket = value % capacity
                 links[end] = heads[bucket]
                 heads[bucket] = end + 1
             end += 1
         self.end = end
 
-    def _append_in_bulk(self, part: Sequence[int] | NDArray[np.int32]) -> None:
+    def _append_in_bulk(self, part: Sequence[int]) -> None:
         """The same as one by one, with numpy: a prompt of 100,000 tokens takes some hundredths of a second."""
         first, end = self.end, self.end + len(part)
-        np.frombuffer(self.tokens, dtype=np.int32)[first:end] = part
+        if isinstance(self.tokens, array):
+            self.tokens[first:end] = array("i", part)
+        else:
+            self.tokens[first:end] = part
         origin = max(0, first - ORDERS[-1] + 1)
-        values = np.frombuffer(self.tokens, dtype=np.int32)[origin:end].astype(np.uint64) + np.uint64(2)
+        values = (np.array(self.tokens[origin:end], dtype=np.int64) + 2).astype(np.uint64)
         hashes = np.zeros(len(values), dtype=np.uint64)
         for order, links, heads, added in self._levels:
-            for back in added:
-                hashes[back:] += values[: max(0, len(values) - back)] * np.uint64(POWERS[back])
+            for back, power in added:
+                hashes[back:] += values[: max(0, len(values) - back)] * np.uint64(power)
             begin = max(first, order - 1)
             np.frombuffer(links, dtype=np.int32)[first:begin] = 0
             if begin < end:
@@ -190,11 +193,11 @@ class NgramIndex:
         self.end = end
 
     def _make_room(self, wanted: int) -> None:
-        """At the end of the array: continue at its beginning, or double it."""
+        """At the end of the buffer: continue at its beginning, or double it."""
         if self._max_tokens is not None:
             self.end = 0
             return
-        text = np.frombuffer(self.tokens, dtype=np.int32)[: self.end].copy()
+        text = self.tokens[: self.end]
         self._allocate(2 * (self.end + wanted))
         self.end = 0
         self._append_in_bulk(text)
@@ -202,12 +205,14 @@ class NgramIndex:
     def _allocate(self, capacity: int) -> None:
         """An n-gram is stored as the position that followed it: zeros, which take no memory yet, stand for none."""
         self._capacity = capacity
-        self.tokens = array("i", bytes(array("i").itemsize * capacity))
+        self.tokens = [0] * capacity if self._max_tokens is None else array("i", bytes(array("i").itemsize * capacity))
         self._set_views([np.zeros(capacity, dtype=np.int32).data for _ in range(2 * len(ORDERS))])
 
     def _set_views(self, views: list[memoryview]) -> None:
         self._links, self._heads = views[: len(ORDERS)], views[len(ORDERS) :]
-        self._levels = tuple(zip(ORDERS, self._links, self._heads, RANGES, strict=True))
+        terms = [tuple((back, POWERS[back]) for back in added) for added in RANGES]
+        self._levels = tuple(zip(ORDERS, self._links, self._heads, terms, strict=True))
+        self._longest_first = tuple(zip(ORDERS, self._links, strict=True))[::-1]
 
 
 def _hashes(backwards: Sequence[int]) -> list[int]:

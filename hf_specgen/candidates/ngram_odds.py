@@ -84,9 +84,20 @@ class MatchOdds:
             expected: its probability, given that its parent was accepted.
             accepted: whether it was.
         """
-        factor = self._factors[match_class] * exp(LEARNING_RATE * (accepted - expected))
-        self._factors[match_class] = factor = min(MAX_FACTOR, max(1 / MAX_FACTOR, factor))
-        self.values[match_class] = value = self._prior[match_class] * factor
+        self.observe_all([(match_class, expected, accepted)])
+
+    def observe_all(self, outcomes: Sequence[tuple[int, float, bool]]) -> None:
+        """Learn from several tokens, in their order; the tables are written once for each class."""
+        factors = self._factors
+        for match_class, expected, accepted in outcomes:
+            factor = factors[match_class] * exp(LEARNING_RATE * (accepted - expected))
+            factors[match_class] = min(MAX_FACTOR, max(1 / MAX_FACTOR, factor))
+        for match_class in {match_class for match_class, _, _ in outcomes}:
+            self._update(match_class)
+
+    def _update(self, match_class: int) -> None:
+        """Write the odds of a class to the tables."""
+        self.values[match_class] = value = self._prior[match_class] * self._factors[match_class]
         if match_class < FREQUENT:
             kind, bucket = divmod(match_class, BUCKETS)
             first, last = _LENGTHS[bucket]

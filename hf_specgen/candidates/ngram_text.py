@@ -119,12 +119,15 @@ class RowText:
     def _follow_source(self, tokens: Sequence[int]) -> None:
         """Update `_source`: the occurrence that agrees with most of the new tokens, the nearest one if several do."""
         text, end, (first, last) = self.index.tokens, self.index.end, self._near()
-        known = self._known
-        places = [(first <= place <= last, known[place], place) for place in known if text[place] == tokens[0]]
-        places = [place for place in places if place[0] or place[1] > 1]
-        places += [(True, 0, place) for place in self._resumed()]
-        agreed = 0
-        for token in tokens if places else ():
+        begins = tokens[0]
+        places = [
+            (is_near, length, place)
+            for place, length in self._known.items()
+            if text[place] == begins and ((is_near := first <= place <= last) or length > 1)
+        ]
+        places += [(True, 0, place) for place in self._resumed() if text[place] == begins]
+        agreed = 1 if places else 0
+        for token in tokens[1:] if places else ():
             agreeing = [place for place in places if place[2] + agreed < end and text[place[2] + agreed] == token]
             if not agreeing:
                 break

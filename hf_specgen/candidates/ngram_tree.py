@@ -111,9 +111,8 @@ def grow_tree(
         find: looks up the occurrences of one frequent token, each with the position of the token itself, to continue.
 
     Example:
-        >>> from array import array
         >>> from hf_specgen.candidates.ngram_odds import OWN
-        >>> text = array("i", [1, 2, 3, 1, 2, 4, 1, 2])
+        >>> text = [1, 2, 3, 1, 2, 4, 1, 2]
         >>> found = [(text, 8, 5, 2, OWN), (text, 8, 2, 2, OWN)]
         >>> grow_tree(found, MatchOdds(), Limits(depth=2, nodes=4)).first(4)
         ([4, 3, 1, 1], (-1, -1, 0, 1))

@@ -5,7 +5,6 @@ Where all of them agree, the next tokens are read off at once, by slices of the 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 
 from hf_specgen.candidates.ngram_index import SEPARATOR
@@ -22,7 +21,7 @@ from hf_specgen.candidates.ngram_odds import (
 MAX_VOTERS = 8
 """Occurrences of a token that also vote on what follows it: with all of them, as many tokens are accepted per step."""
 
-Occurrence = tuple["array[int]", int, int, int, int]
+Occurrence = tuple[Sequence[int], int, int, int, int]
 """A place after tokens that equal the last ones of a row: the text, where it ends, the position of the token that
 followed, the length of the match, and its kind (see `MatchOdds`). A plain tuple, since every draft makes dozens."""
 
@@ -44,7 +43,7 @@ def vote(
         token's probability is its share of these.
 
     Example:
-        >>> text, odds = array("i", [1, 2, 3, 1, 2, 4, 1, 2]), MatchOdds()
+        >>> text, odds = [1, 2, 3, 1, 2, 4, 1, 2], MatchOdds()
         >>> values, proposers, total = vote([(text, 8, 5, 2, 0), (text, 8, 2, 2, 0)], 0, odds)
         >>> {token: round(value / total, 2) for token, value in values.items()}
         {4: 0.27, 3: 0.27}
@@ -54,8 +53,9 @@ def vote(
     by_length, longer = odds.by_length, min(depth, MAX_CHAIN_CHUNK)
     for voter in voters:
         text, end, position, length, kind = voter
-        if position + depth < end:
-            token, value = text[position + depth], by_length[kind][length + longer]
+        position += depth
+        if position < end:
+            token, value = text[position], by_length[kind][length + longer]
             if token in values:
                 values[token] += value
                 proposers[token].append(voter)
@@ -89,9 +89,7 @@ def strongest(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> int:
     return max(classes, key=odds.values.__getitem__)
 
 
-def unanimous(
-    voters: Sequence[Occurrence], depth: int, count: int, odds: MatchOdds
-) -> tuple[Sequence[int], Sequence[float]]:
+def unanimous(voters: Sequence[Occurrence], depth: int, count: int, odds: MatchOdds) -> tuple[list[int], list[float]]:
     """The next tokens from a depth on, as long as all occurrences propose the same one.
 
     Args:
@@ -104,12 +102,12 @@ def unanimous(
         the tokens, and the probability of each after the one before.
 
     Example:
-        >>> text = array("i", [1, 2, 3, 4, 7, 2, 3, 4, 8])
-        >>> unanimous([(text, 9, 1, 1, 0), (text, 9, 5, 1, 0)], 0, 10, MatchOdds())[0].tolist()
+        >>> text = [1, 2, 3, 4, 7, 2, 3, 4, 8]
+        >>> unanimous([(text, 9, 1, 1, 0), (text, 9, 5, 1, 0)], 0, 10, MatchOdds())[0]
         [2, 3, 4]
     """
     count = min(count, MAX_CHAIN_CHUNK)
-    pieces = [text[position + depth : min(end, position + depth + count)] for text, end, position, _, _ in voters]
+    pieces = [list(text[position + depth : min(end, position + depth + count)]) for text, end, position, _, _ in voters]
     tokens = pieces[0] if len(pieces) == 1 else _common_prefix(pieces)
     if SEPARATOR in tokens:
         tokens = tokens[: tokens.index(SEPARATOR)]
@@ -122,7 +120,7 @@ def unanimous(
     return tokens, [value / (value + NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN) for value in sums]
 
 
-def _common_prefix(pieces: list[array[int]]) -> array[int]:
+def _common_prefix(pieces: list[list[int]]) -> list[int]:
     """The longest common prefix of all pieces: that of the first and the last in their order."""
     low, high = min(pieces), max(pieces)
     for place, (one, other) in enumerate(zip(low, high, strict=False)):

@@ -65,6 +65,9 @@ class Chain:
         return max(1, int(builder.limits.max(initial=1)))
 
 
+CHAIN = Chain()
+
+
 @dataclass(frozen=True)
 class FixedSize:
     """The best tree of a fixed number of nodes, expanded about the square root of that many nodes at a time."""
@@ -232,6 +235,6 @@ def tree_shape(
         return FixedSize(size, children)
     latency = None if call.depth is None else call.depth.latency
     if size is None or latency is None:
-        return Chain()
+        return CHAIN
     rows = sum(depth > 0 for depth in depths)
     return FastestSize(latency.at(rows, context_length(call)), rows, children=children, is_prefill=is_prefill)

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -48,10 +46,10 @@ class _ThreadState(threading.local):
 
 
 _thread = _ThreadState()
+_interface = AttentionInterface()
 
 
-@contextmanager
-def grouped_attention() -> Iterator[FoldedMasks]:
+class grouped_attention:
     """Use grouped attention in the forward passes of this thread.
 
     It applies to SDPA models with grouped heads, to layers that get a mask or, on a CPU, a single query token per row.
@@ -61,8 +59,8 @@ def grouped_attention() -> Iterator[FoldedMasks]:
     If another library has registered its own function under "sdpa", that function is used and this context does
     nothing.
 
-    Yields:
-        the masks that were folded, by mask id, number of groups and dtype.
+    Entering it returns the masks that are folded, by mask id, number of groups and dtype. A class, since a generator
+    would take longer in every step.
 
     Example:
         >>> import torch
@@ -78,13 +76,16 @@ def grouped_attention() -> Iterator[FoldedMasks]:
         >>> torch.allclose(logits, expected, atol=1e-5)
         True
     """
-    _register()
-    outer = _thread.folded_masks
-    folded = _thread.folded_masks = {}
-    try:
-        yield folded
-    finally:
-        _thread.folded_masks = outer
+
+    def __enter__(self) -> FoldedMasks:
+        _register()
+        self._outer = _thread.folded_masks
+        folded: FoldedMasks = {}
+        _thread.folded_masks = folded
+        return folded
+
+    def __exit__(self, *exception: object) -> None:
+        _thread.folded_masks = self._outer
 
 
 def grouped_sdpa(
@@ -193,5 +194,5 @@ def _register() -> None:
     The wrapper is never removed: removing it while another thread looks a function up could make `get_interface` return
     the default, the eager function.
     """
-    if AttentionInterface().get("sdpa") is sdpa_attention_forward:
+    if _interface.get("sdpa") is sdpa_attention_forward:
         AttentionInterface.register("sdpa", _sdpa_attention)

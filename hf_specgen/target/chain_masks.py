@@ -56,8 +56,8 @@ class ChainMasks:
         width = max(lengths) + queries
         self._reserve(max(lengths), width - min(lengths), queries)
         if visible is None and len(set(lengths)) == 1:
-            return self._slice(lengths[0], queries, width)[None, None]
-        masks = torch.stack([self._slice(length, queries, width) for length in lengths])[:, None]
+            return self._slice(lengths[0], queries, width)
+        masks = torch.cat([self._slice(length, queries, width) for length in lengths])
         if visible is not None:
             masks[..., : visible.shape[1]] &= visible[:, None, None]
         return masks
@@ -70,7 +70,9 @@ class ChainMasks:
 
     def _slice(self, length: int, queries: int, width: int) -> torch.Tensor:
         first = self._before - length
-        return self._template[:queries, first : first + width]
+        # As `self._template[:queries, first : first + width][None, None]`, in a single call of torch.
+        columns = self._before + self._after
+        return self._template.as_strided((1, 1, queries, width), (0, 0, columns, 1), first)
 
     def _reserve(self, before: int, after: int, queries: int) -> None:
         """Make the template large enough; each dimension that is too small at least doubles."""

@@ -15,7 +15,7 @@ from hf_specgen.target.cache import RaggedCache
 from hf_specgen.target.compiled import CompiledPasses
 from hf_specgen.target.fixed_shapes import padded_pass
 from hf_specgen.target.row_layout import RowLayout
-from hf_specgen.target.step_inputs import StepInputs
+from hf_specgen.target.step_inputs import StepInputs, on_device
 from hf_specgen.target.step_masks import StepMasks
 from hf_specgen.tree import DraftTree
 
@@ -72,8 +72,7 @@ class ModelPass:
         lengths = self._cache.lengths
         if cached:
             lengths = tuple(length - cached for length in lengths)
-        # By way of numpy: a third of the time of torch.tensor.
-        positions = torch.from_numpy(np.array(self._layout.positions(tree, lengths, active, cached))).to(self._device)
+        positions = on_device(np.array(self._layout.positions(tree, lengths, active, cached)), self._device)
         mask = self._masks.of_step(tree, lengths, cached, self._cache.first_visible)
         arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
         if self._compiled is not None:

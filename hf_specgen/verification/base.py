@@ -58,6 +58,13 @@ class VerificationSession(ABC):
             `[batch, slots]` tokens; `INVALID` where the scores are no distribution to sample from.
         """
 
+    def chosen_tokens(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """What `choose` returns, as lists."""
+        tokens: list[list[int]] = self.choose(scores, steps, tree, nodes).tolist()
+        return tokens
+
     @property
     def wants_q(self) -> bool:
         """Whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`)."""
@@ -112,7 +119,8 @@ class VerificationSession(ABC):
         Raises:
             RuntimeError: as plain sampling does, if the scores of an emitted token are NaN, infinite or all -inf.
         """
-        logits = logits.to(device=self.call.state.device, dtype=torch.float32)
+        if logits.dtype != torch.float32 or logits.device != self.call.state.device:
+            logits = logits.to(device=self.call.state.device, dtype=torch.float32)
         if self.processors.score_only:
             return self._verify_at_once(tree, logits, active)
         with self.call.state.tentative():
@@ -121,8 +129,8 @@ class VerificationSession(ABC):
     def _verify_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
         scores = self.processors.all_nodes(logits)
         steps = self._steps(tree, active) if self.call.do_sample else []
-        chosen = self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
-        draft_tokens, chosen_tokens = tree.tokens.tolist(), chosen.tolist()
+        chosen_tokens = self.chosen_tokens(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
+        draft_tokens = tree.tokens.tolist()
         result = VerificationResult([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
         for row in range(tree.batch):
             if not active[row]:
@@ -192,7 +200,7 @@ class _ColumnWalk:
 
     def _choose(self, scores: torch.Tensor, step: int) -> list[int]:
         steps, nodes = [[step]] * len(scores), [[node] for node in self._node]
-        return self._session.choose(scores[:, None], steps, self._tree, nodes)[:, 0].tolist()
+        return [token for [token] in self._session.chosen_tokens(scores[:, None], steps, self._tree, nodes)]
 
     def _take(self, row: int, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
         """Emit a token; in lockstep, True lets the other rows continue: the row follows its draft or has ended."""

@@ -15,6 +15,7 @@ from hf_specgen.candidates.ngram_chain import grow_chain
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import (
+    CLASSES,
     CLASSES_BY_LENGTH,
     HISTORY_OUTPUT,
     MAX_CHAIN_CHUNK,
@@ -24,7 +25,7 @@ from hf_specgen.candidates.ngram_odds import (
 )
 from hf_specgen.candidates.ngram_text import RowText
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree, grow_tree
-from hf_specgen.candidates.ngram_votes import MAX_VOTERS, Occurrence, unanimous, vote
+from hf_specgen.candidates.ngram_votes import MAX_VOTERS, Occurrence, frequent_tokens, unanimous, vote
 from hf_specgen.state import GenerationState
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
@@ -75,6 +76,23 @@ def test_grow_chain_agrees_with_the_reference(text: list[int], depth: int, nodes
         assert joint == pytest.approx(expected[path]) == pytest.approx(max(children))
     assert tree.parents == [*range(-1, len(path) - 1)]
     assert len(path) == min(depth, nodes) or not any(other[:-1] == path for other in expected)
+
+
+@thorough
+@given(texts.filter(len), st.floats(0.01, 20.0), st.floats(0.01, 1.0))
+def test_grow_chain_begins_with_the_most_probable_token_frequent_ones_included(
+    text: list[int], factor: float, share: float
+) -> None:
+    """Would catch: a frequent token passed over although it is the most probable one; 5 occurs nowhere."""
+    _, occurrences = _occurrences(text)
+    odds = MatchOdds((factor,) * CLASSES)
+    frequent = [(5, share), (0, share / 2)]
+    tree = grow_chain(occurrences, odds, Limits(1, 1), frequent)
+    values, _, total = vote(occurrences, 0, odds)
+    expected = {token: value / total for token, value in values.items()}
+    for token, probability in frequent_tokens(frequent, values, total, odds):
+        expected[token] = probability
+    assert tree.joint == [max(expected.values())] == [expected[tree.tokens[0]]]
 
 
 @pytest.mark.parametrize("grow", [grow_tree, grow_chain])
@@ -195,6 +213,19 @@ def test_observe_rejections_make_the_class_less_likely() -> None:
     assert changed == [tried] and session._odds.values[tried] < prior[tried]
 
 
+@thorough
+@given(st.lists(st.tuples(st.integers(0, CLASSES - 1), st.floats(0.0, 1.0), st.booleans()), max_size=12))
+def test_observe_all_agrees_with_one_token_after_the_other(outcomes: list[tuple[int, float, bool]]) -> None:
+    """Would catch: tables that are not written for a class, or that miss its later tokens."""
+    together, separate = MatchOdds(), MatchOdds()
+    together.observe_all(outcomes)
+    for outcome in outcomes:
+        separate.observe(*outcome)
+    rebuilt = together.copy()
+    for odds in (separate, rebuilt):
+        assert (together.values, together.by_length, together.alone) == (odds.values, odds.by_length, odds.alone)
+
+
 def test_observe_of_a_session_learns_for_its_model_only() -> None:
     state = make_state([[1, 2, 3, 4, 1, 2, 3]])
     call = make_call(state, candidates=NgramCandidates(k=2))
@@ -241,7 +272,7 @@ def test_draft_of_growing_text_finds_what_a_new_session_finds(
     text = prompt + state.generated[0]
     row = session._texts[0]
     row.extend(state.generated[0][session._read[0] :])
-    assert row.index.tokens[: row.index.end].tolist() == text
+    assert row.index.tokens[: row.index.end] == text
     found = row.index.occurrences(text[-64:], 10**6, row._known, row._grown)
     assert found == reference.ngram_occurrences(text, text[-64:], len(text))
 

@@ -53,7 +53,7 @@ def test_occurrences_in_a_growing_text_agree_with_the_reference(
             assert found == reference.ngram_occurrences(tokens, tail, len(tokens))
             assert list(index.repetitions(ALL, known, len(part)).items()) == list(found.items())
             known = found
-    assert index.tokens[: index.end].tolist() == tokens
+    assert list(index.tokens[: index.end]) == tokens
     assert index.occurrences(other, ALL) == reference.ngram_occurrences(tokens, other, len(tokens))
 
 
@@ -74,7 +74,7 @@ def test_occurrences_in_a_bounded_text_agree_with_the_reference(
                 end = 0 if end == max_tokens else end
                 ring[end : end + 1] = [token]
                 end += 1
-    assert (index.end, index.tokens[: len(ring)].tolist()) == (end, ring)
+    assert (index.end, list(index.tokens[: len(ring)])) == (end, ring)
     is_full = len(ring) == max_tokens
     assert index.occurrences(tail, ALL) == reference.ngram_occurrences(ring, tail, end, is_full)
 
@@ -120,7 +120,7 @@ def test_occurrences_cost_does_not_grow_with_the_text(period: int) -> None:
     costs = []
     for repeats in (100, 4000):
         index = index_of([*range(5, 5 + period)] * repeats)
-        tail = index.tokens[: index.end].tolist()[-MAX_MATCH_LENGTH:]
+        tail = list(index.tokens[: index.end])[-MAX_MATCH_LENGTH:]
         costs.append(executed_lines(lambda index=index, tail=tail: index.occurrences(tail, limit=8)))
     assert costs[0] == costs[1] > 0
 
@@ -130,7 +130,7 @@ def test_occurrences_cost_does_not_grow_with_the_text(period: int) -> None:
 def test_repetitions_are_the_occurrences_of_the_end(period: int, limit: int) -> None:
     """Would catch: other occurrences where the limit leaves out some, or another order."""
     index = index_of([*range(period), 7] * 40 + [*range(period)])
-    tail = index.tokens[: index.end].tolist()
+    tail = list(index.tokens[: index.end])
     assert list(index.repetitions(limit).items()) == list(index.occurrences(tail, limit).items())
 
 
