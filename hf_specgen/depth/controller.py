@@ -212,10 +212,10 @@ class AdaptiveSession(PolicySession):
     def _update_costs(self, rows: int) -> None:
         """Costs in plain steps: of a step by depth `[k + 1]`, of an empty draft, of the drafter's prefill per token."""
         target, drafter = self._latency
-        depths, plain = np.arange(self._k + 1.0), float(target.by_tokens(rows))
-        seconds = target.by_tokens(rows * (1 + self._nodes_per_level * depths)) + depths * drafter.by_tokens(rows)
+        depths, plain = np.arange(self._k + 1.0), target.seconds_of(rows)
+        seconds = target.by_tokens(rows * (1 + self._nodes_per_level * depths)) + depths * drafter.seconds_of(rows)
         self._cost = np.maximum(seconds / plain, 1.0)
-        self._pass_cost = float(drafter.by_tokens(rows)) / plain
+        self._pass_cost = drafter.seconds_of(rows) / plain
         self._empty_draft_cost = drafter.overhead / plain
         self._prefill_cost = rows * drafter.prefill / plain
 
@@ -226,5 +226,5 @@ class AdaptiveSession(PolicySession):
     def _cost_of(self, step: StepRecord) -> float:
         """Latency of a step by the latency model, in plain steps."""
         target, drafter = self._latency
-        seconds = float(target.by_tokens(step.batch * step.tokens_per_row)) + drafter.draft(step.passes)
-        return max(1.0, seconds / float(target.by_tokens(step.batch)))
+        seconds = target.seconds_of(step.batch * step.tokens_per_row) + drafter.draft(step.passes)
+        return max(1.0, seconds / target.seconds_of(step.batch))

@@ -14,9 +14,7 @@ from math import inf, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from hf_specgen.depth.cost import Array, CostCurve, interpolate
+from hf_specgen.depth.cost import Array, CostCurve, interpolate, interpolate_one
 
 FORMAT = "hf_specgen latency profile 1"
 ANY_KIND = "any"
@@ -60,9 +58,13 @@ class DraftLatency:
         """Seconds of one pass over this many tokens, all rows together."""
         return interpolate(tokens, self.tokens, self.seconds)
 
+    def seconds_of(self, tokens: float) -> float:
+        """`by_tokens` for one number of tokens."""
+        return interpolate_one(tokens, self.tokens, self.seconds)
+
     def draft(self, passes: Sequence[int]) -> float:
         """Seconds of a draft with these passes, each given by its tokens."""
-        return self.overhead + float(self.by_tokens(np.array(passes, dtype=float)).sum())
+        return self.overhead + sum(map(self.seconds_of, passes))
 
     def scaled(self, factor: float) -> DraftLatency:
         """The same with all times multiplied by a factor."""
@@ -107,6 +109,7 @@ class LatencyModel:
         description: what the latencies depend on, as written to profile files.
 
     Example:
+        >>> import numpy as np
         >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
         >>> step = model.at(rows=2, context=300)
         >>> step.target.by_tokens(np.array([2, 18])).round(4).tolist()  # two rows: plain, and with 8 draft tokens each

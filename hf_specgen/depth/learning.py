@@ -163,7 +163,7 @@ class ProfileCheck:
         drafted = any(step.requested)
         if "forward" not in step.seconds or (drafted and unread > MAX_CATCH_UP_TOKENS):
             return 1.0
-        seconds = float(expected.target.by_tokens(step.batch * step.tokens_per_row))
+        seconds = expected.target.seconds_of(step.batch * step.tokens_per_row)
         seconds += expected.drafter.draft(step.passes) if drafted else 0.0
         self._ratios[drafted].append(sum(step.seconds.values()) / seconds)
         if min(map(len, self._ratios)) < CHECKED_STEPS:

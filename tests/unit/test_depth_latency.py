@@ -54,6 +54,16 @@ def test_model_times_are_positive_and_do_not_fall_beyond_the_last_point(
     assert step.drafter.draft([1, tokens]) >= step.drafter.overhead
 
 
+@settings(max_examples=100, deadline=None)
+@given(models(), st.integers(1, 64), st.floats(0.5, 500))
+def test_seconds_of_one_number_of_tokens_equal_those_of_an_array(model: LatencyModel, rows: int, tokens: float) -> None:
+    target, drafter = model.at(rows, 1)
+    for size in (tokens, *target.queries):
+        assert target.seconds_of(size) == pytest.approx(float(target.by_tokens(size)))
+        assert target(size) == pytest.approx(float(target.by_tokens(size * target.batch)))
+        assert drafter.seconds_of(size) == pytest.approx(float(drafter.by_tokens(size)))
+
+
 @pytest.mark.parametrize(
     ("rows", "context", "batch"), [(1, 100, 1), (2, 100, 1), (5, 300, 16), (16, 512, 16), (100, 9000, 16)]
 )
