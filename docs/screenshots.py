@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for the package `benchmarks`
 IMAGES = ROOT / "docs" / "images"
 PROJECTED = ROOT / "benchmarks" / "results" / "projected" / "report.json"
-DRAWN = ("n-grams", "n-grams + recycling", "EAGLE", "draft model", "n-grams + draft model")
+DRAWN = ("n-grams", "n-grams + recycling", "draft model", "EAGLE", "n-grams + EAGLE")
 REPORT = ROOT / "benchmarks" / "results" / "wide" / "report.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 QUESTION = "Rename `price` to `cost` in this code.\n\ndef total(price, tax):\n    price = price + tax\n    return price"
