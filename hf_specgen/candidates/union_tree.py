@@ -1,8 +1,9 @@
 """Grows the most probable tree from the proposals of several strategies; each node is rated by all of them.
 
 The estimates of strategies for the same token are combined as if they were independent; where a network has estimated
-a node's children, its estimate counts alone, as it has read the text that the others copy from. The result is
-calibrated: how often tokens were accepted is counted by which strategy proposed them and by the combined probability.
+a node's children, its estimate counts alone, as it has read the text that the others copy from, and what it does not
+propose counts less. The result is calibrated: how often tokens were accepted is counted by which strategy proposed them
+and by the combined probability.
 Strategies that know the likely successors of any token extend the tree below nodes that no network has judged.
 """
 
