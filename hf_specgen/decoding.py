@@ -30,7 +30,7 @@ from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, Specu
 from hf_specgen.state import Call, GenerationState
 from hf_specgen.target.encoder import EncoderInput
 from hf_specgen.target.model_parts import mask_name
-from hf_specgen.target.packed_weights import packed_weights
+from hf_specgen.target.packed_weights import pack, packed_weights
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
@@ -84,7 +84,7 @@ def speculative_decode(
     call = _make_call(model, state, candidates, logits_processor, generation_config, encoder)
     call = replace(call, compiled=compile, packed=pack_weights)
     outputs = OutputCollector(call, stopping_criteria, streamer)
-    with compat.without_compilation(model), packed_weights(pack_weights), ExitStack() as stack:
+    with compat.without_compilation(model), packed_weights(), ExitStack() as stack:
         loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
         if on_start is not None:
             on_start(call)
@@ -148,6 +148,8 @@ class _Loop:
         self.call, self.state, self.outputs = call, call.state, outputs
         requirements = call.candidates.target_requirements(call.model)
         check_computation(call.model, requirements, input_ids, call.config, model_kwargs)
+        if call.packed and not call.compiled:
+            pack(call.model)
         self.target = make_target(requirements, call.model, input_ids, call.config, model_kwargs, call.compiled)
         stack.push(lambda kind, *_: self.target.abandon() if kind else None)
         check_length(call.model, self.target.first_positions, call.max_new_tokens)

@@ -20,7 +20,7 @@ from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.state import Call
 from hf_specgen.target.encoder import check_cache
-from hf_specgen.target.packed_weights import check_packable
+from hf_specgen.target.packable import check_packable
 from hf_specgen.target.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 

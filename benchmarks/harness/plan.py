@@ -61,7 +61,9 @@ class Plan:
     seed: int = _option(0, "seed of the sampled domains")
     dtype: str = _option("float32", "float32, bfloat16 or float16")
     device: str = _option("cpu", "cpu, cuda, mps …")
-    pack_weights: bool = _option(False, "packed weights for the strategies of this package (float32 on a CPU)")
+    pack_weights: bool = _option(
+        False, "packed weights for target and strategies of this package (float32 or bfloat16 on a CPU)"
+    )
     widen: int = _option(0, "measure the same function with so many parameters; 0 for the model itself")
 
     def __post_init__(self) -> None:
@@ -75,8 +77,10 @@ class Plan:
             raise ValueError("batch sizes and contexts must be at least 1, temperatures at least 0")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.pack_weights and (self.dtype, self.device) != ("float32", "cpu"):
-            raise ValueError(f"pack_weights needs float32 on cpu, got {self.dtype} on {self.device}; leave it out")
+        if self.pack_weights and (self.dtype == "float16" or self.device != "cpu"):
+            raise ValueError(
+                f"pack_weights needs float32 or bfloat16 on cpu, got {self.dtype} on {self.device}; leave it out"
+            )
 
     def quick(self) -> Plan:
         """The same plan with so little work that it takes a minute: too little for results to quote."""

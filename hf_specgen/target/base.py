@@ -14,7 +14,6 @@ from hf_specgen.target.encoder import EncoderStepInputs
 from hf_specgen.target.model_parts import mask_name, text_config
 from hf_specgen.target.model_pass import ModelPass
 from hf_specgen.target.own_cache import CallCache
-from hf_specgen.target.packed_weights import pack
 from hf_specgen.target.prompt import Prompt
 from hf_specgen.target.row_layout import RowLayout
 from hf_specgen.target.state_layers import keeps_state
@@ -55,8 +54,6 @@ class Target:
         compiled: CompiledPasses | None = None,
     ):
         self.model, self._compiled = model, compiled
-        if compiled is None:
-            pack(model)
         is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self._config = model.config.get_text_config(decoder=True) if is_encoder_decoder else text_config(model)
         self.device = compat.input_device(model)

@@ -30,8 +30,9 @@ from hf_specgen.target.compilable import check_compilable
 from hf_specgen.target.compile_time import add_compile_seconds
 from hf_specgen.target.fixed_shapes import fixed_mask
 from hf_specgen.target.graph_buffers import GraphBuffers
+from hf_specgen.target.packable import is_packable
 from hf_specgen.target.packed_graphs import with_packed_linears
-from hf_specgen.target.packed_weights import is_packable, packed_model
+from hf_specgen.target.packed_weights import packed_model
 from hf_specgen.target.step_cache import step
 
 logger = logging.getLogger("hf_specgen")
@@ -199,7 +200,7 @@ class CompiledPasses:
 
 
 def _packing(model: PreTrainedModel, backend: Any) -> Any:
-    """The backend; for float32 weights on a CPU one that multiplies with packed weights."""
+    """The backend; where weights can be packed, one that multiplies with packed weights."""
     if not any(map(is_packable, model.modules())):
         return backend
     return with_packed_linears(torch._dynamo.lookup_backend(backend))

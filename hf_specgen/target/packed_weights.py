@@ -1,18 +1,23 @@
-"""Packed weights: float32 linear layers on a CPU, with their weights prepacked in oneDNN's layout.
+"""Packed weights: linear layers on a CPU, with their weights prepacked in oneDNN's layout.
 
-For a few tokens at a time PyTorch's float32 `linear` rearranges the whole weight matrix in every call: with 2 to 16
-tokens it takes two to four times as long as with one. oneDNN multiplies with weights that were rearranged once. The
-packed copy takes as much memory as the weights, and is kept as long as the model.
+For a few tokens at a time PyTorch's `linear` rearranges the whole weight matrix in every call: in float32 it takes two
+to four times as long with 2 to 16 tokens as with one, and in bfloat16 one and a half to three times as long as with
+weights that were rearranged once. The packed copy takes as much memory as the weights, and is kept as long as the
+model.
 
-During a call the layers have an instance `forward`, which uses packed weights only in threads inside `packed_weights`.
+A drafter is packed in every call, if it is small: how its passes round decides which tokens are drafted, not which are
+accepted. The target is packed on request only.
+
+During a call the layers have an instance `forward`, which uses packed weights only in the threads that asked for it.
 
 Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor packs low-precision weights alike.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
@@ -21,18 +26,23 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from hf_specgen.target.packable import is_packable
+
 EXPECTED_TOKENS = 8
 """Tokens of a pass that the layout is chosen for: as fast as the best layout from 2 to 256 tokens, for one token a
 third slower."""
 SMALL_MATRIX = 2**20
-"""Weights of a matrix below which one token is multiplied without packing: plain steps of a 16M target then take 13.8
-instead of 14.4 ms. From two tokens on packed weights are faster for such matrices too."""
-MAX_DIFFERENCE = 1e-4
+"""Weights of a float32 matrix below which one token is multiplied without packing: plain steps of a 16M target then
+take 13.8 instead of 14.4 ms. From two tokens on packed weights are faster for such matrices too."""
+MAX_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest difference from an ordinary multiplication, relative to the largest result: accumulated float32 rounding is
-about 1e-6."""
+about 1e-6, a bfloat16 result may be rounded to either neighbour, 4e-3 away."""
+SMALL_DRAFTER, DRAFTER_SHARE = 64 * 2**20, 1 / 8
+"""Bytes, and share of the target's bytes, of linear layers up to which a drafter is packed without being asked for."""
 CHECKSUM_BLOCK = 64
 """Numbers of eight bytes that are summed up before their position counts: so a checksum takes as long as one sum."""
 
+logger = logging.getLogger("hf_specgen")
 packed_layers: WeakValueDictionary[int, _PackedLayer] = WeakValueDictionary()
 """By the address of the weights."""
 _models: WeakKeyDictionary[nn.Module, _PackedModel] = WeakKeyDictionary()
@@ -40,9 +50,10 @@ _lock, _packing = threading.Lock(), threading.Lock()
 
 
 class _Scope(threading.local):
-    """The models whose layers this thread has switched to packed weights; None outside of `packed_weights`."""
+    """The models that this thread has switched to packed weights, and their layers; None outside `packed_weights`."""
 
     models: list[_PackedModel] | None = None
+    layers: frozenset[nn.Module] = frozenset()
 
 
 _scope = _Scope()
@@ -61,22 +72,26 @@ class _PackedLayer:
     def __init__(self, module: nn.Linear):
         self.module = module
         self._of: tuple[int, int, int] | None = None
-        self._is_small = module.weight.numel() < SMALL_MATRIX
+        weight = module.weight
+        self._is_small = weight.dtype == torch.float32 and weight.numel() < SMALL_MATRIX
         self.refresh()
-        x = torch.ones(2, module.in_features, dtype=module.weight.dtype, device=module.weight.device)
-        ordinary, packed = linear(x, module.weight), self.linear(x, module.weight, None)
-        limit = MAX_DIFFERENCE * max(1.0, ordinary.abs().max().item())
+        x = torch.ones(2, module.in_features, dtype=weight.dtype, device=weight.device)
+        with torch.no_grad():
+            ordinary, packed = linear(x, weight), self.linear(x, weight, None)
+        limit = MAX_DIFFERENCE[x.dtype] * max(1.0, ordinary.abs().max().item())
         if ordinary.isfinite().all() and not (ordinary - packed).abs().max() <= limit:
             raise ValueError(f"packed weights of {module} compute something else; leave pack_weights=True out")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or _scope.models is None:
+        if torch.compiler.is_compiling() or self.module not in _scope.layers:
             return linear(x, self.module.weight, self.module.bias)
         return self.linear(x, self.module.weight, self.module.bias)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ weight.T + bias`."""
-        if torch.is_grad_enabled() or x.dtype != torch.float32 or (self._is_small and x.numel() == weight.shape[1]):
+        if torch.is_grad_enabled() or x.dtype != weight.dtype or torch.is_autocast_enabled("cpu"):
+            return linear(x, weight, bias)
+        if self._is_small and x.numel() == weight.shape[1]:
             return linear(x, weight, bias)
         multiply = torch.ops.mkldnn._linear_pointwise.default
         return cast(torch.Tensor, multiply(x, self._packed, bias, "none", [], ""))
@@ -124,6 +139,11 @@ class _PackedModel:
                 layer.refresh()
             self._layers = layers
 
+    @property
+    def layers(self) -> Set[nn.Module]:
+        """The layers that were packed."""
+        return self._layers.keys()
+
     def switch_on(self) -> None:
         """Give the layers their packed `forward`, unless another call has."""
         with _lock:
@@ -143,14 +163,6 @@ class _PackedModel:
                     del layer.module.__dict__["forward"]
 
 
-def is_packable(module: nn.Module) -> bool:
-    """Whether a module is a linear layer whose weights can be packed."""
-    if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
-        return False
-    weight = module._parameters.get("weight")  # pruning computes it anew in every pass
-    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
-
-
 def _has_own_forward(module: nn.Linear) -> bool:
     """Whether the layer computes what its class does."""
     given = vars(module).get("forward")
@@ -163,46 +175,25 @@ def _checksum(weight: torch.Tensor) -> int:
     Weights that change places within a block have the same checksum; PyTorch's version shows those, except through
     `weight.data`.
     """
-    flat = weight.reshape(-1)
-    flat = flat.clone() if flat.storage_offset() % 2 else flat  # int64 views need an even storage offset
-    numbers = flat[: len(flat) // 2 * 2].view(torch.int64)
+    flat, values = weight.reshape(-1), 8 // weight.element_size()  # in a number of eight bytes
+    flat = flat.clone() if flat.storage_offset() % values else flat  # int64 views need storage offsets that it divides
+    numbers = flat[: len(flat) // values * values].view(torch.int64)
     whole = numbers[: len(numbers) // CHECKSUM_BLOCK * CHECKSUM_BLOCK].view(-1, CHECKSUM_BLOCK).sum(dim=1)
-    rest = numbers[len(whole) * CHECKSUM_BLOCK :].sum() + flat[2 * len(numbers) :].view(torch.int32).sum()
+    rest = numbers[len(whole) * CHECKSUM_BLOCK :].sum() + flat[values * len(numbers) :].view(torch.uint8).sum()
     return int((whole * (2 * torch.arange(len(whole)) + 1)).sum() - rest)
 
 
-def check_packable(model: nn.Module) -> None:
-    """Raise unless some weights of the model can be packed.
-
-    Raises:
-        ValueError: if none can.
-    """
-    if any(map(is_packable, model.modules())):
-        return
-    kinds = sorted({f"{one.dtype} on {one.device}".removeprefix("torch.") for one in model.parameters()})
-    raise ValueError(
-        f"pack_weights=True works with float32 linear layers on a CPU; {type(model).__name__} has none (its weights: "
-        f"{', '.join(kinds)}); leave it out"
-    )
-
-
 @contextmanager
-def packed_weights(enabled: bool) -> Iterator[None]:
-    """In this context the forward passes of this thread use the packed weights of all models given to `pack`.
-
-    Args:
-        enabled: False for a context that does nothing.
-    """
-    if not enabled:
-        yield
-        return
-    before, _scope.models = _scope.models, []
+def packed_weights() -> Iterator[None]:
+    """In this context the forward passes of this thread use the packed weights of the models given to `pack`."""
+    before = _scope.models, _scope.layers
+    _scope.models, _scope.layers = [], frozenset()
     try:
         yield
     finally:
         for packed in _scope.models:
             packed.switch_off()
-        _scope.models = before
+        _scope.models, _scope.layers = before
 
 
 def pack(model: nn.Module) -> None:
@@ -215,6 +206,33 @@ def pack(model: nn.Module) -> None:
     packed = packed_model(model)
     packed.switch_on()
     _scope.models.append(packed)
+    _scope.layers |= packed.layers
+
+
+def pack_drafter(drafter: nn.Module, target: nn.Module | None, always: bool) -> None:
+    """`pack` a drafter, unless that takes much memory or changes how the target computes.
+
+    Args:
+        drafter: a draft model or head.
+        target: the model that it drafts for; None if that is not known.
+        always: whether packed weights were asked for, also for the target.
+    """
+    if always:
+        pack(drafter)
+        return
+    layers = {module for module in drafter.modules() if is_packable(module)}
+    size = sum(_bytes(cast(nn.Linear, layer).weight) for layer in layers)
+    of_target = 0 if target is None else sum(map(_bytes, target.parameters()))
+    shares_layers = target is not None and not layers.isdisjoint(target.modules())
+    if layers and not shares_layers and size <= max(SMALL_DRAFTER, DRAFTER_SHARE * of_target):
+        try:
+            pack(drafter)
+        except ValueError as error:
+            logger.debug("the drafter runs with ordinary weights: %s", error)
+
+
+def _bytes(parameter: torch.Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
 
 
 def packed_model(model: nn.Module) -> _PackedModel:

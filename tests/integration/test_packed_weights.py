@@ -20,6 +20,10 @@ from hf_specgen.target import packed_weights as packing
 from tests.helpers import SAMPLING, Oracle, assert_same_tokens, fresh_model, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
 
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies bfloat16 with AVX-512 only"
+)
+
 
 def strategy(name: str) -> Candidates:
     model = tiny_model("llama")
@@ -46,6 +50,20 @@ def multiplications(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     packing._models.clear()
     yield rows
     packing._models.clear()
+
+
+@pytest.fixture
+def switched(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Receives every model whose layers are switched to packed weights."""
+    models: list[nn.Module] = []
+    original = packing._PackedModel.switch_on
+
+    def recording(self: Any) -> None:
+        models.append(self.model())
+        original(self)
+
+    monkeypatch.setattr(packing._PackedModel, "switch_on", recording)
+    return models
 
 
 def own_forwards(model: nn.Module) -> int:
@@ -119,8 +137,8 @@ def test_model_that_was_cast_after_a_packed_call_is_refused() -> None:
     model = fresh_model("llama")
     arguments = {"max_new_tokens": 4, "candidate_generator": NgramCandidates(), "pack_weights": True}
     model.generate(**prompts(1), **arguments)
-    with pytest.raises(ValueError, match="bfloat16 on cpu"):
-        model.bfloat16().generate(**prompts(1), **arguments)
+    with pytest.raises(ValueError, match="float16 on cpu"):
+        model.half().generate(**prompts(1), **arguments)
     model.float().generate(**prompts(1), **arguments)
 
 
@@ -140,7 +158,7 @@ def test_packed_weights_in_one_thread_leave_other_threads_to_ordinary_layers(mul
     model, inside, done = tiny_model("llama"), threading.Event(), threading.Event()
 
     def other() -> None:
-        with packing.packed_weights(True):
+        with packing.packed_weights():
             packing.pack(model)
             inside.set()
             done.wait()
@@ -161,18 +179,83 @@ def test_packed_weights_in_one_thread_leave_other_threads_to_ordinary_layers(mul
 
 def test_packed_weights_of_two_calls_are_taken_away_after_the_last_one() -> None:
     model = tiny_model("llama")
-    with packing.packed_weights(True):
+    with packing.packed_weights():
         packing.pack(model)
-        with packing.packed_weights(True):
+        with packing.packed_weights():
             packing.pack(model)
         assert own_forwards(model) > 0
     assert own_forwards(model) == 0
 
 
-def test_packed_weights_of_bfloat16_raise() -> None:
-    model = fresh_model("llama").bfloat16()
-    with pytest.raises(ValueError, match=r"float32 linear layers on a CPU.*bfloat16 on cpu.*leave it out"):
+def test_packed_weights_of_float16_raise() -> None:
+    model = fresh_model("llama").half()
+    with pytest.raises(ValueError, match=r"linear layers on a CPU, in float32.*float16 on cpu.*leave it out"):
         model.generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), pack_weights=True)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("change", [None, "one value", "through data"])
+@pytest.mark.parametrize("width", [48, 49, 51])
+def test_packed_bfloat16_linear_equals_linear(width: int, change: str | None) -> None:
+    """Widths of which a row, or the whole matrix, is no multiple of eight bytes."""
+    layer = nn.Linear(width, 33).bfloat16()
+    packed, x = packing._PackedLayer(layer), torch.randn(2, 5, width).bfloat16()
+    if change == "one value":
+        layer.weight.data[-1, -1] += 1
+    elif change == "through data":
+        layer.weight.data += torch.randn(33, width).bfloat16()
+    with torch.no_grad():
+        packed.refresh()
+        torch.testing.assert_close(packed.linear(x, layer.weight, layer.bias), layer(x), rtol=2e-2, atol=2e-2)
+
+
+@needs_bfloat16
+def test_packed_weights_of_bfloat16_run_target_and_drafter(multiplications: list[int]) -> None:
+    model = fresh_model("llama").bfloat16()
+    draft = DraftModelCandidates(fresh_model("llama", num_hidden_layers=1).bfloat16(), k=3)
+    model.generate(**prompts(1), max_new_tokens=6, candidate_generator=draft, pack_weights=True)
+    assert multiplications and own_forwards(model) == 0
+
+
+def test_small_drafter_is_packed_without_request_and_its_target_is_not(switched: list[nn.Module]) -> None:
+    """Would catch: a target that rounds differently from plain decoding though nobody asked for packed weights."""
+    model, draft = fresh_model("llama"), fresh_model("llama", num_hidden_layers=1)
+    assert_same_tokens(model, prompts(2), DraftModelCandidates(draft, k=3), max_new_tokens=8)
+    assert switched == [draft]
+
+
+def test_large_drafter_is_not_packed_without_request(
+    switched: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "SMALL_DRAFTER", 1000)
+    model, draft = fresh_model("llama"), fresh_model("llama", num_hidden_layers=1)
+    assert_same_tokens(model, prompts(1), DraftModelCandidates(draft, k=3), max_new_tokens=8)
+    assert switched == []
+
+
+def test_drafter_that_shares_layers_with_its_target_is_not_packed(switched: list[nn.Module]) -> None:
+    model, draft = fresh_model("llama"), fresh_model("llama", num_hidden_layers=1)
+    draft.lm_head = model.lm_head
+    assert_same_tokens(model, prompts(1), DraftModelCandidates(draft, k=3), max_new_tokens=8)
+    assert switched == []
+
+
+def test_call_without_packed_weights_beside_one_with_them_uses_ordinary_layers(multiplications: list[int]) -> None:
+    """Would catch: a call whose target is packed because another thread's call packs the same model."""
+    model = fresh_model("llama")
+    with packing.packed_weights(), ThreadPoolExecutor(1) as other:
+        packing.pack(model)
+        multiplications.clear()  # those of the check
+        arguments = {"max_new_tokens": 6, "candidate_generator": NgramCandidates(k=3)}
+        other.submit(lambda: model.generate(**prompts(1), **arguments)).result()
+        assert multiplications == []
+
+
+def test_packed_layer_under_autocast_is_cast(multiplications: list[int]) -> None:
+    layers = nn.Sequential(nn.Linear(8, 6))
+    with packing.packed_weights(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        packing.pack(layers)
+        assert layers(torch.randn(3, 8)).dtype == torch.bfloat16
 
 
 def test_packed_layer_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +277,7 @@ def test_attached_model_uses_packed_weights(multiplications: list[int]) -> None:
 )
 def test_layer_copied_while_a_call_runs_is_ordinary(duplicate: Any) -> None:
     layers = nn.Sequential(nn.Linear(8, 6))
-    with packing.packed_weights(True):
+    with packing.packed_weights():
         packing.pack(layers)
         copied = duplicate(layers)
         assert not isinstance(copied[0].forward, packing._PackedLayer)
@@ -265,11 +348,11 @@ def test_model_that_two_threads_pack_first_is_packed_once() -> None:
 
 def test_copy_made_while_a_call_runs_can_be_packed(multiplications: list[int]) -> None:
     layers = nn.Sequential(nn.Linear(8, 6))
-    with packing.packed_weights(True):
+    with packing.packed_weights():
         packing.pack(layers)
         copied = copy.deepcopy(layers)
     multiplications.clear()
-    with packing.packed_weights(True), torch.no_grad():
+    with packing.packed_weights(), torch.no_grad():
         packing.pack(copied)
         multiplications.clear()
         copied(torch.randn(3, 8))
