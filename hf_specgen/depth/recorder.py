@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import log2
-from statistics import median, median_low
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +22,9 @@ GRID = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
 a step of 3 or 7 tokens in float32 takes 1.4 times as long as one of 4 or 8."""
 MEDIAN_WINDOW = 7
 """Newest measurements that a median is taken over: three of them may be outliers."""
+MIN_MEASURED = 2
+"""Measurements that a size needs for a latency of its own: the lower one of two is no outlier, as other load on the
+machine only adds time. Sizes with fewer are taken together with the next ones."""
 PRIOR_SPREAD = 8.0
 """Weight of the prior in the slope of a regression: as much as that of two sizes four tokens apart."""
 PLAIN_NEEDED, DRAFTED_NEEDED = 5, 12
@@ -90,7 +93,9 @@ class LatencyRecorder:
 
     def estimate(self) -> StepLatency:
         """Latencies from the measurements so far: linear between medians, and extrapolated by `_slope`."""
-        seconds = {size: median_low(times) for size, times in sorted(self._target.items()) if times}
+        seconds = _medians({size: times for size, times in self._target.items() if size > 1})
+        if self._target.get(1):
+            seconds = {1: median_low(self._target[1]), **seconds}
         if not seconds:
             return self._prior
         first, most = min(seconds), max(seconds)
@@ -123,12 +128,39 @@ class LatencyRecorder:
         if self._empty or self._drafts:
             latency = replace(latency, overhead=median_low(self._empty) if self._empty else 0.0)
         if self._drafts:
-            by_tokens = {
-                tokens: median(max(0.0, seconds - latency.overhead) / passes for seconds, passes in drafts)
-                for tokens, drafts in sorted(self._drafts.items())
-            }
+            by_tokens = _medians(
+                {
+                    tokens: [max(0.0, seconds - latency.overhead) / passes for seconds, passes in drafts]
+                    for tokens, drafts in self._drafts.items()
+                }
+            )
             rising = np.maximum.accumulate(list(by_tokens.values())).tolist()  # more tokens never take less time
             latency = replace(latency, tokens=tuple(by_tokens), seconds=tuple(rising))
         if self._prefill_tokens:
             latency = replace(latency, prefill=self._prefill_seconds / self._prefill_tokens)
         return latency
+
+
+def _medians(measured: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Median latencies by size; neighbouring sizes are taken together until they have `MIN_MEASURED` measurements.
+
+    Args:
+        measured: latencies by size.
+
+    Example:
+        >>> _medians({4: [1.2, 9.0], 8: [1.5], 12: [9.0]})
+        {4: 1.2, 8: 1.5}
+    """
+    groups: list[list[tuple[int, float]]] = [[]]
+    for size, times in sorted(measured.items()):
+        groups[-1] += [(size, time) for time in times]
+        if len(groups[-1]) >= MIN_MEASURED:
+            groups.append([])
+    *complete, rest = groups
+    if complete:
+        complete[-1] += rest
+    return {
+        median_low(size for size, _ in group): median_low(time for _, time in group)
+        for group in complete or [rest]
+        if group
+    }

@@ -290,6 +290,23 @@ def test_recorder_learns_passes_by_width() -> None:
     assert drafter.draft([64]) == pytest.approx(0.0074) and drafter.draft([128]) > drafter.draft([64])
 
 
+@pytest.mark.parametrize("place", [1, 4, 9])
+def test_recorder_one_disturbed_step_of_a_rare_size_changes_little(place: int) -> None:
+    """Would catch: drafting that is turned off for good by one slow pass, the only one of its size."""
+    recorder = _recorder()
+    for number, width in enumerate([1, 2, 1, 2, 1, 2, 1, 2, 1, 2]):
+        pause = 0.3 if number == place else 0.0
+        step = _step(
+            4 + 12 * (pause > 0), 0.010 + pause, draft=0.003 * width + pause, passes=[1 + 7 * (pause > 0)] * width
+        )
+        recorder.add(step, unread=0)
+        recorder.add(_step(1, 0.010), unread=0)
+    recorder.add(_step(16, 0.011), unread=0)
+    target, drafter = recorder.estimate()
+    assert float(target.by_tokens(16)) < 0.012
+    assert drafter.draft([1]) == pytest.approx(0.003) and drafter.draft([8]) < 0.004
+
+
 def test_recorder_learns_the_prefill_of_the_drafter_from_long_unread_texts() -> None:
     """A pause of the machine while one token is read must not make every prompt seem too expensive to read."""
     recorder = _recorder()
