@@ -123,11 +123,11 @@ def speculate(
         policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
         monitor: receives every step.
         compile: compile the target's forward passes with `torch.compile`, once per model and shape; takes 10 to 60
-            seconds for each of a few shapes. Fused kernels may round differently from plain decoding. On a CPU in
-            float32 also takes the memory of `pack_weights`.
-        pack_weights: on a CPU in float32, keep a second copy of the weights in the layout that matrix multiplication
-            reads, for the target and the drafter: forward passes over a few tokens take about half as long. Rounds
-            differently from plain decoding.
+            seconds for each of a few shapes. Fused kernels may round differently from plain decoding. On a CPU also
+            takes the memory of `pack_weights`.
+        pack_weights: on a CPU in float32 or bfloat16, keep a second copy of the weights in the layout that matrix
+            multiplication reads, for the target and the drafter: forward passes over a few tokens take about half as
+            long. Rounds differently from plain decoding. A small drafter is packed in any case.
 
     Returns:
         a callable for `custom_generate=`.

@@ -1,4 +1,4 @@
-"""Speed of a 300M float32 target on a CPU with and without packed weights, at batch 1."""
+"""Speed of a 300M target on a CPU with and without packed weights, at batch 1."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.harness.variants import PLAIN
@@ -29,13 +30,20 @@ from hf_specgen.evaluation.workloads import (
     encode,
     load,
 )
+from hf_specgen.target.packable import packable_dtypes
 
 PARAMETERS, QUICK_PARAMETERS, NEW_TOKENS = 300 * 10**6, 20 * 10**6, 64
 
 
 def packed_weights(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Speed of every side on prompts of five domains, after a first prompt of each from which latencies are learnt."""
-    small, tokenizer = load(WorkloadSettings())
+    """Speed of every side in float32, and in bfloat16 where this processor multiplies it."""
+    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in packable_dtypes()]
+    return [row for dtype in dtypes for row in _of_dtype(dtype, repeats, quick)]
+
+
+def _of_dtype(dtype: torch.dtype, repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """On prompts of five domains, after a first prompt of each from which latencies are learnt."""
+    small, tokenizer = load(WorkloadSettings(dtype=str(dtype).removeprefix("torch.")))
     draft = AutoModelForCausalLM.from_pretrained(EMBEDDED_DRAFT, dtype=small.dtype).eval()
     model = widen(small, QUICK_PARAMETERS if quick else PARAMETERS)
     strategies: dict[str, Callable[[], Candidates]] = {
@@ -72,7 +80,8 @@ def packed_weights(repeats: int, quick: bool) -> list[dict[str, Any]]:
             for name, sample in samples.items():
                 identical[name] &= sample.ids.equal(samples[PLAIN.name].ids)
                 seconds[name][domain].append(sample.seconds / (sample.tokens or 1))
-    return [_row(name, by_domain, seconds[PLAIN.name], identical[name]) for name, by_domain in seconds.items()]
+    rows = [_row(name, by_domain, seconds[PLAIN.name], identical[name]) for name, by_domain in seconds.items()]
+    return [{"dtype": str(dtype).removeprefix("torch."), **row} for row in rows]
 
 
 def _row(name: str, seconds: dict[str, list[float]], plain: dict[str, list[float]], identical: bool) -> dict[str, Any]:

@@ -1,13 +1,18 @@
-"""Estimates latencies from step times: medians by the size of a pass, a regression beyond the largest measured size."""
+"""Estimates latencies from step times: medians by the size of a pass, shrunk towards a line through all sizes.
+
+The speed of a machine changes within seconds: other programs use its memory, its clock follows its temperature. So
+every time is taken relative to the plain steps next to it.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from math import log2
-from statistics import median_low
-from typing import TYPE_CHECKING
+from statistics import median, median_low
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,6 +30,10 @@ MEDIAN_WINDOW = 7
 MIN_MEASURED = 2
 """Measurements that a size needs for a latency of its own: the lower one of two is no outlier, as other load on the
 machine only adds time. Sizes with fewer are taken together with the next ones."""
+LINE_WEIGHT = 3.0
+"""Weight, in measurements, of the line through all sizes in the latency of one size. Where step times vary as on a
+shared machine, simulated decisions lose 1.2% of the tokens per second with it, 1.7% without, and 2.3% if times are not
+taken relative to plain steps either."""
 PRIOR_SPREAD = 8.0
 """Weight of the prior in the slope of a regression: as much as that of two sizes four tokens apart."""
 PLAIN_NEEDED, DRAFTED_NEEDED = 5, 12
@@ -33,6 +42,14 @@ PLAIN_EVERY = 8
 """One step in this many is plain until enough plain steps are measured."""
 MAX_CATCH_UP_TOKENS = 16
 """Unread tokens that a drafter processes in about the time of one pass; more are measured as its prefill."""
+
+
+class _Measured(NamedTuple):
+    """A time, the number of the step it was measured in, and how many passes of the drafter it contains."""
+
+    step: int
+    seconds: float
+    passes: int = 1
 
 
 class LatencyRecorder:
@@ -46,9 +63,9 @@ class LatencyRecorder:
 
     def __init__(self, rows: int, context: int, prior: StepLatency, measured: bool):
         self.rows, self.context, self._prior, self._measured = rows, context, prior, measured
-        self._target: dict[int, deque[float]] = {}  # size in `GRID` -> seconds of a step without drafting
-        self._drafts: dict[int, deque[tuple[float, int]]] = {}  # tokens of a pass -> seconds and passes of a draft
-        self._empty: deque[float] = deque(maxlen=MEDIAN_WINDOW)
+        self._target: dict[int, deque[_Measured]] = {}  # steps without drafting, by size in `GRID`
+        self._drafts: dict[int, deque[_Measured]] = {}  # drafts, by tokens of a pass
+        self._empty: deque[_Measured] = deque(maxlen=MEDIAN_WINDOW)
         self._steps = self._drafted = 0
         self._has_drafted = False
         self._prefill_seconds = self._prefill_tokens = 0.0
@@ -60,7 +77,7 @@ class LatencyRecorder:
         if "forward" in step.seconds:
             size = min(GRID, key=lambda size: abs(log2(size / step.tokens_per_row)))
             if size in self._target:  # the first step of each size, a warm-up, is dropped
-                self._target[size].append(sum(step.seconds.values()) - draft)
+                self._target[size].append(_Measured(self._steps, sum(step.seconds.values()) - draft))
                 self._drafted += step.tokens_per_row > 1
             self._target.setdefault(size, deque(maxlen=MEDIAN_WINDOW))
         if any(step.requested):
@@ -75,37 +92,74 @@ class LatencyRecorder:
             self._prefill_tokens += unread * rows
         elif sum(passes):
             tokens = 1 << round(log2(sum(passes) / len(passes)))
-            self._drafts.setdefault(tokens, deque(maxlen=MEDIAN_WINDOW)).append((seconds, len(passes)))
+            drafts = self._drafts.setdefault(tokens, deque(maxlen=MEDIAN_WINDOW))
+            drafts.append(_Measured(self._steps, seconds, len(passes)))
         else:
-            self._empty.append(seconds)
+            self._empty.append(_Measured(self._steps, seconds))
 
     @property
     def wants_plain_step(self) -> bool:
         """Whether the next step should be plain, to measure its latency."""
-        measured = len(self._target.get(1, ()))
+        measured = len(self._plain)
         at_once = not self._measured and measured < 2
         return at_once or (measured < PLAIN_NEEDED and self._steps % PLAIN_EVERY == 0)
 
     @property
     def complete(self) -> bool:
         """Whether enough was measured to fix the slice."""
-        return len(self._target.get(1, ())) >= PLAIN_NEEDED and self._drafted >= DRAFTED_NEEDED
+        return len(self._plain) >= PLAIN_NEEDED and self._drafted >= DRAFTED_NEEDED
+
+    @property
+    def _plain(self) -> Sequence[_Measured]:
+        return self._target.get(1, ())
 
     def estimate(self) -> StepLatency:
-        """Latencies from the measurements so far: linear between medians, and extrapolated by `_slope`."""
-        seconds = _medians({size: times for size, times in self._target.items() if size > 1})
-        if self._target.get(1):
-            seconds = {1: median_low(self._target[1]), **seconds}
+        """Latencies from the measurements so far: linear between sizes, and extrapolated by `_slope`."""
+        drafted = {size: self._relative(times) for size, times in self._target.items() if size > 1}
+        seconds = _medians(drafted)
+        if self._plain:
+            seconds = {1: median_low(one.seconds for one in self._plain), **seconds}
         if not seconds:
             return self._prior
         first, most = min(seconds), max(seconds)
         plain, reference = self._prior.target.by_tokens(self.rows * np.array([1.0, first])).tolist()
         seconds.setdefault(1, seconds[first] * plain / reference)
+        seconds = self._shrunk(seconds)
         seconds.setdefault(GRID[-1], seconds[most] + self._slope(seconds) * (GRID[-1] - most))
         # Some kernels are slower for fewer tokens; a step with a draft is never assumed to be faster than a plain one.
         points = {size: max(seconds[1], seconds[size]) for size in sorted(seconds)}
         curve = CostCurve(tuple(points), tuple(points.values()), self.context, self.rows)
         return StepLatency(curve, self._drafter(self._prior.drafter.scaled(seconds[1] / plain)))
+
+    def _relative(self, measured: Iterable[_Measured]) -> list[float]:
+        """Seconds of each, at the machine's speed in the median plain step.
+
+        Other load only adds time, so the faster of the two plain steps next to a measurement tells the speed then.
+        """
+        if not self._plain:
+            return [one.seconds for one in measured]
+        usual = median_low(one.seconds for one in self._plain)
+
+        def speed_at(step: int) -> float:
+            nearest = sorted(self._plain, key=lambda plain: abs(plain.step - step))[:2]
+            return min(plain.seconds for plain in nearest)
+
+        return [usual * one.seconds / speed_at(one.step) for one in measured]
+
+    def _shrunk(self, seconds: Mapping[int, float]) -> dict[int, float]:
+        """The latencies, those of steps with a draft shrunk towards the rising line through all of these."""
+        drafted = sorted((size, time) for size, time in seconds.items() if size > 1)
+        if len(drafted) < 2:
+            return dict(seconds)
+        # The medians of all slopes and offsets: no single size decides (Theil, 1950; Sen, 1968).
+        slope = max(0.0, median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(drafted, 2)))
+        at_zero = median(time - slope * size for size, time in drafted)
+
+        def shrink(size: int, time: float) -> float:
+            weight = max(MIN_MEASURED, len(self._target.get(size, ())))
+            return (weight * time + LINE_WEIGHT * (at_zero + slope * size)) / (weight + LINE_WEIGHT)
+
+        return {size: time if size == 1 else shrink(size, time) for size, time in seconds.items()}
 
     def _slope(self, seconds: Mapping[int, float]) -> float:
         """Seconds of one more token per row beyond the largest measured size: a regression over the sizes of drafts.
@@ -126,11 +180,15 @@ class LatencyRecorder:
     def _drafter(self, latency: DraftLatency) -> DraftLatency:
         """The given latency of drafting, with measured values where there are any."""
         if self._empty or self._drafts:
-            latency = replace(latency, overhead=median_low(self._empty) if self._empty else 0.0)
+            overhead = median_low(self._relative(self._empty)) if self._empty else 0.0
+            latency = replace(latency, overhead=overhead)
         if self._drafts:
             by_tokens = _medians(
                 {
-                    tokens: [max(0.0, seconds - latency.overhead) / passes for seconds, passes in drafts]
+                    tokens: [
+                        max(0.0, seconds - latency.overhead) / one.passes
+                        for one, seconds in zip(drafts, self._relative(drafts), strict=True)
+                    ]
                     for tokens, drafts in self._drafts.items()
                 }
             )

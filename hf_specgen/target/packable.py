@@ -10,15 +10,17 @@ from torch import nn
 
 def is_packable(module: nn.Module) -> bool:
     """Whether a module is a linear layer whose weights can be packed."""
-    if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
+    if type(module) is not nn.Linear:
         return False
     weight = module._parameters.get("weight")  # pruning computes it anew in every pass
-    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in _packable_dtypes()
+    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in packable_dtypes()
 
 
 @cache
-def _packable_dtypes() -> tuple[torch.dtype, ...]:
+def packable_dtypes() -> tuple[torch.dtype, ...]:
     """The dtypes that oneDNN multiplies on this machine: bfloat16 where the processor has AVX-512."""
+    if not torch.backends.mkldnn.is_available():
+        return ()
     return (torch.float32, torch.bfloat16) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
 
 

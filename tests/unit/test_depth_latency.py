@@ -253,12 +253,26 @@ def test_recorder_one_disturbed_step_in_five_changes_nothing() -> None:
 def test_recorder_keeps_a_dent_but_no_step_below_plain() -> None:
     """Kernels for a few tokens are slow on some machines, T(3) > T(8): then 7 draft tokens are better than 2."""
     recorder = _recorder()
-    for _ in range(4):
+    for _ in range(8):
         for width, seconds in ((1, 0.010), (3, 0.015), (8, 0.012), (12, 0.009)):
             recorder.add(_step(width, seconds), unread=0)
     target = recorder.estimate().target
     assert float(target.by_tokens(3)) > float(target.by_tokens(8)) > float(target.by_tokens(1))
     assert float(target.by_tokens(12)) == pytest.approx(0.010)
+
+
+@pytest.mark.parametrize("slow", [1.4, 3.0])
+def test_recorder_of_a_machine_whose_speed_changes_keeps_the_ratios(slow: float) -> None:
+    """Would catch: wide drafts for good because they were measured while the machine was fast."""
+    recorder = _recorder()
+    for width in [4, 8] * 5 + [16] * 5:
+        speed = slow if width < 16 else 1.0
+        recorder.add(_step(1, 0.010 * speed), unread=0)
+        recorder.add(_step(width, (0.010 + 0.0005 * width) * speed, draft=0.002 * speed, passes=[1]), unread=0)
+    target, drafter = recorder.estimate()
+    for width in (4, 8, 16):
+        assert target.relative(width) == pytest.approx(1 + 0.05 * width, rel=0.02)
+    assert drafter.draft([1]) / target.seconds[0] == pytest.approx(0.2, rel=0.02)
 
 
 def test_recorder_without_wide_steps_has_the_shape_of_the_prior() -> None:
