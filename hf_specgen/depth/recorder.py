@@ -1,7 +1,7 @@
-"""Estimates latencies from step times: medians by the size of a pass, shrunk towards a line through all sizes.
+"""Estimates latencies from step times: the median by tokens per row, shrunk towards a line through all medians.
 
-The speed of a machine changes within seconds: other programs use its memory, its clock follows its temperature. So
-every time is taken relative to the plain steps next to it.
+The speed of a machine changes within seconds: other programs use its memory, its clock follows its temperature. So the
+times of steps with a draft, and of drafting, are compared with those of the plain steps next to them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ a step of 3 or 7 tokens in float32 takes 1.4 times as long as one of 4 or 8."""
 MEDIAN_WINDOW = 7
 """Newest measurements that a median is taken over: three of them may be outliers."""
 MIN_MEASURED = 2
-"""Measurements that a size needs for a latency of its own: the lower one of two is no outlier, as other load on the
-machine only adds time. Sizes with fewer are taken together with the next ones."""
+"""Measurements that a size needs for a latency of its own: the lower one of two is seldom an outlier, as other load on
+the machine only adds time. Sizes with fewer are taken together with the next ones."""
+PLAIN_WINDOW = 32
+"""Newest plain steps that are kept, for the comparison with steps next to them."""
 LINE_WEIGHT = 3.0
-"""Weight, in measurements, of the line through all sizes in the latency of one size. Where step times vary as on a
-shared machine, simulated decisions lose 1.2% of the tokens per second with it, 1.7% without, and 2.3% if times are not
-taken relative to plain steps either."""
+"""The line counts as this many measurements when a median is shrunk towards it. Where step times vary as on a shared
+machine, simulated decisions lose 1.2% of the tokens per second of those by the true latencies, 1.7% without the line,
+and 2.3% if times are not compared with those of plain steps either."""
 PRIOR_SPREAD = 8.0
 """Weight of the prior in the slope of a regression: as much as that of two sizes four tokens apart."""
 PLAIN_NEEDED, DRAFTED_NEEDED = 5, 12
-"""Measured plain steps, and steps with a draft, after which a slice is fixed: a call of 128 tokens has more."""
+"""Measured plain steps, and steps with a draft, after which a slice is fixed: most calls of 128 tokens have more."""
 PLAIN_EVERY = 8
 """One step in this many is plain until enough plain steps are measured."""
 MAX_CATCH_UP_TOKENS = 16
@@ -53,17 +55,17 @@ class _Measured(NamedTuple):
 
 
 class LatencyRecorder:
-    """Learns one slice of a latency model.
+    """Estimates the latencies of one slice: a number of rows and a context length. Not thread-safe by itself.
 
     Args:
-        rows, context: of the slice.
+        rows, context: number of rows and context length of the slice.
         prior: latencies of a similar slice, or the default of the device.
         measured: whether the prior was measured on this machine.
     """
 
     def __init__(self, rows: int, context: int, prior: StepLatency, measured: bool):
         self.rows, self.context, self._prior, self._measured = rows, context, prior, measured
-        self._target: dict[int, deque[_Measured]] = {}  # steps without drafting, by size in `GRID`
+        self._target: dict[int, deque[_Measured]] = {}  # steps less the time of drafting, by size in `GRID`
         self._drafts: dict[int, deque[_Measured]] = {}  # drafts, by tokens of a pass
         self._empty: deque[_Measured] = deque(maxlen=MEDIAN_WINDOW)
         self._steps = self._drafted = 0
@@ -75,11 +77,13 @@ class LatencyRecorder:
         self._steps += 1
         draft = step.seconds.get("draft", 0.0)
         if "forward" in step.seconds:
-            size = min(GRID, key=lambda size: abs(log2(size / step.tokens_per_row)))
+            tokens = step.batch * step.tokens_per_row / self.rows  # the slice stands for as many rows or more
+            sizes = GRID[1:] if step.tokens_per_row > 1 else GRID[:1]
+            size = min(sizes, key=lambda size: abs(log2(size / tokens)))
             if size in self._target:  # the first step of each size, a warm-up, is dropped
                 self._target[size].append(_Measured(self._steps, sum(step.seconds.values()) - draft))
                 self._drafted += step.tokens_per_row > 1
-            self._target.setdefault(size, deque(maxlen=MEDIAN_WINDOW))
+            self._target.setdefault(size, deque(maxlen=PLAIN_WINDOW if size == 1 else MEDIAN_WINDOW))
         if any(step.requested):
             if self._has_drafted:  # the first draft is dropped too
                 self._add_draft(step.passes, draft, unread, step.batch)
@@ -91,7 +95,7 @@ class LatencyRecorder:
             self._prefill_seconds += max(0.0, seconds - usual)
             self._prefill_tokens += unread * rows
         elif sum(passes):
-            tokens = 1 << round(log2(sum(passes) / len(passes)))
+            tokens = 1 << max(0, round(log2(sum(passes) / len(passes))))
             drafts = self._drafts.setdefault(tokens, deque(maxlen=MEDIAN_WINDOW))
             drafts.append(_Measured(self._steps, seconds, len(passes)))
         else:
@@ -132,22 +136,22 @@ class LatencyRecorder:
         return StepLatency(curve, self._drafter(self._prior.drafter.scaled(seconds[1] / plain)))
 
     def _relative(self, measured: Iterable[_Measured]) -> list[float]:
-        """Seconds of each, at the machine's speed in the median plain step.
+        """Seconds of each, scaled to a machine on which the plain steps next to it would take the median plain time.
 
-        Other load only adds time, so the faster of the two plain steps next to a measurement tells the speed then.
+        Of the two nearest plain steps the faster one counts: other load only adds time.
         """
         if not self._plain:
             return [one.seconds for one in measured]
         usual = median_low(one.seconds for one in self._plain)
 
-        def speed_at(step: int) -> float:
+        def plain_seconds(step: int) -> float:
             nearest = sorted(self._plain, key=lambda plain: abs(plain.step - step))[:2]
             return min(plain.seconds for plain in nearest)
 
-        return [usual * one.seconds / speed_at(one.step) for one in measured]
+        return [usual * one.seconds / plain_seconds(one.step) for one in measured]
 
     def _shrunk(self, seconds: Mapping[int, float]) -> dict[int, float]:
-        """The latencies, those of steps with a draft shrunk towards the rising line through all of these."""
+        """The latencies; those of steps with a draft are shrunk towards a line through all of them that does not fall."""
         drafted = sorted((size, time) for size, time in seconds.items() if size > 1)
         if len(drafted) < 2:
             return dict(seconds)
@@ -201,6 +205,8 @@ class LatencyRecorder:
 
 def _medians(measured: Mapping[int, Sequence[float]]) -> dict[int, float]:
     """Median latencies by size; neighbouring sizes are taken together until they have `MIN_MEASURED` measurements.
+
+    Sizes that are taken together get their lower median as size; what is left at the end joins the last ones.
 
     Args:
         measured: latencies by size.

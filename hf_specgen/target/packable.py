@@ -1,4 +1,4 @@
-"""Which layers can be multiplied with packed weights on this machine; see `hf_specgen.target.packed_weights`."""
+"""Which linear layers can run with packed weights on this machine; see `hf_specgen.target.packed_weights`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ def is_packable(module: nn.Module) -> bool:
     """Whether a module is a linear layer whose weights can be packed."""
     if type(module) is not nn.Linear:
         return False
-    weight = module._parameters.get("weight")  # pruning computes it anew in every pass
-    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in packable_dtypes()
+    weight = module._parameters.get("weight")  # not there where pruning computes it anew in every pass
+    if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.dtype not in packable_dtypes():
+        return False
+    return weight.layout is torch.strided and weight.numel() > 0
 
 
 @cache
@@ -25,15 +27,15 @@ def packable_dtypes() -> tuple[torch.dtype, ...]:
 
 
 def check_packable(model: nn.Module) -> None:
-    """Raise unless some weights of the model can be packed.
+    """Raise if no layer of the model can run with packed weights.
 
     Raises:
-        ValueError: if none can.
+        ValueError: naming the dtypes and devices of the model's parameters.
     """
     if any(map(is_packable, model.modules())):
         return
     kinds = sorted({f"{one.dtype} on {one.device}".removeprefix("torch.") for one in model.parameters()})
     raise ValueError(
-        f"pack_weights=True works with linear layers on a CPU, in float32 or, with AVX-512, in bfloat16; "
-        f"{type(model).__name__} has none (its weights: {', '.join(kinds)}); leave it out"
+        f"pack_weights=True works with torch.nn.Linear on a CPU, in float32 or, with AVX-512, in bfloat16; "
+        f"{type(model).__name__} has no such layer (its parameters: {', '.join(kinds)}); leave it out"
     )

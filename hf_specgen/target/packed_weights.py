@@ -1,12 +1,11 @@
 """Packed weights: linear layers on a CPU, with their weights prepacked in oneDNN's layout.
 
-For a few tokens at a time PyTorch's `linear` rearranges the whole weight matrix in every call: in float32 it takes two
-to four times as long with 2 to 16 tokens as with one, and in bfloat16 one and a half to three times as long as with
-weights that were rearranged once. The packed copy takes as much memory as the weights, and is kept as long as the
-model.
+PyTorch's `linear` rearranges the whole weight matrix in every call. For a few tokens that takes longer than the product
+itself: with weights that were rearranged once, 2 to 16 tokens take a quarter to a half of the time in float32, and a
+third to two thirds in bfloat16. The packed copy takes as much memory as the weights, and is kept as long as the model.
 
-A drafter is packed in every call, if it is small: how its passes round decides which tokens are drafted, not which are
-accepted. The target is packed on request only.
+A small drafter is packed in every call: its rounding affects which tokens are drafted, not which are accepted. The
+target is packed with `pack_weights=True`, and with `compile=True`.
 
 During a call the layers have an instance `forward`, which uses packed weights only in the threads that asked for it.
 
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import zlib
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any, cast
@@ -29,18 +29,19 @@ from torch.nn.functional import linear
 from hf_specgen.target.packable import is_packable
 
 EXPECTED_TOKENS = 8
-"""Tokens of a pass that the layout is chosen for: as fast as the best layout from 2 to 256 tokens, for one token a
-third slower."""
+"""Tokens of a pass that the layout is chosen for: from 2 to 256 tokens it is as fast as the best layout, for one token
+a third slower."""
 SMALL_MATRIX = 2**20
-"""Weights of a float32 matrix below which one token is multiplied without packing: plain steps of a 16M target then
+"""Weights of a float32 matrix below which a single token takes the ordinary product: plain steps of a 16M target then
 take 13.8 instead of 14.4 ms. From two tokens on packed weights are faster for such matrices too."""
 MAX_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Largest difference from an ordinary multiplication, relative to the largest result: accumulated float32 rounding is
-about 1e-6, a bfloat16 result may be rounded to either neighbour, 4e-3 away."""
+"""Largest difference from an ordinary product, relative to the largest product of absolute values: accumulated float32
+rounding is about 1e-6, a bfloat16 result may be rounded to either neighbour, 4e-3 away."""
 SMALL_DRAFTER, DRAFTER_SHARE = 64 * 2**20, 1 / 8
-"""Bytes, and share of the target's bytes, of linear layers up to which a drafter is packed without being asked for."""
-CHECKSUM_BLOCK = 64
-"""Numbers of eight bytes that are summed up before their position counts: so a checksum takes as long as one sum."""
+"""A drafter is packed without request if its linear layers take at most this many bytes, or at most this share of the
+bytes of the target's parameters."""
+CHECKSUM_BLOCK = 63
+"""Integers in a block. An odd number: if the same bit changes in all of them, their sum changes modulo 2**64."""
 
 logger = logging.getLogger("hf_specgen")
 packed_layers: WeakValueDictionary[int, _PackedLayer] = WeakValueDictionary()
@@ -75,12 +76,15 @@ class _PackedLayer:
         weight = module.weight
         self._is_small = weight.dtype == torch.float32 and weight.numel() < SMALL_MATRIX
         self.refresh()
-        x = torch.ones(2, module.in_features, dtype=weight.dtype, device=weight.device)
+        x = torch.linspace(-1, 1, 2 * module.in_features, dtype=weight.dtype, device=weight.device).view(2, -1)
         with torch.no_grad():
             ordinary, packed = linear(x, weight), self.linear(x, weight, None)
-        limit = MAX_DIFFERENCE[x.dtype] * max(1.0, ordinary.abs().max().item())
+            limit = MAX_DIFFERENCE[x.dtype] * linear(x.abs(), weight.abs()).max()
         if ordinary.isfinite().all() and not (ordinary - packed).abs().max() <= limit:
-            raise ValueError(f"packed weights of {module} compute something else; leave pack_weights=True out")
+            raise ValueError(
+                f"packed weights of {module} compute something else than the layer; leave pack_weights=True and "
+                "compile=True out"
+            )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or self.module not in _scope.layers:
@@ -112,11 +116,10 @@ class _PackedLayer:
         """
         weight = self.module.weight.detach()
         of = weight.data_ptr(), 0 if weight.is_inference() else weight._version, _checksum(weight)
-        if of == self._of:
-            return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_TOKENS)
-        self._of = of
         packed_layers[weight.data_ptr()] = self
+        if of != self._of:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_TOKENS)
+            self._of = of
 
 
 class _PackedModel:
@@ -170,17 +173,17 @@ def _has_own_forward(module: nn.Linear) -> bool:
 
 
 def _checksum(weight: torch.Tensor) -> int:
-    """Sums of the weights' bits in blocks, times odd numbers, modulo 2**64: half the time of multiplying with them.
+    """A checksum of the sums of blocks of weights, read as integers; takes less time than multiplying with them.
 
     Weights that change places within a block have the same checksum; PyTorch's version shows those, except through
     `weight.data`.
     """
-    flat, values = weight.reshape(-1), 8 // weight.element_size()  # in a number of eight bytes
-    flat = flat.clone() if flat.storage_offset() % values else flat  # int64 views need storage offsets that it divides
+    flat, values = weight.reshape(-1), 8 // weight.element_size()  # weights in an integer of eight bytes
+    flat = flat.clone() if flat.storage_offset() % values else flat  # a view as such integers needs an aligned offset
     numbers = flat[: len(flat) // values * values].view(torch.int64)
-    whole = numbers[: len(numbers) // CHECKSUM_BLOCK * CHECKSUM_BLOCK].view(-1, CHECKSUM_BLOCK).sum(dim=1)
-    rest = numbers[len(whole) * CHECKSUM_BLOCK :].sum() + flat[values * len(numbers) :].view(torch.uint8).sum()
-    return int((whole * (2 * torch.arange(len(whole)) + 1)).sum() - rest)
+    sums = numbers[: len(numbers) // CHECKSUM_BLOCK * CHECKSUM_BLOCK].view(-1, CHECKSUM_BLOCK).sum(dim=1)
+    rest = torch.cat([numbers[len(sums) * CHECKSUM_BLOCK :], flat[values * len(numbers) :].view(torch.uint8)])
+    return zlib.crc32(rest.numpy().data, zlib.crc32(sums.numpy().data))
 
 
 @contextmanager
@@ -206,11 +209,11 @@ def pack(model: nn.Module) -> None:
     packed = packed_model(model)
     packed.switch_on()
     _scope.models.append(packed)
-    _scope.layers |= packed.layers
+    _scope.layers = _scope.layers.union(packed.layers)
 
 
 def pack_drafter(drafter: nn.Module, target: nn.Module | None, always: bool) -> None:
-    """`pack` a drafter, unless that takes much memory or changes how the target computes.
+    """`pack` a drafter, unless that takes much memory or the target would run with its packed layers.
 
     Args:
         drafter: a draft model or head.
@@ -227,7 +230,7 @@ def pack_drafter(drafter: nn.Module, target: nn.Module | None, always: bool) -> 
     if layers and not shares_layers and size <= max(SMALL_DRAFTER, DRAFTER_SHARE * of_target):
         try:
             pack(drafter)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # nobody asked for it, so lack of memory is no failure
             logger.debug("the drafter runs with ordinary weights: %s", error)
 
 

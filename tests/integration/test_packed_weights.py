@@ -121,6 +121,19 @@ def test_packed_linear_after_a_change_of_weights_uses_the_new_ones(change: str) 
         torch.testing.assert_close(packed.linear(x, layer.weight, layer.bias), layer(x))
 
 
+@pytest.mark.parametrize("columns", [slice(1, 2), slice(1, None, 2), slice(None)], ids=["one", "every other", "all"])
+@pytest.mark.parametrize("factor", [-1, 2])
+@pytest.mark.parametrize("shape", [(32, 128), (64, 63 * 2 * 4), (256, 1024)], ids=str)
+def test_checksum_of_weights_whose_same_bit_changes_is_another(
+    shape: tuple[int, int], factor: int, columns: slice
+) -> None:
+    """Would catch: sign bits and exponents of many weights that add up to nothing modulo 2**64."""
+    weight = torch.rand(shape) + 0.5
+    before = packing._checksum(weight)
+    weight[:, columns] *= factor
+    assert packing._checksum(weight) != before
+
+
 @pytest.mark.parametrize("setting", ["pack_weights", "compile"])
 def test_weights_changed_between_calls_are_packed_again(setting: str) -> None:
     """Would catch: a second call with the weights of the first one."""
@@ -189,7 +202,7 @@ def test_packed_weights_of_two_calls_are_taken_away_after_the_last_one() -> None
 
 def test_packed_weights_of_float16_raise() -> None:
     model = fresh_model("llama").half()
-    with pytest.raises(ValueError, match=r"linear layers on a CPU, in float32.*float16 on cpu.*leave it out"):
+    with pytest.raises(ValueError, match=r"on a CPU, in float32.*float16 on cpu.*leave it out"):
         model.generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), pack_weights=True)
 
 
