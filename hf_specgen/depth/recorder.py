@@ -151,7 +151,7 @@ class LatencyRecorder:
         return [usual * one.seconds / plain_seconds(one.step) for one in measured]
 
     def _shrunk(self, seconds: Mapping[int, float]) -> dict[int, float]:
-        """The latencies; those of steps with a draft are shrunk towards a line through all of them that does not fall."""
+        """The latencies; those of steps with a draft are shrunk towards a line through all of them, rising or level."""
         drafted = sorted((size, time) for size, time in seconds.items() if size > 1)
         if len(drafted) < 2:
             return dict(seconds)
