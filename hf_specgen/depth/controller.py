@@ -170,6 +170,8 @@ class AdaptiveSession(PolicySession):
             self._nodes_per_level += SIZE_UPDATE * (breadth - self._nodes_per_level)
         self._unread, self._drafts = 0, self._drafts + 1
         self._new.append(step)
+        if self._needs_no_plan(self._active):
+            return
         self._renew = self._renew or (self._exploring and accepted > 0) or self._drafts < REPLAN_EVERY
         self._plan_age += REJECTED_DRAFT_WEIGHT - 1 if drafted and not accepted and not self._exploring else 0
 
@@ -196,12 +198,19 @@ class AdaptiveSession(PolicySession):
             self._new.clear()
             self._remember()
         self._update_costs(sum(active))
-        accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
-        plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
+        if self._needs_no_plan(active):
+            plan = Plan(list(map(int, active)), 0.0, 1.0)
+        else:
+            accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
+            plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
         if self._candidates.adaptive_tree:  # it sizes its trees itself
             chosen = plan.depths if any(plan.depths) else active
             plan = plan._replace(depths=[self._candidates.k if drafts else 0 for drafts in chosen])
         self._plan, self._plan_age, self._active, self._renew = plan, 0, active, False
+
+    def _needs_no_plan(self, active: Sequence[bool]) -> bool:
+        """Whether a single row drafts, with a strategy that sizes its tree in every step."""
+        return self._candidates.adaptive_tree and sum(active) == 1
 
     def _remember(self) -> None:
         if self._profile is not None:
