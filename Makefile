@@ -25,7 +25,7 @@ WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 demo: .venv/installed
 	@$(BIN)/hf-specgen demo
 
-# Everything: 6 to 7 minutes on two cores.
+# Everything: 3 to 6 minutes on two cores, by their speed.
 test: .venv/installed-dev
 	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) --quiet
 

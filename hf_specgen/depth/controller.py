@@ -108,7 +108,7 @@ class AdaptiveSession(PolicySession):
                 self._acceptance.restore(snapshot, REMEMBERED_TRIALS)
                 self._speed.restore(snapshot.speed)
                 self._exploration = snapshot.exploration
-        self._slice_key = (0, 0)  # rows and context, as rounded by `slice_of`
+        self._slice_key = (0, 0)  # rows and context, as rounded by `slice_of`; zeros before any row may draft
         self._plan, self._active, self._renew = Plan([], 0.0, 1.0), [False], True
         self._plan_age = self._drafts = 0
         self._new: list[StepRecord] = []  # steps that `_acceptance` has not counted yet
@@ -153,7 +153,7 @@ class AdaptiveSession(PolicySession):
 
     def observe(self, step: StepRecord) -> None:
         """Count acceptance, and pass the step's times to the latency model while that is being learnt."""
-        if self._profile is not None and is_first_rank(self._group):
+        if self._profile is not None and any(self._slice_key) and is_first_rank(self._group):
             self._profile.add(step, self._slice_key, self._unread)
         if not any(step.requested):
             self._speed.add_plain()

@@ -26,6 +26,7 @@ from hf_specgen.evaluation.workloads import (
     read_prompts,
     torch_dtype,
 )
+from hf_specgen.target.packable import packable_dtypes
 from tests.helpers.paths import REFERENCE_LM
 
 
@@ -55,7 +56,8 @@ def test_demo_shows_two_targets_in_80_columns(tmp_path: Path, monkeypatch: pytes
     first, second = saved["targets"]
     assert first == "16M float32" and second in ("18M bfloat16", "18M float32")
     for title, target in saved["targets"].items():
-        packed = {"packed weights alone"} if title.endswith("float32") else set()
+        is_packable = getattr(torch, title.split()[1]) in packable_dtypes()
+        packed = {"packed weights alone"} if is_packable else set()
         assert set(target["variants"]) == {"plain", "prompt lookup", *packed, *OURS}
         assert list(target["domains"]) == ["math"]
         assert title in result.output and all(variant["tokens"] <= 4 for variant in target["variants"].values())

@@ -263,6 +263,15 @@ def test_policy_of_a_call_overrides_that_of_the_strategy_once() -> None:
     assert 0 < max(step.depth for step in ngram.speculation.rows[0]) <= 2
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_calls_too_short_for_a_draft_same_tokens(tokens: int, batch: int) -> None:
+    """Would catch: steps that are counted though no row may draft in them."""
+    model = tiny_model("llama")
+    for candidates in (NgramCandidates(), DraftModelCandidates(shared_draft(model))):
+        assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=tokens, prefill_chunk_size=4)
+
+
 # Combining strategies
 
 

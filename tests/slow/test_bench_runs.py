@@ -255,9 +255,9 @@ def test_help_is_that_of_the_script(capsys: pytest.CaptureFixture) -> None:
         assert f"--{field.replace('_', '-')}" + ("" if isinstance(default, bool) else " VALUE") in shown
 
 
-def test_packed_weights_without_float32_are_refused(capsys: pytest.CaptureFixture) -> None:
-    assert exit_code(["suite", "--dtype", "bfloat16", "--pack-weights"]) == 2
-    assert "pack_weights needs float32 on cpu, got bfloat16 on cpu" in capsys.readouterr().err
+def test_packed_weights_of_float16_are_refused(capsys: pytest.CaptureFixture) -> None:
+    assert exit_code(["suite", "--dtype", "float16", "--pack-weights"]) == 2
+    assert "pack_weights needs float32 or bfloat16 on cpu, got float16 on cpu" in capsys.readouterr().err
 
 
 def profile(folder: Path, *drafters: str) -> str:

@@ -93,5 +93,6 @@ def test_first_page_of_the_recorded_report_decides() -> None:
     )
     assert f"Use <b>{best['variant']}</b>: <b>{best['all']:.2f}\N{MULTIPLICATION SIGN}</b>" in first
     code = escape(code_of(best["variant"], found))
-    assert f"candidate_generator={code}, pack_weights=True)</pre>" in first
+    packed = ", pack_weights=True" if found["plan"]["pack_weights"] else ""
+    assert f"candidate_generator={code}{packed})</pre>" in first
     assert all(f"<td>{domain}</td>" in first for domain in ("math", "code", "edit", "json", "prose"))
