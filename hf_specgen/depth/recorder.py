@@ -38,6 +38,9 @@ machine, simulated decisions lose 1.2% of the tokens per second of those by the 
 and 2.3% if times are not compared with those of plain steps either."""
 PRIOR_SPREAD = 8.0
 """Weight of the prior in the slope of a regression: as much as that of two sizes four tokens apart."""
+LATENCY_ERROR = 0.05
+"""Error of the latency of two tokens, in plain steps, that its slope allows for; less for more tokens. Otherwise a step
+of two tokens that was measured to be as fast as a plain one makes the next tree as large as possible."""
 PLAIN_NEEDED, DRAFTED_NEEDED = 5, 12
 """Measured plain steps, and steps with a draft, after which a slice is fixed: most calls of 128 tokens have more."""
 PLAIN_EVERY = 8
@@ -168,8 +171,8 @@ class LatencyRecorder:
     def _slope(self, seconds: Mapping[int, float]) -> float:
         """Seconds of one more token per row beyond the largest measured size: a regression over the sizes of drafts.
 
-        It is shrunk towards the prior, as kernels of neighbouring sizes may differ by more than sizes do. The time of
-        a plain step is an upper bound only: a kernel for one token may be much faster than one for several.
+        It is shrunk towards the prior, as kernels of neighbouring sizes may differ by more than sizes do. The slope
+        from the plain step to the largest size is an upper bound only: a kernel for one token may be much faster.
         """
         plain, second, largest = self._prior.target.by_tokens(self.rows * np.array([1.0, 2.0, GRID[-1]])).tolist()
         prior: float = max(0.0, (largest - second) / (GRID[-1] - 2) * seconds[1] / plain)
@@ -179,7 +182,8 @@ class LatencyRecorder:
         sizes, times = drafted - drafted.mean(axis=1, keepdims=True)
         slope = (sizes @ times + PRIOR_SPREAD * prior) / (sizes @ sizes + PRIOR_SPREAD)
         most = max(seconds)
-        return float(np.clip(slope, 0.0, max(0.0, seconds[most] - seconds[1]) / (most - 1)))
+        steepest = (max(0.0, seconds[most] - seconds[1]) + LATENCY_ERROR * seconds[1] / (most - 1)) / (most - 1)
+        return float(np.clip(slope, 0.0, steepest))
 
     def _drafter(self, latency: DraftLatency) -> DraftLatency:
         """The given latency of drafting, with measured values where there are any."""

@@ -233,6 +233,16 @@ def test_recorder_a_slow_second_token_does_not_count_for_larger_sizes() -> None:
     assert float(target.by_tokens(48)) == pytest.approx(0.044, rel=0.05)
 
 
+@pytest.mark.parametrize("seconds", [0.009, 0.010])
+def test_recorder_of_a_fast_step_of_two_tokens_does_not_take_tokens_for_free(seconds: float) -> None:
+    """Would catch: the next draft is a tree of 64 nodes, in a first call."""
+    recorder = _recorder()
+    for _ in range(3):
+        recorder.add(_step(1, 0.010), unread=0)
+        recorder.add(_step(2, seconds), unread=0)
+    assert recorder.estimate().target.relative(64) > 3
+
+
 def test_recorder_drops_the_first_step_of_each_size() -> None:
     """In the first, kernels are prepared."""
     recorder = _recorder()
