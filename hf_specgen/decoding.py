@@ -28,6 +28,7 @@ from hf_specgen.padding import PaddingReader
 from hf_specgen.policy_runner import PolicyRunner
 from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, SpeculativeOutput, call_output
 from hf_specgen.state import Call, GenerationState
+from hf_specgen.target.cudnn_attention import without_cudnn_attention
 from hf_specgen.target.encoder import EncoderInput
 from hf_specgen.target.model_parts import mask_name
 from hf_specgen.target.packed_weights import pack, packed_weights
@@ -84,7 +85,7 @@ def speculative_decode(
     call = _make_call(model, state, candidates, logits_processor, generation_config, encoder)
     call = replace(call, compiled=compile, packed=pack_weights)
     outputs = OutputCollector(call, stopping_criteria, streamer)
-    with compat.without_compilation(model), packed_weights(), ExitStack() as stack:
+    with compat.without_compilation(model), without_cudnn_attention(), packed_weights(), ExitStack() as stack:
         loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
         if on_start is not None:
             on_start(call)

@@ -1,6 +1,9 @@
 """Speed of a target of 8B parameters on a GPU, at batch 1.
 
 The target is the embedded model in bfloat16, deepened and widened without changing its function.
+
+PyTorch's attention kernels are chosen alike for all sides: without those of cuDNN, which plan anew for each length of
+the text (see `hf_specgen.target.cudnn_attention`). Plain `generate` is measured with PyTorch's own choice too.
 """
 
 from __future__ import annotations
@@ -95,8 +98,10 @@ def _measure(setup: Setup, variants: list[Variant], repeats: int, quick: bool) -
     In bfloat16 the target's own passes over one token and over several round differently, so that outputs diverge
     where two tokens are equally likely: `same tokens` is the share of the tokens before the first difference.
     """
+    variants = _with_kernels(variants)
     run_prompts(setup, variants, [0], quick)
     samples = run_prompts(setup, variants, range(1, 1 + repeats), quick)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     return [_row(name, by_domain) for name, by_domain in samples.items()]
 
 
@@ -132,6 +137,18 @@ def deepen(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     if kinds:
         deep.config.layer_types = [*kinds, *[kinds[-1]] * (layers - len(kinds))]
     return deep
+
+
+def _with_kernels(variants: list[Variant]) -> list[Variant]:
+    """The variants without cuDNN's attention, and plain `generate` with it, which is PyTorch's default on an H100."""
+
+    def arguments(variant: Variant, cudnn: bool) -> dict[str, Any]:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        return variant.arguments()
+
+    by_kernel = [(variant.name, variant, False) for variant in variants]
+    by_kernel.append((f"{PLAIN.name}, cuDNN attention", PLAIN, True))
+    return [Variant(name, partial(arguments, variant, cudnn)) for name, variant, cudnn in by_kernel]
 
 
 def _eager(draft: PreTrainedModel) -> list[Variant]:

@@ -24,7 +24,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -33,6 +33,9 @@ FOLDED_DEVICES = ("cpu", "cuda")
 
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
 """Arguments that change the scores (soft cap, attention sinks, biases), and the paged cache: left to Transformers."""
+
+MASK_ALIGNMENT = 8
+"""On CUDA the rows of a mask begin at multiples of so many elements; otherwise SDPA copies the mask in every layer."""
 
 FoldedMasks = dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 
@@ -124,7 +127,10 @@ def fold_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tens
     """
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
-    return torch.cat([mask] * groups, dim=2)
+    keys = mask.shape[-1]
+    if mask.is_cuda and keys % MASK_ALIGNMENT:
+        mask = pad(mask, (0, -keys % MASK_ALIGNMENT), value=-math.inf)
+    return torch.cat([mask] * groups, dim=2)[..., :keys]
 
 
 @wraps(sdpa_attention_forward)

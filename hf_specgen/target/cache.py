@@ -116,8 +116,9 @@ class RaggedCache(Cache):
         scattered = [row for row, path in enumerate(paths) if path and path[-1] != len(path) - 1]
         if scattered:
             moves = _moves(scattered, starts, [paths[row] or () for row in scattered])
+            on_device = {device: moves.to(device).unbind() for device in {part.device for part in self._filled}}
             for part in self._filled:
-                part.move(*moves)
+                part.move(*on_device[part.device])
         kept = [0 if path is None else 1 + len(path) for path in paths]
         self.set_lengths([start + count for start, count in zip(starts, kept, strict=True)])
 
@@ -161,14 +162,15 @@ class RaggedCache(Cache):
             layer.keys, layer.values = mine.keys[:, :, held].clone(), mine.values[:, :, held].clone()
 
 
-def _moves(
-    rows: list[int], starts: Sequence[int], paths: Sequence[Sequence[int]]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows `[moved, 1]`, source and destination slots `[moved, longest path]`; shorter paths get no-op moves."""
+def _moves(rows: list[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> torch.Tensor:
+    """`[3, moved, longest path]`: rows, source and destination slots; shorter paths get no-op moves.
+
+    One tensor, since each transfer to a GPU is waited for.
+    """
     longest = max(map(len, paths))
     sources, destinations = [], []
     for row, path in zip(rows, paths, strict=True):
         first = starts[row] + 1
         sources.append([first + node for node in (*path, *range(len(path), longest))])
         destinations.append([first + place for place in range(longest)])
-    return torch.tensor(rows)[:, None], torch.tensor(sources), torch.tensor(destinations)
+    return torch.tensor([[[row] * longest for row in rows], sources, destinations])

@@ -120,10 +120,10 @@ class RaggedLayer(CacheLayerMixin):
             self.keys, self.values = self.keys.clone(), self.values.clone()
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy slots within rows; `rows` `[moved, 1]`, `source` and `destination` `[moved, slots]`."""
+        """Copy slots within rows; all three are `[moved, slots]`, on the layer's device."""
         assert self.keys is not None and self.values is not None
-        rows, source, destination = (index.to(self.device) for index in (rows, source, destination))
-        source, destination = source - self.first, destination - self.first
+        if self.first:
+            source, destination = source - self.first, destination - self.first
         self.keys[rows, :, destination] = self.keys[rows, :, source]
         self.values[rows, :, destination] = self.values[rows, :, source]
 
