@@ -44,7 +44,7 @@ def attach(
     policy: Policy | None = None,
     monitor: Monitor | None = None,
     compile: bool = False,
-    pack_weights: bool = False,
+    pack_weights: bool | None = None,
 ) -> M:
     """Make every `model.generate()` speculate, whoever calls it, until `detach(model)`.
 
@@ -152,7 +152,7 @@ class AttachedSettings:
     monitor: Monitor | None
     strict: bool
     compile: bool = False
-    pack_weights: bool = False
+    pack_weights: bool | None = None
 
 
 class Attachment:

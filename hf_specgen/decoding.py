@@ -31,7 +31,8 @@ from hf_specgen.state import Call, GenerationState
 from hf_specgen.target.cudnn_attention import without_cudnn_attention
 from hf_specgen.target.encoder import EncoderInput
 from hf_specgen.target.model_parts import mask_name
-from hf_specgen.target.packed_weights import pack, packed_weights
+from hf_specgen.target.packed_weights import packed_weights
+from hf_specgen.target.packing import pack_target
 from hf_specgen.target.requirements import make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.support import check_length
@@ -57,7 +58,7 @@ def speculative_decode(
     on_start: Callable[[Call], None] | None = None,
     inputs_tensor: torch.Tensor | None = None,
     compile: bool = False,
-    pack_weights: bool = False,
+    pack_weights: bool | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
     """Generate as plain `generate` does, several tokens per forward pass of the target.
@@ -73,7 +74,7 @@ def speculative_decode(
         on_start: called once everything has been checked, before the first forward pass.
         inputs_tensor: the input of the encoder of an encoder-decoder target; `input_ids` is the prompt of its decoder.
         compile: run the target's forward passes after the prefill as compiled functions.
-        pack_weights: run the linear layers of target and drafter with packed weights.
+        pack_weights: whether linear layers run with packed weights; None for those of small models.
         model_kwargs: attention mask, positions, cache.
 
     Returns:
@@ -83,7 +84,7 @@ def speculative_decode(
     state = GenerationState.of_call(input_ids, mask, stopping_criteria, pad_token)
     encoder = EncoderInput.of_call(inputs_tensor, state.batch, model_kwargs)
     call = _make_call(model, state, candidates, logits_processor, generation_config, encoder)
-    call = replace(call, compiled=compile, packed=pack_weights)
+    call = replace(call, compiled=compile, pack_weights=pack_weights)
     outputs = OutputCollector(call, stopping_criteria, streamer)
     with compat.without_compilation(model), without_cudnn_attention(), packed_weights(), ExitStack() as stack:
         loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
@@ -147,13 +148,13 @@ class _Loop:
         assert call.model is not None
         self.timer = StepTimer()
         self.call, self.state, self.outputs = call, call.state, outputs
-        requirements = call.candidates.target_requirements(call.model)
-        check_computation(call.model, requirements, input_ids, call.config, model_kwargs)
-        if call.packed and not call.compiled:
-            pack(call.model)
-        self.target = make_target(requirements, call.model, input_ids, call.config, model_kwargs, call.compiled)
+        requirements, model = call.candidates.target_requirements(call.model), call.model
+        check_computation(model, requirements, input_ids, call.config, model_kwargs)
+        if not call.compiled:
+            self.call = call = replace(call, packed=pack_target(model, call.pack_weights))
+        self.target = make_target(requirements, model, input_ids, call.config, model_kwargs, call.compiled)
         stack.push(lambda kind, *_: self.target.abandon() if kind else None)
-        check_length(call.model, self.target.first_positions, call.max_new_tokens)
+        check_length(model, self.target.first_positions, call.max_new_tokens)
         self.verification = verifier.start(call)
         stack.callback(lambda: self.verification.end(outputs.columns))
         depth = policy.start(call)

@@ -40,7 +40,7 @@ class Speculation:
         policy: Policy | None = None,
         monitor: Monitor | None = None,
         compile: bool = False,
-        pack_weights: bool = False,
+        pack_weights: bool | None = None,
     ):
         self.candidates, self.verification, self.streamer = candidates, verification, streamer
         self.policy, self.monitor, self.compile, self.pack_weights = policy, monitor, compile, pack_weights
@@ -109,7 +109,7 @@ def speculate(
     policy: Policy | None = None,
     monitor: Monitor | None = None,
     compile: bool = False,
-    pack_weights: bool = False,
+    pack_weights: bool | None = None,
 ) -> Speculation:
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
@@ -127,7 +127,8 @@ def speculate(
             takes the memory of `pack_weights`.
         pack_weights: on a CPU in float32 or bfloat16, keep a second copy of the weights in the layout that matrix
             multiplication reads, for the target and the drafter: forward passes over a few tokens take about half as
-            long. Rounds differently from plain decoding. A small drafter is packed in any case.
+            long, and may round differently from plain decoding. By default if the linear layers of the target take at
+            most 1 GiB; True for any size, False for never.
 
     Returns:
         a callable for `custom_generate=`.

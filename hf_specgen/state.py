@@ -189,7 +189,8 @@ class Call:
         depth: the policy's session; its `latency` is the latency model. Set for draft sessions only.
         encoder: what the encoder of an encoder-decoder target reads; None for other targets.
         compiled: whether the target's forward passes after the prefill are compiled.
-        packed: whether linear layers run with packed weights.
+        pack_weights: as given by the caller: whether target and drafter run with packed weights; None for the default.
+        packed: whether the target's linear layers run with packed weights.
     """
 
     model: PreTrainedModel | None
@@ -205,6 +206,7 @@ class Call:
     depth: PolicySession | None = None
     encoder: EncoderInput | None = None
     compiled: bool = False
+    pack_weights: bool | None = None
     packed: bool = False
 
     @property

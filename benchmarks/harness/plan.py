@@ -62,7 +62,7 @@ class Plan:
     dtype: str = _option("float32", "float32, bfloat16 or float16")
     device: str = _option("cpu", "cpu, cuda, mps …")
     pack_weights: bool = _option(
-        False, "packed weights for target and strategies of this package (float32 or bfloat16 on a CPU)"
+        False, "packed weights of any size for target and strategies of this package (float32 or bfloat16 on a CPU)"
     )
     widen: int = _option(0, "measure the same function with so many parameters; 0 for the model itself")
 

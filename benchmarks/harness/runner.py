@@ -33,7 +33,8 @@ from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.projection import latency_for, project
 from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load
-from hf_specgen.target.packed_weights import pack, packed_weights
+from hf_specgen.target.packed_weights import packed_weights
+from hf_specgen.target.packing import pack_target
 
 
 @dataclass
@@ -206,8 +207,7 @@ def _measure(
     _warm_up(plan, domains, families, bench)
     if bench.state.is_main_process:
         with packed_weights():
-            if plan.pack_weights:
-                pack(bench.model)
+            pack_target(bench.model, plan.pack_weights or None)
             outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
     tuned = [family for family in families if len(family.settings) > 1]
     tuning = list(tuning_units(plan, domains, bench.tokenizer, tuned)) if tuned else []

@@ -57,7 +57,10 @@ def _of_dtype(dtype: torch.dtype, repeats: int, quick: bool) -> list[dict[str, A
     variants = [
         PLAIN,
         Variant("assistant_model", lambda: {"assistant_model": draft}),
-        *(Variant(name, partial(dict, candidate_generator=strategies[name]())) for name in ordinary),
+        *(
+            Variant(name, partial(dict, candidate_generator=strategies[name](), pack_weights=False))
+            for name in ordinary
+        ),
         *(
             Variant(f"{name}, packed", partial(dict, candidate_generator=build(), pack_weights=True))
             for name, build in strategies.items()

@@ -31,7 +31,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.state import Call
 from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
-from hf_specgen.target.packed_weights import pack_drafter
+from hf_specgen.target.packing import pack_drafter
 from hf_specgen.target.requirements import TargetRequirements, make_target
 from hf_specgen.target.self_check import check_computation
 from hf_specgen.target.state_layers import keeps_state
@@ -132,7 +132,7 @@ class DraftModelCandidates(Candidates):
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
         check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
         if not self.compile:
-            pack_drafter(draft, call.model, always=call.packed)
+            pack_drafter(draft, call.model, call.pack_weights)
         if not is_same_vocabulary:
             # In a combination the policy observes all members together.
             warns = call.candidates is self

@@ -17,7 +17,7 @@ from hf_specgen.heads.loading import load_head
 from hf_specgen.state import Call
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.target.model_parts import output_matrix
-from hf_specgen.target.packed_weights import pack_drafter
+from hf_specgen.target.packing import pack_drafter
 from hf_specgen.target.requirements import TargetRequirements, check_decoder_only
 
 
@@ -88,7 +88,7 @@ class HeadCandidates(Candidates):
         if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError(f"{type(self).__name__} works with generate(candidate_generator=…) only")
         attached = self._on(call.model)
-        pack_drafter(attached.head, call.model, always=call.packed)
+        pack_drafter(attached.head, call.model, call.pack_weights)
         return self.begin(call, call.target, attached)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:

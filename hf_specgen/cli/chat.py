@@ -64,7 +64,7 @@ class Conversation:
         generation: arguments of `generate` for every answer.
         seed: of every answer, so that strategies give the same one.
         system: the system prompt; "" for none.
-        pack_weights: run strategies with packed weights.
+        pack_weights: as for `speculate`.
 
     Attributes:
         messages: of the conversation, in the format of chat templates.
@@ -77,7 +77,7 @@ class Conversation:
     generation: dict[str, Any]
     seed: int = 0
     system: str = ""
-    pack_weights: bool = False
+    pack_weights: bool | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     read: torch.Tensor | None = None
     cache: Any = None

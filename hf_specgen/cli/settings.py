@@ -101,7 +101,7 @@ class ChatSettings:
     seed: int = setting(0, "Seed of every answer, so that all strategies give the same one.")
     dtype: str = setting("auto", "Data type of the target; auto for that of the checkpoint.", choices=("auto", *DTYPES))
     device: str = setting("cpu", DEVICE)
-    pack_weights: bool = setting(False, "A second copy of the weights in the layout that a CPU multiplies with.")
+    pack_weights: bool | None = setting(None, "Packed weights on a CPU; by default up to 1 GiB of them.")
 
 
 @dataclass(frozen=True)
@@ -127,4 +127,4 @@ class GenerateSettings:
     seed: int = setting(0, "Seed; each batch has its own, derived from it.")
     dtype: str = setting("auto", "Data type of the target; auto for that of the checkpoint.", choices=("auto", *DTYPES))
     device: str = setting("", "cpu, cuda:1 …; the process's own if left out.")
-    pack_weights: bool = setting(False, "A second copy of the weights in the layout that a CPU multiplies with.")
+    pack_weights: bool | None = setting(None, "Packed weights on a CPU; by default up to 1 GiB of them.")

@@ -4,8 +4,7 @@ PyTorch's `linear` rearranges the whole weight matrix in every call. For a few t
 itself: with weights that were rearranged once, 2 to 16 tokens take a quarter to a half of the time in float32, and a
 third to two thirds in bfloat16. The packed copy takes as much memory as the weights, and is kept as long as the model.
 
-A small drafter is packed in every call: its rounding affects which tokens are drafted, not which are accepted. The
-target is packed with `pack_weights=True`, and with `compile=True`.
+Which models of a call are packed is decided in `hf_specgen.target.packing`.
 
 During a call the layers have an instance `forward`, which uses packed weights only in the threads that asked for it.
 
@@ -14,18 +13,17 @@ Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor 
 
 from __future__ import annotations
 
-import logging
 import threading
-import zlib
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from hf_specgen.target.checksum import checksum
 from hf_specgen.target.packable import is_packable
 
 EXPECTED_TOKENS = 8
@@ -35,18 +33,14 @@ SMALL_MATRIX = 2**20
 """Weights of a float32 matrix below which a single token takes the ordinary product: plain steps of a 16M target then
 take 13.8 instead of 14.4 ms. From two tokens on packed weights are faster for such matrices too."""
 MAX_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Largest difference from an ordinary product, relative to the largest product of absolute values: accumulated float32
-rounding is about 1e-6, a bfloat16 result may be rounded to either neighbour, 4e-3 away."""
-SMALL_DRAFTER, DRAFTER_SHARE = 64 * 2**20, 1 / 8
-"""A drafter is packed without request if its linear layers take at most this many bytes, or at most this share of the
-bytes of the target's parameters."""
-CHECKSUM_BLOCK = 63
-"""Integers in a block. An odd number: if the same bit changes in all of them, their sum changes modulo 2**64."""
-
-logger = logging.getLogger("hf_specgen")
+"""Largest difference from an ordinary product, relative to the norms of its factors: accumulated float32 rounding is
+about 1e-6, a bfloat16 result may be rounded to either neighbour, 4e-3 away."""
 packed_layers: WeakValueDictionary[int, _PackedLayer] = WeakValueDictionary()
 """By the address of the weights."""
 _models: WeakKeyDictionary[nn.Module, _PackedModel] = WeakKeyDictionary()
+_changing: WeakSet[nn.Module] = WeakSet()
+"""Models whose weights have changed since they were packed without request, as in training: packing them in every call
+takes longer than it saves."""
 _lock, _packing = threading.Lock(), threading.Lock()
 
 
@@ -79,7 +73,8 @@ class _PackedLayer:
         x = torch.linspace(-1, 1, 2 * module.in_features, dtype=weight.dtype, device=weight.device).view(2, -1)
         with torch.no_grad():
             ordinary, packed = linear(x, weight), self.linear(x, weight, None)
-            limit = MAX_DIFFERENCE[x.dtype] * linear(x.abs(), weight.abs()).max()
+            norms = torch.linalg.vector_norm(x, dim=1).max(), torch.linalg.vector_norm(weight, dim=1).max()
+            limit = MAX_DIFFERENCE[x.dtype] * norms[0] * norms[1]
         if ordinary.isfinite().all() and not (ordinary - packed).abs().max() <= limit:
             raise ValueError(
                 f"packed weights of {module} compute something else than the layer; leave pack_weights=True and "
@@ -109,17 +104,26 @@ class _PackedLayer:
         """A model that is copied or pickled while a call runs gets the ordinary `forward`."""
         return getattr, (self.module, "forward")
 
-    def refresh(self) -> None:
+    def refresh(self, repack: bool = True) -> bool:
         """Pack the weights if they are others than those that were packed.
 
         Values are compared by a checksum too: PEFT merges adapters into `weight.data`, which the version does not show.
+
+        Args:
+            repack: if False, weights that have changed are left as they are.
+
+        Returns:
+            whether the weights are packed.
         """
         weight = self.module.weight.detach()
-        of = weight.data_ptr(), 0 if weight.is_inference() else weight._version, _checksum(weight)
-        packed_layers[weight.data_ptr()] = self
+        of = weight.data_ptr(), 0 if weight.is_inference() else weight._version, checksum(weight)
         if of != self._of:
+            if not repack:
+                return False
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_TOKENS)
             self._of = of
+        packed_layers[weight.data_ptr()] = self
+        return True
 
 
 class _PackedModel:
@@ -133,14 +137,17 @@ class _PackedModel:
         self._refreshing = threading.Lock()
         self.refresh()
 
-    def refresh(self) -> None:
-        """Pack what has changed since the last call; comparing takes half as long as a forward pass over one token."""
+    def refresh(self, repack: bool = True) -> bool:
+        """Pack what has changed since the last call; comparing takes half as long as a forward pass over one token.
+
+        With `repack=False` stops at the first layer that was packed and has changed, and returns False.
+        """
         modules = [cast(nn.Linear, one) for one in cast(nn.Module, self.model()).modules() if is_packable(one)]
         with self._refreshing:
-            layers = {module: self._layers.get(module) or _PackedLayer(module) for module in modules}
-            for layer in layers.values():
-                layer.refresh()
-            self._layers = layers
+            if not all(self._layers[module].refresh(repack) for module in modules if module in self._layers):
+                return False
+            self._layers = {module: self._layers.get(module) or _layer(module) for module in modules}
+        return True
 
     @property
     def layers(self) -> Set[nn.Module]:
@@ -166,24 +173,19 @@ class _PackedModel:
                     del layer.module.__dict__["forward"]
 
 
+def _layer(module: nn.Linear) -> _PackedLayer:
+    """The packed layer, shared by models that have the module in common."""
+    found = packed_layers.get(module.weight.data_ptr())
+    if found is None or found.module is not module:
+        return _PackedLayer(module)
+    found.refresh()
+    return found
+
+
 def _has_own_forward(module: nn.Linear) -> bool:
     """Whether the layer computes what its class does."""
     given = vars(module).get("forward")
     return given is None or given == nn.Linear.forward.__get__(module)
-
-
-def _checksum(weight: torch.Tensor) -> int:
-    """A checksum of the sums of blocks of weights, read as integers; takes less time than multiplying with them.
-
-    Weights that change places within a block have the same checksum; PyTorch's version shows those, except through
-    `weight.data`.
-    """
-    flat, values = weight.reshape(-1), 8 // weight.element_size()  # weights in an integer of eight bytes
-    flat = flat.clone() if flat.storage_offset() % values else flat  # a view as such integers needs an aligned offset
-    numbers = flat[: len(flat) // values * values].view(torch.int64)
-    sums = numbers[: len(numbers) // CHECKSUM_BLOCK * CHECKSUM_BLOCK].view(-1, CHECKSUM_BLOCK).sum(dim=1)
-    rest = torch.cat([numbers[len(sums) * CHECKSUM_BLOCK :], flat[values * len(numbers) :].view(torch.uint8)])
-    return zlib.crc32(rest.numpy().data, zlib.crc32(sums.numpy().data))
 
 
 @contextmanager
@@ -199,51 +201,48 @@ def packed_weights() -> Iterator[None]:
         _scope.models, _scope.layers = before
 
 
-def pack(model: nn.Module) -> None:
+def pack(model: nn.Module, repack: bool = True) -> bool:
     """Use packed weights for a model's linear layers until the end of this thread's `packed_weights`, if it is in one.
 
     The weights are packed when this is first called for the model.
-    """
-    if _scope.models is None or any(packed.model() is model for packed in _scope.models):
-        return
-    packed = packed_model(model)
-    packed.switch_on()
-    _scope.models.append(packed)
-    _scope.layers = _scope.layers.union(packed.layers)
-
-
-def pack_drafter(drafter: nn.Module, target: nn.Module | None, always: bool) -> None:
-    """`pack` a drafter, unless that takes much memory or the target would run with its packed layers.
 
     Args:
-        drafter: a draft model or head.
-        target: the model that it drafts for; None if that is not known.
-        always: whether packed weights were asked for, also for the target.
+        model: the model.
+        repack: pack weights again that have changed since; if False, a model whose weights have changed once runs with
+            ordinary weights from then on.
+
+    Returns:
+        whether packed weights are used.
     """
-    if always:
-        pack(drafter)
-        return
-    layers = {module for module in drafter.modules() if is_packable(module)}
-    size = sum(_bytes(cast(nn.Linear, layer).weight) for layer in layers)
-    of_target = 0 if target is None else sum(map(_bytes, target.parameters()))
-    shares_layers = target is not None and not layers.isdisjoint(target.modules())
-    if layers and not shares_layers and size <= max(SMALL_DRAFTER, DRAFTER_SHARE * of_target):
-        try:
-            pack(drafter)
-        except (ValueError, RuntimeError) as error:  # nobody asked for it, so lack of memory is no failure
-            logger.debug("the drafter runs with ordinary weights: %s", error)
+    if _scope.models is None:
+        return False
+    if not any(packed.model() is model for packed in _scope.models):
+        packed = packed_model(model, repack)
+        if packed is None:
+            return False
+        packed.switch_on()
+        _scope.models.append(packed)
+        _scope.layers = _scope.layers.union(packed.layers)
+    return True
 
 
-def _bytes(parameter: torch.Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
+def runs_packed(module: nn.Module) -> bool:
+    """Whether a layer runs with packed weights in this thread."""
+    return module in _scope.layers
 
 
-def packed_model(model: nn.Module) -> _PackedModel:
-    """The packed layers of a model, with its present weights."""
+def packed_model(model: nn.Module, repack: bool = True) -> _PackedModel | None:
+    """The packed layers of a model, with its present weights; None if they have changed and `repack` is False."""
     with _packing:
+        if not repack and model in _changing:
+            return None
         found = _models.get(model)
         if found is None:
             found = _models[model] = _PackedModel(model)
             return found
-    found.refresh()
-    return found
+    if found.refresh(repack):
+        return found
+    with _packing:
+        _models.pop(model, None)
+        _changing.add(model)
+    return None

@@ -17,6 +17,8 @@ from torch.nn.functional import linear
 import hf_specgen
 from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.target import packed_weights as packing
+from hf_specgen.target import packing as choice
+from hf_specgen.target.checksum import checksum
 from tests.helpers import SAMPLING, Oracle, assert_same_tokens, fresh_model, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
 
@@ -129,9 +131,9 @@ def test_checksum_of_weights_whose_same_bit_changes_is_another(
 ) -> None:
     """Would catch: sign bits and exponents of many weights that add up to nothing modulo 2**64."""
     weight = torch.rand(shape) + 0.5
-    before = packing._checksum(weight)
+    before = checksum(weight)
     weight[:, columns] *= factor
-    assert packing._checksum(weight) != before
+    assert checksum(weight) != before
 
 
 @pytest.mark.parametrize("setting", ["pack_weights", "compile"])
@@ -230,26 +232,69 @@ def test_packed_weights_of_bfloat16_run_target_and_drafter(multiplications: list
     assert multiplications and own_forwards(model) == 0
 
 
-def test_small_drafter_is_packed_without_request_and_its_target_is_not(switched: list[nn.Module]) -> None:
-    """Would catch: a target that rounds differently from plain decoding though nobody asked for packed weights."""
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_target_and_drafter_that_are_small_are_packed_by_default(
+    wanted: bool | None, switched: list[nn.Module]
+) -> None:
     model, draft = fresh_model("llama"), fresh_model("llama", num_hidden_layers=1)
-    assert_same_tokens(model, prompts(2), DraftModelCandidates(draft, k=3), max_new_tokens=8)
+    candidates = DraftModelCandidates(draft, k=3)
+    expected = model.generate(**prompts(2), max_new_tokens=8)
+    ids = model.generate(**prompts(2), max_new_tokens=8, candidate_generator=candidates, pack_weights=wanted)
+    assert torch.equal(ids, expected)
+    assert switched == ([] if wanted is False else [model, draft])
+
+
+def test_large_target_is_not_packed_by_default(switched: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a second copy of the weights that nobody asked for and that does not fit into memory."""
+    monkeypatch.setattr(choice, "MAX_BYTES", 1000)
+    model, draft = fresh_model("llama"), fresh_model("llama", num_hidden_layers=1)
+    assert_same_tokens(model, prompts(1), DraftModelCandidates(draft, k=3), max_new_tokens=8)
     assert switched == [draft]
 
 
-def test_large_drafter_is_not_packed_without_request(
-    switched: list[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "SMALL_DRAFTER", 1000)
+def test_large_drafter_is_not_packed_by_default(switched: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "SMALL_DRAFTER", 1000)
     model, draft = fresh_model("llama"), fresh_model("llama", num_hidden_layers=1)
     assert_same_tokens(model, prompts(1), DraftModelCandidates(draft, k=3), max_new_tokens=8)
-    assert switched == []
+    assert switched == [model]
 
 
-def test_drafter_that_shares_layers_with_its_target_is_not_packed(switched: list[nn.Module]) -> None:
+@pytest.mark.parametrize("is_large", [True, False])
+def test_drafter_that_shares_layers_with_its_target_is_packed_only_with_it(
+    is_large: bool, switched: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: a target of which some layers are packed and round differently from one call to the next."""
+    if is_large:
+        monkeypatch.setattr(choice, "MAX_BYTES", 1000)
     model, draft = fresh_model("llama"), fresh_model("llama", num_hidden_layers=1)
     draft.lm_head = model.lm_head
+    before = len(packing.packed_layers)
     assert_same_tokens(model, prompts(1), DraftModelCandidates(draft, k=3), max_new_tokens=8)
+    assert switched == ([] if is_large else [model, draft])
+    linear_layers = {one for parent in (model, draft) for one in parent.modules() if isinstance(one, nn.Linear)}
+    assert len(packing.packed_layers) - before == (0 if is_large else len(linear_layers))
+
+
+def test_target_whose_weights_change_is_no_longer_packed_by_default(switched: list[nn.Module]) -> None:
+    """Would catch: packing all weights in every call of a training loop."""
+    model = fresh_model("llama")
+    layer = model.model.layers[0].mlp.down_proj
+    for _ in range(3):
+        assert_same_tokens(model, prompts(1), NgramCandidates(k=2), max_new_tokens=8)
+        layer.weight.data += 0.5 * torch.randn(layer.weight.shape)
+    assert switched == [model] and own_forwards(model) == 0
+    model.generate(**prompts(1), max_new_tokens=8, candidate_generator=NgramCandidates(k=2), pack_weights=True)
+    assert switched == [model, model]
+
+
+def test_target_that_cannot_be_packed_runs_with_ordinary_weights(
+    switched: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_memory(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(packing._PackedLayer, "refresh", without_memory)
+    assert_same_tokens(fresh_model("llama"), prompts(1), NgramCandidates(k=2), max_new_tokens=8)
     assert switched == []
 
 
@@ -259,7 +304,7 @@ def test_call_without_packed_weights_beside_one_with_them_uses_ordinary_layers(m
     with packing.packed_weights(), ThreadPoolExecutor(1) as other:
         packing.pack(model)
         multiplications.clear()  # those of the check
-        arguments = {"max_new_tokens": 6, "candidate_generator": NgramCandidates(k=3)}
+        arguments = {"max_new_tokens": 6, "candidate_generator": NgramCandidates(k=3), "pack_weights": False}
         other.submit(lambda: model.generate(**prompts(1), **arguments)).result()
         assert multiplications == []
 

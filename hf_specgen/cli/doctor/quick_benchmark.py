@@ -15,6 +15,8 @@ from hf_specgen.evaluation.strategies import Strategy
 from hf_specgen.evaluation.taps import TapsResult, compare_taps
 from hf_specgen.evaluation.workloads import PLAIN, encode, load_model
 from hf_specgen.target.packable import is_packable
+from hf_specgen.target.packed_weights import packed_weights
+from hf_specgen.target.packing import is_packed_by_default, pack_target
 
 QUERIES = (1, 2, 4, 8, 16)
 """Tokens per row of the timed passes."""
@@ -48,12 +50,16 @@ class QuickBenchmark:
     def cost_curve(self) -> CostCurve:
         """T(q) at this batch size, with a short context."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-        return measure_cost_curve(self.model, QUERIES, context=min(CONTEXT, limit // 2), batch=self.batch, repeats=5)
+        with packed_weights():
+            pack_target(self.model, None)
+            return measure_cost_curve(
+                self.model, QUERIES, context=min(CONTEXT, limit // 2), batch=self.batch, repeats=5
+            )
 
     @property
     def packable(self) -> bool:
-        """Whether the target has weights that `pack_weights=True` would pack."""
-        return any(map(is_packable, self.model.modules()))
+        """Whether the target has weights that only `pack_weights=True` packs."""
+        return any(map(is_packable, self.model.modules())) and not is_packed_by_default(self.model)
 
     def compare_taps(self, prompts: Sequence[str], generation: dict[str, Any]) -> list[TapsResult]:
         """The acceptance of heads with their configured taps and with neighbours; empty without such heads."""

@@ -88,7 +88,7 @@ def verification_cost(curve: CostCurve, packable: bool = False) -> Finding:
 
     Args:
         curve: latencies of the target's forward pass.
-        packable: whether the target has weights that `pack_weights=True` would pack.
+        packable: whether the target has weights that only `pack_weights=True` packs.
     """
     ratio = curve.relative(8)
     found = (
