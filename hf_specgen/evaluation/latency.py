@@ -23,6 +23,7 @@ from hf_specgen.depth.latency import LatencyModel, Slice, slice_of
 from hf_specgen.depth.policy import Policy, PolicySession, StepRecord
 from hf_specgen.depth.recorder import GRID, MEDIAN_WINDOW, LatencyRecorder
 from hf_specgen.state import Call
+from hf_specgen.target.packing import is_packed_by_default
 from hf_specgen.tree import DraftTree
 
 PATTERN = 32
@@ -54,7 +55,8 @@ def measure_profile(
     for count in rows:
         found = measure_slice(model, candidates, rows=count, context=context, sample=sample)
         slices[found.target.batch, found.target.context] = found
-    description = profiles.describe(model, candidates.profile_key(), sample)
+    packed = is_packed_by_default(model)
+    description = profiles.describe(model, candidates.profile_key(), sample, packed=packed)
     return profiles.save(description, LatencyModel(tuple(slices.values()), kind))
 
 
