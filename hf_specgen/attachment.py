@@ -27,6 +27,7 @@ from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.patch import ATTACHMENT, install
 from hf_specgen.speculation import Speculation, as_candidates
 from hf_specgen.state import Call
+from hf_specgen.target.compilable import Compile
 from hf_specgen.target.model_parts import unwrapped_model
 from hf_specgen.target.support import check_architecture
 from hf_specgen.totals import CallTotals
@@ -43,7 +44,7 @@ def attach(
     verification: str | Verifier = "exact",
     policy: Policy | None = None,
     monitor: Monitor | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     pack_weights: bool | None = None,
 ) -> M:
     """Make every `model.generate()` speculate, whoever calls it, until `detach(model)`.
@@ -151,7 +152,7 @@ class AttachedSettings:
     policy: Policy | None
     monitor: Monitor | None
     strict: bool
-    compile: bool = False
+    compile: Compile = False
     pack_weights: bool | None = None
 
 

@@ -28,6 +28,7 @@ from hf_specgen.padding import PaddingReader
 from hf_specgen.policy_runner import PolicyRunner
 from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, SpeculativeOutput, call_output
 from hf_specgen.state import Call, GenerationState
+from hf_specgen.target.compilable import Compile
 from hf_specgen.target.cudnn_attention import without_cudnn_attention
 from hf_specgen.target.encoder import EncoderInput
 from hf_specgen.target.model_parts import mask_name
@@ -57,7 +58,7 @@ def speculative_decode(
     monitor: Monitor | None = None,
     on_start: Callable[[Call], None] | None = None,
     inputs_tensor: torch.Tensor | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     pack_weights: bool | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:

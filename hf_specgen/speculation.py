@@ -19,6 +19,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.state import Call
+from hf_specgen.target.compilable import Compile, check_setting
 from hf_specgen.target.encoder import check_cache
 from hf_specgen.target.packable import check_packable
 from hf_specgen.target.support import check_model
@@ -39,11 +40,12 @@ class Speculation:
         streamer: BaseStreamer | None = None,
         policy: Policy | None = None,
         monitor: Monitor | None = None,
-        compile: bool = False,
+        compile: Compile = False,
         pack_weights: bool | None = None,
     ):
         self.candidates, self.verification, self.streamer = candidates, verification, streamer
         self.policy, self.monitor, self.compile, self.pack_weights = policy, monitor, compile, pack_weights
+        check_setting(compile)
         _as_verifier(verification)
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
@@ -108,7 +110,7 @@ def speculate(
     streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
     monitor: Monitor | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     pack_weights: bool | None = None,
 ) -> Speculation:
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
@@ -122,9 +124,9 @@ def speculate(
         streamer: receives the prompt, then every confirmed column, as a streamer given to `generate` does.
         policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
         monitor: receives every step.
-        compile: compile the target's forward passes with `torch.compile`, once per model and shape; takes 10 to 60
-            seconds for each of a few shapes. Fused kernels may round differently from plain decoding. On a CPU also
-            takes the memory of `pack_weights`.
+        compile: True compiles the target's forward passes with `torch.compile`, once per model and shape; takes 10 to
+            60 seconds for each of a few shapes. Fused kernels may round differently from plain decoding. On a CPU also
+            takes the memory of `pack_weights`. "graphs" captures the passes as CUDA graphs instead, in a second each.
         pack_weights: on a CPU in float32 or bfloat16, keep a second copy of the weights in the layout that matrix
             multiplication reads, for the target and the drafter: forward passes over a few tokens take about half as
             long, and may round differently from plain decoding. By default if the linear layers of the target take at

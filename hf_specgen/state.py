@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -188,7 +188,7 @@ class Call:
             None inside Transformers' own loop.
         depth: the policy's session; its `latency` is the latency model. Set for draft sessions only.
         encoder: what the encoder of an encoder-decoder target reads; None for other targets.
-        compiled: whether the target's forward passes after the prefill are compiled.
+        compiled: whether the target's forward passes after the prefill are compiled, or captured as graphs.
         pack_weights: as given by the caller: whether target and drafter run with packed weights; None for the default.
         packed: whether the target's linear layers run with packed weights.
     """
@@ -205,7 +205,7 @@ class Call:
     verification: VerificationSession | None = None
     depth: PolicySession | None = None
     encoder: EncoderInput | None = None
-    compiled: bool = False
+    compiled: bool | Literal["graphs"] = False
     pack_weights: bool | None = None
     packed: bool = False
 

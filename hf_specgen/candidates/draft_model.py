@@ -29,6 +29,7 @@ from hf_specgen.candidates.translated import translated_session
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
+from hf_specgen.target.compilable import Compile, check_setting, named
 from hf_specgen.target.encoder import reads_encoder
 from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.packing import pack_drafter
@@ -86,7 +87,7 @@ class DraftModelCandidates(Candidates):
         device: torch.device | str | None = None,
         quantization_config: Any = None,
         share_encoder: bool | None = None,
-        compile: bool = False,
+        compile: Compile = False,
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=MAX_DEPTH)
@@ -100,6 +101,7 @@ class DraftModelCandidates(Candidates):
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
+        check_setting(compile)
         self.compile, self._is_given_loaded = compile, loaded
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
@@ -151,7 +153,7 @@ class DraftModelCandidates(Candidates):
             self.confidence_threshold,
         )
         key = key if self.share_encoder is None else (*key, self.share_encoder)
-        return (*key, "compiled") if self.compile else key
+        return (*key, {True: "compiled", "graphs": "graphs"}[self.compile]) if self.compile else key
 
     def _identity(self) -> tuple[str, ...]:
         """The draft model's name and how it is loaded; one that was given loaded may have no name, but a number."""
@@ -173,7 +175,7 @@ class DraftModelCandidates(Candidates):
     def __repr__(self) -> str:
         tree = "" if self.tree is None else f", tree={self.tree!r}"
         share = "" if self.share_encoder is None else f", share_encoder={self.share_encoder}"
-        compile = ", compile=True" if self.compile else ""
+        compile = f", {named(self.compile)}" if self.compile else ""
         settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{share}{compile}"
         return f"DraftModelCandidates({self._name!r}, {settings}{self._show_policy()})"
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from hf_specgen.candidates.draft_prompt import draft_prompt, embedding_size, known_tokens
 from hf_specgen.candidates.reencoding import Reencoder
 from hf_specgen.state import Call
+from hf_specgen.target.compilable import Compile
 from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.target.requirements import TargetRequirements, make_target
@@ -30,7 +31,7 @@ class DraftText:
         ValueError: if a prompt is longer than what the draft can read.
     """
 
-    def __init__(self, call: Call, draft: PreTrainedModel, rows: Sequence[Reencoder], compile: bool):
+    def __init__(self, call: Call, draft: PreTrainedModel, rows: Sequence[Reencoder], compile: Compile):
         self._state, self._rows = call.state, rows
         self._embedded = embedding_size(draft)
         self._max_positions = position_table(text_config(draft))

@@ -19,9 +19,11 @@ from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.features import UnreadFeatures, unfinished_rows
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.heads.base import AttachedHead, DraftHead
+from hf_specgen.heads.captured_head import captured_head
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.reader import HeadReader
 from hf_specgen.state import Call
+from hf_specgen.target.compilable import GRAPH_DEVICES
 from hf_specgen.target.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -78,7 +80,10 @@ class EagleSession(AutoregressiveSession):
     def __init__(self, call: Call, target: HiddenStateTarget, attached: AttachedHead, k: int, tree: str | int | None):
         assert call.model is not None
         super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
-        self.reader = HeadReader(attached, call.state.batch)
+        head = attached.head
+        captures = call.compiled and isinstance(head, Eagle1Head | Eagle3Head)
+        captures = captures and next(head.parameters()).device.type in GRAPH_DEVICES
+        self.reader = HeadReader(attached, call.state.batch, captured_head(head) if captures else None)
         self._unread = UnreadFeatures(call, target, attached)
         self._has_read_prompt = False
 

@@ -26,6 +26,7 @@ from hf_specgen.candidates.reencoding import Codec, Reencoder, load_tokenizer
 from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_vocabulary
 from hf_specgen.depth.schedules import context_length
 from hf_specgen.state import Call
+from hf_specgen.target.compilable import Compile
 from hf_specgen.tree import DraftTree
 
 MIN_SHARED = 0.5
@@ -41,7 +42,7 @@ def translated_session(
     tree: Tree,
     confidence_threshold: float,
     *,
-    compile: bool = False,
+    compile: Compile = False,
     warns: bool = True,
 ) -> DraftSession:
     """The session of a draft model whose tokenizer differs from the target's.

@@ -19,6 +19,7 @@ from huggingface_hub import constants
 
 from hf_specgen import compat
 from hf_specgen.depth.latency import LatencyModel
+from hf_specgen.target.compilable import Compile
 from hf_specgen.version import __version__
 
 logger = logging.getLogger("hf_specgen")
@@ -33,7 +34,7 @@ def directory() -> Path:
 
 
 def describe(
-    model: Any, strategy: tuple[Any, ...], samples: bool, compiled: bool = False, packed: bool = False
+    model: Any, strategy: tuple[Any, ...], samples: bool, compiled: Compile = False, packed: bool = False
 ) -> dict[str, Any]:
     """Everything that the latencies of a call depend on, as plain values.
 
@@ -41,7 +42,7 @@ def describe(
         model: the target.
         strategy: the `profile_key` of the strategy.
         samples: whether the call samples, which makes verification slower.
-        compiled: whether the target's passes are compiled.
+        compiled: whether the target's passes are compiled, or captured as graphs.
         packed: whether linear layers run with packed weights.
     """
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
@@ -59,7 +60,7 @@ def describe(
         "threads": torch.get_num_threads(),
         "strategy": [str(value) for value in strategy],
         "samples": samples,
-        **({"compiled": True} if compiled else {}),
+        **({"compiled": compiled} if compiled else {}),
         **({"packed": True} if packed else {}),
         "versions": [torch.__version__, transformers.__version__, __version__],
     }

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_specgen.heads.active_rows import ActiveRows
 from hf_specgen.heads.base import AttachedHead, HeadOutput
+from hf_specgen.heads.captured_head import CapturedHead
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.target import masks
 from hf_specgen.target.cache import RaggedCache
@@ -36,6 +37,7 @@ class HeadReader:
     Args:
         attached: the head, attached to its target.
         batch: number of rows.
+        captured: runs passes as CUDA graphs; None to run them as they are.
 
     Attributes:
         cache: keys and values; the first `lengths[b]` slots of row b are of accepted tokens, others of draft nodes.
@@ -45,8 +47,9 @@ class HeadReader:
 
     last: HeadOutput
 
-    def __init__(self, attached: AttachedHead, batch: int):
+    def __init__(self, attached: AttachedHead, batch: int, captured: CapturedHead | None = None):
         self.attached, self.cache, self.lengths = attached, RaggedCache(), [0] * batch
+        self._captured = captured
         self._active = ActiveRows(batch)
         self._like = next(attached.head.parameters())
         self._hidden = self._like.new_zeros(batch, 0, 0)
@@ -87,6 +90,8 @@ class HeadReader:
         return HeadOutput(*map(self._active.spread, self.last))
 
     def _drop(self, needed: Sequence[bool]) -> None:
+        if self._captured is not None and not all(needed[row] for row in self.rows):
+            self._captured.release(self.cache)
         places = self._active.drop(needed, self.cache)
         self.lengths = [self.lengths[place] for place in places]
         if hasattr(self, "last"):
@@ -97,8 +102,15 @@ class HeadReader:
         positions = torch.tensor(self.lengths, device=self._like.device)[:, None] + columns
         mask = causal_mask(self.lengths, tokens.shape[1], self._like.device)
         head: Any = self.attached.head
-        hidden = head.combine(features)
-        return cast(HeadOutput, head(self.attached.embed(tokens), hidden, positions, mask, self.cache))
+        return self._run(self.attached.embed(tokens), head.combine(features), positions, mask)
+
+    def _run(
+        self, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
+    ) -> HeadOutput:
+        head, cache = self.attached.head, self.cache
+        if self._captured is not None:
+            return self._captured.run(head, embeddings, hidden, positions, mask, cache)
+        return cast(HeadOutput, head(embeddings, hidden, positions, mask, cache))
 
     def _advance(self, output: HeadOutput, new: Sequence[int]) -> None:
         """Keep the first `new[b]` positions of row b of a pass."""
@@ -132,12 +144,11 @@ class HeadReader:
         layout = masks.StepLayout(
             roots, depths, masks.ancestors(tree, device), visible=None, width=max(self.lengths) + tree.nodes
         )
-        output: HeadOutput = self.attached.head(
+        output = self._run(
             self.attached.embed(tree.tokens[:, known:]),
             self._hidden[rows, parents + 1],
             roots[:, None] + depths[:, 1 + known :],
             masks.full_mask(layout)[:, :, 1 + known :],
-            self.cache,
         )
         self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
         return HeadOutput(*map(self._active.spread, output))

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from typing import Literal
 
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.target.state_layers import has_special_layers
 
+Compile = bool | Literal["graphs"]
+"""Whether passes are compiled with `torch.compile`, or on a GPU captured as CUDA graphs without being compiled."""
+GRAPH_DEVICES = ("cuda",)
+"""Where passes are captured as graphs."""
 DEVICES = ("cpu", "cuda")
 """Device types for which compiled passes are implemented."""
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -19,17 +24,37 @@ CPU_COMPILER = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
 """What inductor calls unless the environment variable CXX names another compiler."""
 
 
-def check_compilable(model: PreTrainedModel) -> None:
-    """Raise unless passes of the model can be compiled.
+def check_setting(compile: object) -> None:
+    """Raise a `ValueError` unless a value of `compile` is one of `Compile`."""
+    if not isinstance(compile, bool) and compile != "graphs":
+        raise ValueError(f'compile must be True, False or "graphs", got {compile!r}')
+
+
+def named(compile: Compile) -> str:
+    """The setting as it is written.
+
+    Example:
+        >>> named(True), named("graphs")
+        ('compile=True', 'compile="graphs"')
+    """
+    return 'compile="graphs"' if compile == "graphs" else f"compile={compile}"
+
+
+def check_compilable(model: PreTrainedModel, compile: Compile) -> None:
+    """Raise unless passes of the model can be compiled, or captured.
 
     Raises:
         ValueError: what prevents it.
     """
-    name = type(model).__name__
+    name, device = type(model).__name__, compat.input_device(model).type
     if reason := _problem(model):
-        raise ValueError(f"{name} {reason}; leave compile=True out")
+        raise ValueError(f"{name} {reason}; leave {named(compile)} out")
+    if compile == "graphs":
+        if device not in GRAPH_DEVICES:
+            raise ValueError(f'{name} is on {device!r}, and compile="graphs" captures CUDA graphs; use compile=True')
+        return
     compiler = os.environ.get("CXX", CPU_COMPILER)
-    if compat.input_device(model).type == "cpu" and shutil.which(compiler) is None:
+    if device == "cpu" and shutil.which(compiler) is None:
         raise ValueError(
             f"compile=True needs a C++ compiler, and {compiler} was not found; install one, name another in the "
             "environment variable CXX, or leave compile=True out"
@@ -39,7 +64,7 @@ def check_compilable(model: PreTrainedModel) -> None:
 def _problem(model: PreTrainedModel) -> str | None:
     device = compat.input_device(model).type
     if compat.has_compiled_parts(model):
-        return "is compiled already, and compile=True compiles a model itself"
+        return "is compiled already, and this setting compiles a model itself"
     if compat.has_device_hooks(model):
         return "has weights that are offloaded or on several devices, which are moved in every pass"
     implementation = compat.attention_implementation(model.config.get_text_config())

@@ -1,19 +1,18 @@
-"""Compiled forward passes: `torch.compile` for a few fixed numbers of tokens, shared by all calls on a model.
+"""Compiled forward passes: functions for a few fixed numbers of tokens, shared by all calls on a model.
 
 A draft has another number of tokens in every step, and a compiled function wants the same shapes every time. So a pass
 over n tokens is padded to the next of the widths 1, 4, 8, 16, 32, …, and there is one compiled function for each width
 and number of rows. It reads and writes the buffers of the call's `RaggedCache` in place, see
 `hf_specgen.target.step_cache`: rollback and accepted paths work as without compilation.
 
-Before a compiled function is used its logits are compared with those of an ordinary pass over the same tokens.
+A function is compiled by `torch.compile`, or on a GPU captured as a CUDA graph without being compiled. Before it is
+used its logits are compared with those of an ordinary pass over the same tokens.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, cast
@@ -26,24 +25,20 @@ from hf_specgen import compat
 from hf_specgen.target.agreement import difference, is_rounding
 from hf_specgen.target.attention import grouped_attention
 from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.compilable import check_compilable
+from hf_specgen.target.captured import fingerprint
+from hf_specgen.target.compilable import GRAPH_DEVICES, Compile, check_compilable, named
 from hf_specgen.target.compile_time import add_compile_seconds
 from hf_specgen.target.fixed_shapes import fixed_mask
 from hf_specgen.target.graph_buffers import GraphBuffers
 from hf_specgen.target.packable import is_packable
-from hf_specgen.target.packed_graphs import with_packed_linears
 from hf_specgen.target.packed_weights import packed_model
-from hf_specgen.target.step_cache import step
+from hf_specgen.target.pass_functions import PassFunction, captured_function, compiled_function
 
 logger = logging.getLogger("hf_specgen")
-
 COLUMN_BLOCK = 64
 """On a CPU attention reads a multiple of so many slots, which keeps masks aligned."""
 BACKEND = "inductor"
 """Backend of `torch.compile`; tests use one that needs no compiler."""
-
-GRAPH_DEVICES = ("cuda",)
-"""Where passes are captured as graphs."""
 
 
 @dataclass(frozen=True)
@@ -59,27 +54,21 @@ class PassOutput:
     states: tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
-class _Function:
-    """A compiled function, and how many query heads share a mask row in it (0 if masks are not folded)."""
-
-    run: Callable[..., Any]
-    groups: int
-
-
 class CompiledPasses:
     """The compiled functions of one model. May be used by several threads, one at a time.
 
     Args:
-        backend: of `torch.compile`.
+        backend: of `torch.compile`; None to capture graphs of passes that are not compiled.
         captures_graphs: whether passes are captured as CUDA graphs. Then attention reads the whole buffer in every
             pass, and buffers keep their addresses from call to call.
     """
 
-    def __init__(self, backend: str, captures_graphs: bool):
+    def __init__(self, backend: str | None, captures_graphs: bool):
         self._backend = backend
+        self._fingerprint: int | None = None
+        self._pool: Any = None
         self._graph_buffers = GraphBuffers() if captures_graphs else None
-        self._functions: dict[tuple[Any, ...], _Function] = {}
+        self._functions: dict[tuple[Any, ...], PassFunction] = {}
         self._lock = threading.Lock()
 
     def run(
@@ -115,6 +104,12 @@ class CompiledPasses:
         cache.set_lengths([length + tokens for length in cache.lengths])
         return PassOutput(output.logits[:, :tokens], tuple(state[:, :tokens] for state in output.states))
 
+    def begin_call(self, model: PreTrainedModel) -> None:
+        """Forget captured graphs of a model that has changed; `torch.compile` notices that itself."""
+        if self._backend is None and (current := fingerprint(model)) != self._fingerprint:
+            with self._lock:
+                self._functions, self._fingerprint = {}, current
+
     def release(self, cache: RaggedCache) -> None:
         """Give the cache buffers of its own, before a caller of `generate` receives it."""
         if self._graph_buffers is not None:
@@ -129,7 +124,7 @@ class CompiledPasses:
 
     def _call(
         self,
-        function: _Function,
+        function: PassFunction,
         model: PreTrainedModel,
         arguments: dict[str, Any],
         cache: RaggedCache,
@@ -148,17 +143,21 @@ class CompiledPasses:
         starts = torch.tensor(cache.lengths, device=arguments["input_ids"].device)
         slots = starts[:, None] + torch.arange(width, device=starts.device)
         buffers = cache.buffers()
-        if mark_dynamic and self._graph_buffers is None:
+        if mark_dynamic and self._backend is not None and self._graph_buffers is None:
             for mask in ready.values() if isinstance(ready, dict) else [ready]:
                 if mask is not None:
                     torch._dynamo.mark_dynamic(mask, 3)
             for pair in buffers:
                 for buffer in pair:
                     torch._dynamo.mark_dynamic(buffer, 2)
-        with torch.compiler.set_stance("default"):  # a target that the user compiled runs eagerly, its draft does not
-            if self._graph_buffers is not None:
-                torch.compiler.cudagraph_mark_step_begin()
-            logits, states = function.run(model, {**arguments, "attention_mask": ready}, buffers, slots, taps)
+        arguments = {**arguments, "attention_mask": ready}
+        if self._backend is None:
+            logits, states = function.run(model, arguments, buffers, slots, taps)
+        else:
+            with torch.compiler.set_stance("default"):  # a compiled target runs eagerly, its draft does not
+                if self._graph_buffers is not None:
+                    torch.compiler.cudagraph_mark_step_begin()
+                logits, states = function.run(model, arguments, buffers, slots, taps)
         if self._graph_buffers is not None:  # the next replay overwrites the outputs of this one
             logits, states = logits.clone(), tuple(state.clone() for state in states)
         return PassOutput(logits, states)
@@ -170,40 +169,39 @@ class CompiledPasses:
         cache: RaggedCache,
         columns: int,
         taps: tuple[int, ...],
-    ) -> _Function:
+    ) -> PassFunction:
         """Compile a function for passes of this shape, and compare it with an ordinary pass."""
-        name = type(model).__name__
+        name, what = type(model).__name__, "captur" if self._backend is None else "compil"
         batch, width = arguments["input_ids"].shape
         rows = f"{batch} row{'s' if batch > 1 else ''} of {width} token{'s' if width > 1 else ''}"
-        logger.warning("compiling %s for %s; later calls of this process reuse it", name, rows)
+        logger.log(logging.INFO if self._backend is None else logging.WARNING, f"{what}ing %s for %s", name, rows)
         began, lengths = perf_counter(), cache.lengths
         more = {"output_hidden_states": True} if taps else {}
         with grouped_attention() as folded:
             ordinary = cast(Any, model)(**arguments, past_key_values=cache, use_cache=True, return_dict=True, **more)
         cache.set_lengths(lengths)
-        sizes = {groups for _, groups, _ in folded}
-        options = {"dynamic": False, "mode": "reduce-overhead"} if self._graph_buffers is not None else {}
-        run = torch.compile(_own_copy(step), fullgraph=True, backend=_packing(model, self._backend), **options)  # type: ignore[call-overload]
-        function = _Function(run, sizes.pop() if len(sizes) == 1 else 0)
+        function = self._function(model, taps, {groups for _, groups, _ in folded})
         try:
             output = self._call(function, model, arguments, cache, columns, taps, mark_dynamic=True)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise ValueError(f"{name} cannot be compiled ({_summary(error)}); leave compile=True out") from error
+            setting = named("graphs" if self._backend is None else True)
+            raise ValueError(f"{name} cannot be {what}ed ({_summary(error)}); leave {setting} out") from error
         finally:
             seconds = perf_counter() - began
             add_compile_seconds(seconds)
         _compare(name, ordinary.logits.float(), output.logits.float(), model.dtype)
-        logger.info("compiled %s for %s in %.1f s", name, rows, seconds)
+        logger.info(f"{what}ed %s for %s in %.1f s", name, rows, seconds)
         return function
 
-
-def _packing(model: PreTrainedModel, backend: Any) -> Any:
-    """The backend; where weights can be packed, one that multiplies with packed weights."""
-    if not any(map(is_packable, model.modules())):
-        return backend
-    return with_packed_linears(torch._dynamo.lookup_backend(backend))
+    def _function(self, model: PreTrainedModel, taps: tuple[int, ...], groups: set[int]) -> PassFunction:
+        """A function that has not run yet; `groups` as for `compiled_function`."""
+        if self._backend is not None:
+            return compiled_function(model, self._backend, self._graph_buffers is not None, groups)
+        if self._pool is None and torch.cuda.is_available():
+            self._pool = torch.cuda.graph_pool_handle()
+        return captured_function(taps, self._pool)
 
 
 def _summary(error: Exception) -> str:
@@ -225,26 +223,28 @@ def _compare(name: str, ordinary: torch.Tensor, compiled: torch.Tensor, dtype: t
         )
 
 
-def _own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a code object of its own: `torch.compile` limits the number of compilations of one."""
-    assert isinstance(function, types.FunctionType)
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-
-
 _lock = threading.Lock()
-_passes: WeakKeyDictionary[PreTrainedModel, CompiledPasses] = WeakKeyDictionary()
+_passes: WeakKeyDictionary[PreTrainedModel, dict[Compile, CompiledPasses]] = WeakKeyDictionary()
 
 
-def compiled_passes(model: PreTrainedModel) -> CompiledPasses:
-    """The compiled functions of a model, shared by all calls.
+def compiled_passes(model: PreTrainedModel, compile: Compile) -> CompiledPasses:
+    """The compiled functions of a model for one call; functions are shared by all calls.
+
+    Args:
+        model: the model.
+        compile: True to compile passes, "graphs" to capture them alone.
 
     Raises:
-        ValueError: if the model cannot be compiled.
+        ValueError: if the passes of the model cannot be compiled or captured.
     """
-    check_compilable(model)
+    check_compilable(model, compile)
     if any(map(is_packable, model.modules())):
         packed_model(model)
     with _lock:
-        if model not in _passes:
-            _passes[model] = CompiledPasses(BACKEND, compat.input_device(model).type in GRAPH_DEVICES)
-        return _passes[model]
+        made = _passes.setdefault(model, {})
+        if compile not in made:
+            captures = compat.input_device(model).type in GRAPH_DEVICES
+            made[compile] = CompiledPasses(None if compile == "graphs" else BACKEND, captures)
+        passes = made[compile]
+    passes.begin_call(model)
+    return passes

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen.target.base import Target
 from hf_specgen.target.common_length import CommonLengthTarget
+from hf_specgen.target.compilable import Compile, named
 from hf_specgen.target.compiled import compiled_passes
 from hf_specgen.target.early_exit import EarlyExitTarget
 from hf_specgen.target.encoder import takes_positions
@@ -73,9 +74,9 @@ def make_target(
     input_ids: torch.Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    compile: bool = False,
+    compile: Compile = False,
 ) -> Target:
-    """The target of one call, with compiled passes if `compile` is True.
+    """The target of one call, with compiled or captured passes unless `compile` is False.
 
     Raises:
         ValueError: if the model cannot provide what is required, or cannot be compiled.
@@ -84,15 +85,15 @@ def make_target(
         if requirements.taps or requirements.exit_layer is not None:
             check_decoder_only(model, "this strategy")
         if compile:
-            raise ValueError("compile=True works with decoder-only models; leave it out for encoder-decoders")
+            raise ValueError(f"{named(compile)} works with decoder-only models; leave it out for encoder-decoders")
         kind = Target if takes_positions(model) else CommonLengthTarget
         return kind(model, input_ids, config, model_kwargs)
     if compile and requirements.exit_layer is not None:
         raise ValueError(
-            "compile=True does not work with strategies that run a part of the target's layers (layer skip); "
+            f"{named(compile)} does not work with strategies that run a part of the target's layers (layer skip); "
             "leave it out, or use another candidate generator"
         )
-    compiled = compiled_passes(model) if compile else None
+    compiled = compiled_passes(model, compile) if compile else None
     if requirements.exit_layer is not None:
         return EarlyExitTarget(model, input_ids, config, model_kwargs, requirements.exit_layer)
     if requirements.taps:

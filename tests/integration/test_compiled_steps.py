@@ -21,8 +21,9 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
-from hf_specgen.target import compiled
+from hf_specgen.target import captured, compiled
 from tests.helpers import SAMPLING, perturbed_copy, prompts
+from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.medusa import fitted_heads
 from tests.helpers.models import fresh_model
 from tests.helpers.stateful import stateful_model
@@ -81,7 +82,7 @@ def target_of_trees() -> tuple[Any, Backend]:
     return small(layers=2), Backend()
 
 
-def same_tokens(model: Any, inputs: Any, candidates: Candidates, compile: bool = True, **arguments: Any) -> Any:
+def same_tokens(model: Any, inputs: Any, candidates: Candidates, compile: Any = True, **arguments: Any) -> Any:
     """Assert that a compiled call gives the tokens of plain `generate`; returns its statistics."""
     arguments = {"max_new_tokens": 12, **arguments}
     torch.manual_seed(5)
@@ -247,3 +248,57 @@ def test_compiled_draft_of_compiled_target_same_tokens(backend: Backend) -> None
     ids = model.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
     assert torch.equal(ids, small().generate(**prompts(1), max_new_tokens=4))
     assert backend.graphs >= 1
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return graphs_on_cpu(monkeypatch)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+def test_captured_target_and_draft_same_tokens(captures: list[Any], batch: int, sampling: str) -> None:
+    """Would catch: inputs, slots or masks of another step in a replayed pass."""
+    model = small(layers=2)
+    draft = DraftModelCandidates(perturbed_copy(model, 0.02), k=4, tree=8, compile="graphs")
+    for length in (9, 14):
+        same_tokens(model, prompts(batch, length=length), draft, compile="graphs", **SAMPLING[sampling])
+        graphs = len(captures)
+    assert len(captures) == graphs > 2
+
+
+def test_captured_target_is_captured_anew_after_a_change(captures: list[Any]) -> None:
+    """Would catch: the graph of another adapter, or of weights that have been freed."""
+    model = small()
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
+    before = len(captures)
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
+    assert len(captures) == before
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight = torch.nn.Parameter(torch.randn_like(layer.weight))
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
+    assert len(captures) > before
+    before = len(captures)
+    model.model.layers[0].self_attn.scaling *= 2
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
+    assert len(captures) > before
+
+
+def test_captured_passes_without_a_gpu_refused() -> None:
+    with pytest.raises(ValueError, match=r'is on \'cpu\', and compile="graphs" captures CUDA graphs; use compile=True'):
+        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), compile="graphs")
+
+
+@pytest.mark.parametrize("value", ["graph", 1, None])
+def test_unknown_value_of_compile_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r'compile must be True, False or "graphs"'):
+        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), compile=value)
+
+
+def test_failed_capture_refused_with_its_reason(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(run: Any, pool: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(captured, "capture", failing)
+    with pytest.raises(ValueError, match=r'cannot be captured .*not permitted.*leave compile="graphs" out'):
+        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), compile="graphs")

@@ -1,0 +1,35 @@
+"""Stands in for CUDA graphs on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils import _pytree as pytree
+
+from hf_specgen.candidates import eagle
+from hf_specgen.target import captured, compilable, compiled
+
+
+def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Capture passes on a CPU: a replay computes from the captured inputs into the captured outputs.
+
+    Returns:
+        A list that receives the outputs of every capture.
+    """
+    found: list[Any] = []
+
+    def capture(run: Any, pool: Any) -> Any:
+        outputs = run()
+        found.append(outputs)
+
+        def replay() -> None:
+            for own, new in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(run()), strict=True):
+                own.copy_(new)
+
+        return replay, outputs
+
+    monkeypatch.setattr(captured, "capture", capture)
+    for module in (compilable, compiled, eagle):
+        monkeypatch.setattr(module, "GRAPH_DEVICES", ("cpu",))
+    return found
