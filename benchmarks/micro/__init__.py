@@ -5,7 +5,12 @@ from typing import Any
 
 from benchmarks.micro.compilation import compilation
 from benchmarks.micro.known_acceptance import known_acceptance
-from benchmarks.micro.large_target import large_target, large_target_compiled, large_target_latency
+from benchmarks.micro.large_target import (
+    large_target,
+    large_target_compiled,
+    large_target_graphs,
+    large_target_latency,
+)
 from benchmarks.micro.long_context import long_context
 from benchmarks.micro.loop_overhead import loop_overhead
 from benchmarks.micro.ngram_lookup import ngram_lookup
@@ -26,7 +31,8 @@ MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
     "known-acceptance": known_acceptance,
     "large-target-latency": large_target_latency,
     "large-target": large_target,
+    "large-target-graphs": large_target_graphs,
     "large-target-compiled": large_target_compiled,
 }
-ON_A_GPU = ("large-target-latency", "large-target", "large-target-compiled")
+ON_A_GPU = ("large-target-latency", "large-target", "large-target-graphs", "large-target-compiled")
 """Measurements that are made only if they are named."""

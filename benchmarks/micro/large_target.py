@@ -70,6 +70,12 @@ def large_target_compiled(repeats: int, quick: bool) -> list[dict[str, Any]]:
     return _measure(setup, _compiled(setup.draft), repeats, quick)
 
 
+def large_target_graphs(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Speed of passes captured as CUDA graphs without being compiled; needs a GPU."""
+    setup = _setup(quick)
+    return _measure(setup, _captured(setup.draft), repeats, quick)
+
+
 def large_target_latency(repeats: int, quick: bool) -> list[dict[str, Any]]:
     """Latency of an eager pass by its number of tokens."""
     curve = measure_cost_curve(_setup(quick).model, WIDTHS, context=CONTEXT, repeats=2 * repeats + 1)
@@ -178,6 +184,28 @@ def _compiled(draft: PreTrainedModel) -> list[Variant]:
         for name, strategy in strategies.items()
     )
     return [PLAIN, *compiled]
+
+
+def _captured(draft: PreTrainedModel) -> list[Variant]:
+    draft_model = DraftModelCandidates(draft, compile="graphs")
+    strategies: dict[str, Candidates] = {
+        "no drafts": NgramCandidates(policy=FixedDepth(0)),
+        "n-grams": NgramCandidates(),
+        "n-grams + recycling": CombinedCandidates(),
+        "EAGLE-3": EagleCandidates(str(EMBEDDED_EAGLE)),
+        "draft model": draft_model,
+        "n-grams + EAGLE-3": CombinedCandidates([NgramCandidates(), EagleCandidates(str(EMBEDDED_EAGLE))]),
+        "n-grams + draft model": CombinedCandidates([NgramCandidates(), draft_model]),
+    }
+    captured = (
+        Variant(f"{name}, graphs", partial(dict, candidate_generator=strategy, compile="graphs"))
+        for name, strategy in strategies.items()
+    )
+    peers = [
+        Variant("prompt_lookup_num_tokens", lambda: {"prompt_lookup_num_tokens": 10}),
+        Variant("assistant_model", lambda: {"assistant_model": draft}),
+    ]
+    return [PLAIN, *peers, *captured]
 
 
 def _row(name: str, samples: dict[str, list[tuple[Sample, Sample]]]) -> dict[str, Any]:
