@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from hf_specgen.heads.base import DraftHead, HeadOutput
 from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.captured import Buffers, CapturedPass, fingerprint
+from hf_specgen.target.captured import Buffers, CapturedPass, GraphMemory, fingerprint, graph_memory
 from hf_specgen.target.fixed_shapes import padded_width
 from hf_specgen.target.graph_buffers import GraphBuffers
 from hf_specgen.target.step_cache import StepLayer
@@ -36,12 +36,13 @@ class CapturedHead:
         self._buffers, self._lock = GraphBuffers(), threading.Lock()
         self._passes: dict[tuple[Any, ...], CapturedPass] = {}
         self._fingerprint: int | None = None
-        self._pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+        self._memory: GraphMemory | None = None
 
     def begin_call(self, head: DraftHead) -> None:
         """Forget the graphs of a head that has changed."""
         if (current := fingerprint(head)) != self._fingerprint:
             with self._lock:
+                self._memory = self._memory or graph_memory(next(head.parameters()).device)
                 self._passes, self._fingerprint = {}, current
 
     def run(
@@ -69,9 +70,10 @@ class CapturedHead:
             inputs = pad(embeddings, (0, 0, *rows)), pad(hidden, (0, 0, *rows)), pad(positions, rows), fixed, slots
             key = batch, width, capacity, torch.is_inference_mode_enabled()
             if key not in self._passes:
-                self._passes[key] = CapturedPass(_pass, self._pool)
-            found: HeadOutput = self._passes[key](head, inputs, cache.buffers())
-            output = HeadOutput(*(part[:, :length].clone() for part in found))
+                assert self._memory is not None
+                self._passes[key] = CapturedPass(_pass, self._memory)
+            output: HeadOutput = self._passes[key](head, inputs, cache.buffers())
+            output = HeadOutput(*(part[:, :length] for part in output))
         cache.set_lengths([before + length for before in lengths])
         return output
 
@@ -84,9 +86,8 @@ class CapturedHead:
 def _pass(head: DraftHead, inputs: Inputs, buffers: Buffers) -> HeadOutput:
     embeddings, hidden, positions, mask, slots = inputs
     layers: Any = [StepLayer(keys, values, slots, mask.shape[-1]) for keys, values in buffers]
-    output = head(embeddings, hidden, positions, mask, Cache(layers=layers))
-    # Outputs that are an input or share memory with one another are copied.
-    return HeadOutput(*(part.clone() for part in output))
+    output: HeadOutput = head(embeddings, hidden, positions, mask, Cache(layers=layers))
+    return output
 
 
 _lock = threading.Lock()

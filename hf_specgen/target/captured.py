@@ -10,12 +10,16 @@ Source: PyTorch's documentation, "CUDA semantics", section "CUDA Graphs".
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from hf_specgen.target.compile_time import add_compile_seconds
 
 WARM_UP_RUNS = 2
 """Runs before a capture, in which libraries allocate their workspaces and choose kernels."""
@@ -24,17 +28,56 @@ Buffers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 PLAIN_VALUES = (bool, int, float, str, type(None))
 
 
+class GraphMemory:
+    """The stream that graphs are captured on, and the memory that they share.
+
+    cuBLAS has a workspace for each stream, which graphs use without owning it, and which PyTorch may free, for example
+    when another graph is destroyed. What is allocated in a capture lies in the pool of the graph and stays there as
+    long as any graph of the pool. So a stream has one pool, for good, and nothing else runs on it.
+
+    Args:
+        stream: to capture on; None on a CPU, where tests put something else in the place of graphs.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None):
+        self.stream = stream
+        self.pool = None if stream is None else torch.cuda.graph_pool_handle()
+        self.lock = threading.Lock()
+        self._used_on: torch.cuda.Stream | None = None
+
+    def wait(self) -> None:
+        """Let the current stream wait for the replays that other streams have started."""
+        if self.stream is not None:
+            current = torch.cuda.current_stream(self.stream.device)
+            if self._used_on is not None and self._used_on != current:
+                current.wait_stream(self._used_on)
+            self._used_on = current
+
+
+_lock = threading.Lock()
+_memories: dict[int, GraphMemory] = {}
+"""By stream: PyTorch has 32 streams of high priority, which take turns, and which hardly anything else uses."""
+
+
+def graph_memory(device: torch.device) -> GraphMemory:
+    """Memory for the graphs of one model on a device."""
+    if device.type != "cuda":
+        return GraphMemory(None)
+    with _lock:
+        stream = torch.cuda.Stream(device, priority=-1)
+        return _memories.setdefault(stream.cuda_stream, GraphMemory(stream))
+
+
 class CapturedPass:
     """A function on tensors that is captured in its first call, for each set of buffers, and replayed in later ones.
 
     Args:
         function: `function(model, inputs, buffers)`; returns tensors. The shapes of its inputs never change.
-        pool: memory that graphs share, from `torch.cuda.graph_pool_handle()`; an output is valid until the next replay
-            of any of them.
+        memory: where it is captured.
     """
 
-    def __init__(self, function: Callable[[Any, Any, Buffers], Any], pool: Any = None):
-        self._function, self._pool = function, pool
+    def __init__(self, function: Callable[[Any, Any, Buffers], Any], memory: GraphMemory):
+        self._function, self._memory = function, memory
         self._graphs: dict[int, _Graph] = {}
 
     def __call__(self, model: Any, inputs: Any, buffers: Buffers) -> Any:
@@ -46,43 +89,50 @@ class CapturedPass:
             buffers: read and written where they are.
         """
         place = buffers[0][0].data_ptr()
-        if place not in self._graphs:
-            self._graphs[place] = _Graph(lambda given: self._function(model, given, buffers), inputs, self._pool)
-        return self._graphs[place].replay(inputs)
+        with self._memory.lock:
+            self._memory.wait()
+            if place not in self._graphs:
+                began = perf_counter()
+                self._graphs[place] = _Graph(lambda given: self._function(model, given, buffers), inputs, self._memory)
+                add_compile_seconds(perf_counter() - began)
+            return self._graphs[place].replay(inputs)
 
 
 class _Graph:
     """One captured graph: where its inputs lie, and its outputs."""
 
-    def __init__(self, run: Callable[[Any], Any], inputs: Any, pool: Any):
+    def __init__(self, run: Callable[[Any], Any], inputs: Any, memory: GraphMemory):
         leaves, structure = pytree.tree_flatten(inputs)
         self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         given = pytree.tree_unflatten(self._inputs, structure)
-        self._replay, self._outputs = capture(lambda: run(given), pool)
+        self._replay, self._outputs = capture(lambda: run(given), memory)
 
     def replay(self, inputs: Any) -> Any:
+        """The outputs for other inputs, copied: the next replay of any graph of this memory overwrites them."""
         for own, leaf in zip(self._inputs, pytree.tree_leaves(inputs), strict=True):
             if isinstance(own, torch.Tensor):
                 own.copy_(leaf)
         self._replay()
-        return self._outputs
+        return pytree.tree_map(torch.clone, self._outputs)
 
 
-def capture(run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
-    """Capture what a function does on the current CUDA device.
+def capture(run: Callable[[], Any], memory: GraphMemory) -> tuple[Callable[[], None], Any]:
+    """Capture what a function does on a CUDA device.
 
     Returns:
         A function that does it again, and the outputs, which it writes.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP_RUNS):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        outputs = run()
+    assert memory.stream is not None
+    with torch.cuda.device(memory.stream.device):
+        warm_up = torch.cuda.Stream()
+        warm_up.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm_up):
+            for _ in range(WARM_UP_RUNS):
+                run()
+        torch.cuda.current_stream().wait_stream(warm_up)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, memory.pool, memory.stream, capture_error_mode="thread_local"):
+            outputs = run()
     return graph.replay, outputs
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_specgen.target.attention import grouped_attention
-from hf_specgen.target.captured import Buffers, CapturedPass
+from hf_specgen.target.captured import Buffers, CapturedPass, GraphMemory
 from hf_specgen.target.packable import is_packable
 from hf_specgen.target.packed_graphs import with_packed_linears
 from hf_specgen.target.step_cache import step
@@ -40,19 +40,19 @@ def compiled_function(model: Any, backend: Any, captures_graphs: bool, groups: s
     return PassFunction(run, next(iter(groups)) if len(groups) == 1 else 0)
 
 
-def captured_function(taps: tuple[int, ...], pool: Any) -> PassFunction:
+def captured_function(taps: tuple[int, ...], memory: GraphMemory) -> PassFunction:
     """A function that is captured in its first call, and not compiled.
 
     Args:
         taps: which hidden states it returns.
-        pool: memory that it shares with others, see `CapturedPass`.
+        memory: where it is captured.
     """
 
     def captured_step(model: Any, inputs: tuple[dict[str, Any], torch.Tensor], buffers: Buffers) -> Any:
         with grouped_attention():
             return step(model, inputs[0], buffers, inputs[1], taps)
 
-    captured = CapturedPass(captured_step, pool)
+    captured = CapturedPass(captured_step, memory)
 
     def run(model: Any, arguments: dict[str, Any], buffers: Buffers, slots: torch.Tensor, _: tuple[int, ...]) -> Any:
         return captured(model, (arguments, slots), buffers)

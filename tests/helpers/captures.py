@@ -19,7 +19,7 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """
     found: list[Any] = []
 
-    def capture(run: Any, pool: Any) -> Any:
+    def capture(run: Any, memory: Any) -> Any:
         outputs = run()
         found.append(outputs)
 

@@ -296,7 +296,7 @@ def test_unknown_value_of_compile_refused(value: Any) -> None:
 
 
 def test_failed_capture_refused_with_its_reason(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(run: Any, pool: Any) -> Any:
+    def failing(run: Any, memory: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(captured, "capture", failing)
