@@ -33,16 +33,17 @@ class GraphMemory:
 
     cuBLAS has a workspace for each stream, which graphs use without owning it, and which PyTorch may free, for example
     when another graph is destroyed. What is allocated in a capture lies in the pool of the graph and stays there as
-    long as any graph of the pool. So a stream has one pool, for good, and nothing else runs on it.
+    long as any graph of the pool. So a stream has one pool, which an empty graph keeps, and nothing else runs on it.
 
     Args:
         stream: to capture on; None on a CPU, where tests put something else in the place of graphs.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None):
-        self.stream = stream
-        self.pool = None if stream is None else torch.cuda.graph_pool_handle()
-        self.lock = threading.Lock()
+        self.stream, self.pool, self.lock = stream, None, threading.Lock()
+        if stream is not None:
+            self.pool = torch.cuda.graph_pool_handle()
+            self._keeps_pool = _capture_nothing(stream, self.pool)
         self._used_on: torch.cuda.Stream | None = None
 
     def wait(self) -> None:
@@ -65,7 +66,22 @@ def graph_memory(device: torch.device) -> GraphMemory:
         return GraphMemory(None)
     with _lock:
         stream = torch.cuda.Stream(device, priority=-1)
-        return _memories.setdefault(stream.cuda_stream, GraphMemory(stream))
+        if stream.cuda_stream not in _memories:
+            _memories[stream.cuda_stream] = GraphMemory(stream)
+        return _memories[stream.cuda_stream]
+
+
+def _capture_nothing(stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph with a single allocation."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(stream.device), _capturing(graph, stream, pool):
+        torch.zeros(1, device=stream.device)
+    return graph
+
+
+def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Any:
+    """The context in which a graph is captured; other threads may use the GPU meanwhile."""
+    return torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
 
 
 class CapturedPass:
@@ -131,8 +147,13 @@ def capture(run: Callable[[], Any], memory: GraphMemory) -> tuple[Callable[[], N
                 run()
         torch.cuda.current_stream().wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, memory.pool, memory.stream, capture_error_mode="thread_local"):
-            outputs = run()
+        try:
+            with _capturing(graph, memory.stream, memory.pool):
+                outputs = run()
+        except Exception:
+            # A capture that fails leaves the random generator of the device in the state of a capture.
+            _capture_nothing(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
+            raise
     return graph.replay, outputs
 
 

@@ -192,6 +192,8 @@ class CompiledPasses:
             seconds = perf_counter() - began
             add_compile_seconds(seconds - (compile_seconds() - counted))  # captures count themselves
         _compare(name, ordinary.logits.float(), output.logits.float(), model.dtype)
+        if self._backend is None:  # the first pass that returns hidden states installs Transformers' own hooks
+            self._fingerprint = fingerprint(model)
         logger.info(f"{what}ed %s for %s in %.1f s", name, rows, seconds)
         return function
 

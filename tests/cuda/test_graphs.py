@@ -85,7 +85,8 @@ def test_captured_architecture_same_tokens_or_refusal(architecture: str) -> None
     try:
         statistics = same_tokens(model, inputs(2), NgramCandidates(k=4), compile="graphs")
     except ValueError as error:
-        assert architecture == "mixtral" and "leave compile=" in str(error)  # routes on the CPU
+        assert architecture == "mixtral" and "leave compile=" in str(error)  # its routing waits for the GPU
+        same_tokens(model, inputs(2), NgramCandidates(k=4), **SAMPLING["sampled"])
         return
     assert statistics.drafted > 0
 
