@@ -54,10 +54,14 @@ class CapturedHead:
         mask: torch.Tensor,
         cache: RaggedCache,
     ) -> HeadOutput:
-        """One pass of the head, which appends to the cache; arguments and result as for `Eagle3Head.forward`."""
+        """One pass of the head, which appends to the cache; arguments and result as for `Eagle3Head.forward`.
+
+        Positions and mask are on the CPU, from where they are copied to the inputs of the graph.
+        """
         batch, length = positions.shape
         if length > MAX_POSITIONS or not cache.lengths:
-            return head(embeddings, hidden, positions, mask, cache)
+            found: HeadOutput = head(embeddings, hidden, positions.to(hidden.device), mask.to(hidden.device), cache)
+            return found
         lengths, width = cache.lengths, padded_width(length)
         with self._lock:
             cache.reserve(max(lengths) + width)
@@ -65,7 +69,7 @@ class CapturedHead:
             fixed = mask.new_zeros(batch, 1, width, capacity)
             fixed[:, :, :length, : mask.shape[3]] = mask
             fixed[:, :, length:, 0] = True  # a query that sees nothing would write NaN into the cache
-            slots = torch.tensor(lengths, device=positions.device)[:, None] + torch.arange(width, device=fixed.device)
+            slots = torch.tensor(lengths)[:, None] + torch.arange(width)
             rows = (0, width - length)
             inputs = pad(embeddings, (0, 0, *rows)), pad(hidden, (0, 0, *rows)), pad(positions, rows), fixed, slots
             key = batch, width, capacity, torch.is_inference_mode_enabled()

@@ -98,19 +98,19 @@ class HeadReader:
             self.last = HeadOutput(*(part[places] for part in self.last))
 
     def _read_chunk(self, features: torch.Tensor, tokens: torch.Tensor) -> HeadOutput:
-        columns = torch.arange(tokens.shape[1], device=self._like.device)
-        positions = torch.tensor(self.lengths, device=self._like.device)[:, None] + columns
-        mask = causal_mask(self.lengths, tokens.shape[1], self._like.device)
+        positions = torch.tensor(self.lengths)[:, None] + torch.arange(tokens.shape[1])
+        mask = causal_mask(self.lengths, tokens.shape[1])
         head: Any = self.attached.head
         return self._run(self.attached.embed(tokens), head.combine(features), positions, mask)
 
     def _run(
         self, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
     ) -> HeadOutput:
-        head, cache = self.attached.head, self.cache
+        """One pass of the head; positions and mask are on the CPU."""
+        head, cache, device = self.attached.head, self.cache, self._like.device
         if self._captured is not None:
             return self._captured.run(head, embeddings, hidden, positions, mask, cache)
-        return cast(HeadOutput, head(embeddings, hidden, positions, mask, cache))
+        return cast(HeadOutput, head(embeddings, hidden, positions.to(device), mask.to(device), cache))
 
     def _advance(self, output: HeadOutput, new: Sequence[int]) -> None:
         """Keep the first `new[b]` positions of row b of a pass."""
@@ -135,14 +135,14 @@ class HeadReader:
             The output at each new node, both parts `[batch, new, hidden]`; zeros for rows that were dropped.
         """
         tree = tree.select(self._active.rows)
-        device, known = self._like.device, tree.nodes - new
-        rows = torch.arange(tree.batch, device=device)[:, None]
-        parents = torch.tensor(tree.parents, device=device)[:, known:]
-        depths = torch.tensor([tree.depths(row) for row in range(tree.batch)], device=device)
+        known = tree.nodes - new
+        rows = torch.arange(tree.batch)[:, None]
+        parents = torch.tensor(tree.parents)[:, known:]
+        depths = torch.tensor([tree.depths(row) for row in range(tree.batch)])
         # The root, depth 0, is the last position read.
-        roots = torch.tensor(self.lengths, device=device) - 1
+        roots = torch.tensor(self.lengths) - 1
         layout = masks.StepLayout(
-            roots, depths, masks.ancestors(tree, device), visible=None, width=max(self.lengths) + tree.nodes
+            roots, depths, masks.ancestors(tree), visible=None, width=max(self.lengths) + tree.nodes
         )
         output = self._run(
             self.attached.embed(tree.tokens[:, known:]),

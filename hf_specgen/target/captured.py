@@ -41,6 +41,7 @@ class GraphMemory:
 
     def __init__(self, stream: torch.cuda.Stream | None):
         self.stream, self.pool, self.lock = stream, None, threading.Lock()
+        self.device = torch.device("cpu") if stream is None else stream.device
         if stream is not None:
             self.pool = torch.cuda.graph_pool_handle()
             self._keeps_pool = _capture_nothing(stream, self.pool)
@@ -101,7 +102,7 @@ class CapturedPass:
 
         Args:
             model: passed on; the same in all calls.
-            inputs: nested tensors, copied to where they were in the capture.
+            inputs: nested tensors on any device, copied to where they were in the capture.
             buffers: read and written where they are.
         """
         place = buffers[0][0].data_ptr()
@@ -119,7 +120,8 @@ class _Graph:
 
     def __init__(self, run: Callable[[Any], Any], inputs: Any, memory: GraphMemory):
         leaves, structure = pytree.tree_flatten(inputs)
-        self._inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        device = memory.device
+        self._inputs = [leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         given = pytree.tree_unflatten(self._inputs, structure)
         self._replay, self._outputs = capture(lambda: run(given), memory)
 

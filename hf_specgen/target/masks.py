@@ -119,10 +119,9 @@ def layer_windows(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def ancestors(tree: DraftTree, device: torch.device) -> torch.Tensor:
+def ancestors(tree: DraftTree) -> torch.Tensor:
     """`[batch, 1 + nodes, 1 + nodes]` ancestor matrices; padding nodes continue the row as a chain."""
-    matrices = [ancestor_matrix(_padded(parents, tree.nodes)) for parents in tree.parents]
-    return torch.stack(matrices).to(device)
+    return torch.stack([ancestor_matrix(_padded(parents, tree.nodes)) for parents in tree.parents])
 
 
 def _padded(parents: tuple[int, ...], nodes: int) -> tuple[int, ...]:

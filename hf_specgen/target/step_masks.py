@@ -76,13 +76,14 @@ class StepMasks:
             made = {kind: self._of_chains(kind, lengths, 1 + tree.nodes) for kind in self._kinds}
         else:
             layout = masks.StepLayout(
-                lengths=torch.tensor(lengths, device=self._device),
-                depths=torch.tensor([tree.depths(row) for row in range(tree.batch)], device=self._device),
-                ancestors=masks.ancestors(tree, self._device),
-                visible=self._visible,
+                lengths=torch.tensor(lengths),
+                depths=torch.tensor([tree.depths(row) for row in range(tree.batch)]),
+                ancestors=masks.ancestors(tree),
+                visible=None if self._visible is None else self._visible.cpu(),
                 width=max(lengths) + 1 + tree.nodes,
             )
-            made = {kind: self._of_tree(kind, layout) for kind in self._kinds}
+            # On the CPU: launching a GPU's kernels for so few numbers takes longer than sending the mask.
+            made = {kind: self._of_tree(kind, layout).to(self._device) for kind in self._kinds}
         ready = {
             kind: self._ready(mask, tree.batch, cached, first_visible if kind in DROPPING else 0)
             for kind, mask in made.items()
