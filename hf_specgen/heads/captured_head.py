@@ -1,8 +1,8 @@
 """Runs the passes of an EAGLE head as CUDA graphs, see `hf_specgen.target.captured`.
 
-A pass of a head is short and has many small kernels, so that launching them takes most of its time: 2 of 2.3 ms on an
-H100. A pass over n positions is padded to the next of the widths 1, 4, 8, 16, …, and captured once for each width and
-capacity of the cache; graphs are shared by all calls.
+A pass of a head has many small kernels, and launching them takes most of its time: on an H100 drafting a level of a
+tree takes 4.4 ms, and with captured passes 2.1 ms. A pass over n positions is padded to the next of the widths 1, 4, 8,
+16, …, and captured once for each width and capacity of the cache; graphs are shared by all calls.
 """
 
 from __future__ import annotations

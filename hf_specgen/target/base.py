@@ -73,7 +73,7 @@ class Target:
         self.prompt = Prompt(input_ids, generation_config, model_kwargs, self.last_position, mask_name(model))
         self._masks = StepMasks(model, self.prompt.padding, required=compiled is not None)
         if compiled is not None and self._inputs.accompanies_text:
-            raise ValueError("compile=True works with prompts of text alone; leave it out")
+            raise ValueError("compiled passes work with prompts of text alone; leave compile= out")
         self._pass = ModelPass(
             model, self._inputs, self._masks, self._layout, self.cache, self._past_key_values, compiled
         )

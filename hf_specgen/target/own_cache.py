@@ -74,7 +74,7 @@ def own_cache(given: Any, user_owned: bool, config: Any, slots: int | None, keep
     if keeps_all and user_owned and any(getattr(given, "is_sliding", ())):
         raise ValueError(
             f"the given {type(given).__name__} has dropped what is outside of sliding windows, and compiled passes "
-            "need all of it; leave past_key_values or compile=True out"
+            "need all of it; leave past_key_values or compile= out"
         )
     if isinstance(given, RaggedCache):
         return given
