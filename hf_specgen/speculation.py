@@ -21,7 +21,7 @@ from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, Specu
 from hf_specgen.state import Call
 from hf_specgen.target.compilable import Compile, check_setting
 from hf_specgen.target.encoder import check_cache
-from hf_specgen.target.packable import check_packable
+from hf_specgen.target.packable import check_packable, is_packable
 from hf_specgen.target.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
@@ -78,6 +78,8 @@ class Speculation:
         _check_call(model, input_ids, generation_config, model_kwargs)
         if self.pack_weights:
             check_packable(model)
+        if self.compile is True and self.pack_weights is False and any(map(is_packable, model.modules())):
+            raise ValueError("compile=True packs weights on a CPU; leave it or pack_weights=False out")
 
         def start(call: Call) -> None:
             self.starting(call)

@@ -82,7 +82,8 @@ class EagleSession(AutoregressiveSession):
         super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
         head = attached.head
         captures = call.compiled and isinstance(head, Eagle1Head | Eagle3Head)
-        captures = captures and next(head.parameters()).device.type in GRAPH_DEVICES
+        device = next(head.parameters()).device.type
+        captures = captures and device in GRAPH_DEVICES and not torch.is_autocast_enabled(device)
         self.reader = HeadReader(attached, call.state.batch, captured_head(head) if captures else None)
         self._unread = UnreadFeatures(call, target, attached)
         self._has_read_prompt = False

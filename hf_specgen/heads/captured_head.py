@@ -7,6 +7,7 @@ tree takes 4.4 ms, and with captured passes 2.1 ms. A pass over n positions is p
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +22,8 @@ from hf_specgen.target.captured import Buffers, CapturedPass, GraphMemory, finge
 from hf_specgen.target.fixed_shapes import padded_width
 from hf_specgen.target.graph_buffers import GraphBuffers
 from hf_specgen.target.step_cache import StepLayer
+
+logger = logging.getLogger("hf_specgen")
 
 MAX_POSITIONS = 64
 """Longer passes read the prompt, once, and run as they are."""
@@ -42,7 +45,7 @@ class CapturedHead:
         """Forget the graphs of a head that has changed."""
         if (current := fingerprint(head)) != self._fingerprint:
             with self._lock:
-                self._memory = self._memory or graph_memory(next(head.parameters()).device)
+                self._memory = graph_memory(next(head.parameters()).device)
                 self._passes, self._fingerprint = {}, current
 
     def run(
@@ -58,10 +61,28 @@ class CapturedHead:
 
         Positions and mask are on the CPU, from where they are copied to the inputs of the graph.
         """
+        length, memory = positions.shape[1], self._memory
+        if length <= MAX_POSITIONS and cache.lengths and memory is not None and not memory.is_broken:
+            try:
+                return self._replay(memory, head, embeddings, hidden, positions, mask, cache)
+            except Exception:
+                if not memory.is_broken:
+                    raise
+                logger.warning("the passes of a %s cannot be captured; they run eagerly", type(head).__name__)
+        output: HeadOutput = head(embeddings, hidden, positions.to(hidden.device), mask.to(hidden.device), cache)
+        return output
+
+    def _replay(
+        self,
+        memory: GraphMemory,
+        head: DraftHead,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        cache: RaggedCache,
+    ) -> HeadOutput:
         batch, length = positions.shape
-        if length > MAX_POSITIONS or not cache.lengths:
-            found: HeadOutput = head(embeddings, hidden, positions.to(hidden.device), mask.to(hidden.device), cache)
-            return found
         lengths, width = cache.lengths, padded_width(length)
         with self._lock:
             cache.reserve(max(lengths) + width)
@@ -74,17 +95,11 @@ class CapturedHead:
             inputs = pad(embeddings, (0, 0, *rows)), pad(hidden, (0, 0, *rows)), pad(positions, rows), fixed, slots
             key = batch, width, capacity, torch.is_inference_mode_enabled()
             if key not in self._passes:
-                assert self._memory is not None
-                self._passes[key] = CapturedPass(_pass, self._memory)
+                self._passes[key] = CapturedPass(_pass, memory)
             output: HeadOutput = self._passes[key](head, inputs, cache.buffers())
             output = HeadOutput(*(part[:, :length] for part in output))
         cache.set_lengths([before + length for before in lengths])
         return output
-
-    def release(self, cache: RaggedCache) -> None:
-        """Give the cache buffers of its own, before its rows change."""
-        with self._lock:
-            self._buffers.release(cache)
 
 
 def _pass(head: DraftHead, inputs: Inputs, buffers: Buffers) -> HeadOutput:

@@ -70,7 +70,8 @@ class HeadReader:
         Args:
             features: for each row `[new, taps * target_hidden]`; rows may have different numbers of them, or none.
             next_tokens: for each row the token after each of these positions.
-            needed: the rows that will be read, now or later; the others are dropped. None: all.
+            needed: the rows that will be read, now or later; the others are dropped, unless passes are captured. None:
+                all.
 
         Returns:
             The output at the last position of each row; zeros for rows that were dropped.
@@ -90,8 +91,8 @@ class HeadReader:
         return HeadOutput(*map(self._active.spread, self.last))
 
     def _drop(self, needed: Sequence[bool]) -> None:
-        if self._captured is not None and not all(needed[row] for row in self.rows):
-            self._captured.release(self.cache)
+        if self._captured is not None:  # another number of rows would be captured anew
+            return
         places = self._active.drop(needed, self.cache)
         self.lengths = [self.lengths[place] for place in places]
         if hasattr(self, "last"):

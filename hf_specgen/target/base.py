@@ -241,6 +241,8 @@ class Target:
 
     def abandon(self) -> None:
         """After an exception: restore a cache that the user gave."""
+        if self._compiled is not None and self.cache.lengths:
+            self._compiled.release(self.cache)
         self._call_cache.restore()
 
     @property

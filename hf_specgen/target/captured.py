@@ -11,7 +11,8 @@ Source: PyTorch's documentation, "CUDA semantics", section "CUDA Graphs".
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -45,6 +46,8 @@ class GraphMemory:
         if stream is not None:
             self.pool = torch.cuda.graph_pool_handle()
             self._keeps_pool = _capture_nothing(stream, self.pool)
+        self.is_broken = False
+        """Whether a capture has failed, after which the pool cannot be used."""
         self._used_on: torch.cuda.Stream | None = None
 
     def wait(self) -> None:
@@ -56,7 +59,7 @@ class GraphMemory:
             self._used_on = current
 
 
-_lock = threading.Lock()
+_lock, _capturing_lock = threading.Lock(), threading.Lock()
 _memories: dict[int, GraphMemory] = {}
 """By stream: PyTorch has 32 streams of high priority, which take turns, and which hardly anything else uses."""
 
@@ -75,13 +78,13 @@ def graph_memory(device: torch.device) -> GraphMemory:
 def _capture_nothing(stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
     """A graph with a single allocation."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(stream.device), _capturing(graph, stream, pool):
+    with _capturing_lock, torch.cuda.device(stream.device), _capturing(graph, stream, pool):
         torch.zeros(1, device=stream.device)
     return graph
 
 
 def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Any:
-    """The context in which a graph is captured; other threads may use the GPU meanwhile."""
+    """The context in which a graph is captured, one at a time; other threads may launch kernels meanwhile."""
     return torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
 
 
@@ -95,7 +98,7 @@ class CapturedPass:
 
     def __init__(self, function: Callable[[Any, Any, Buffers], Any], memory: GraphMemory):
         self._function, self._memory = function, memory
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[Any, ...], _Graph] = {}
 
     def __call__(self, model: Any, inputs: Any, buffers: Buffers) -> Any:
         """Run the function.
@@ -105,14 +108,16 @@ class CapturedPass:
             inputs: nested tensors on any device, copied to where they were in the capture.
             buffers: read and written where they are.
         """
-        place = buffers[0][0].data_ptr()
+        leaves = pytree.tree_leaves(inputs)
+        plain = [repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        key = buffers[0][0].data_ptr(), len(leaves), *plain
         with self._memory.lock:
             self._memory.wait()
-            if place not in self._graphs:
+            if key not in self._graphs:
                 began = perf_counter()
-                self._graphs[place] = _Graph(lambda given: self._function(model, given, buffers), inputs, self._memory)
+                self._graphs[key] = _Graph(lambda given: self._function(model, given, buffers), inputs, self._memory)
                 add_compile_seconds(perf_counter() - began)
-            return self._graphs[place].replay(inputs)
+            return self._graphs[key].replay(leaves)
 
 
 class _Graph:
@@ -125,9 +130,9 @@ class _Graph:
         given = pytree.tree_unflatten(self._inputs, structure)
         self._replay, self._outputs = capture(lambda: run(given), memory)
 
-    def replay(self, inputs: Any) -> Any:
+    def replay(self, leaves: Sequence[Any]) -> Any:
         """The outputs for other inputs, copied: the next replay of any graph of this memory overwrites them."""
-        for own, leaf in zip(self._inputs, pytree.tree_leaves(inputs), strict=True):
+        for own, leaf in zip(self._inputs, leaves, strict=True):
             if isinstance(own, torch.Tensor):
                 own.copy_(leaf)
         self._replay()
@@ -150,32 +155,49 @@ def capture(run: Callable[[], Any], memory: GraphMemory) -> tuple[Callable[[], N
         torch.cuda.current_stream().wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
         try:
-            with _capturing(graph, memory.stream, memory.pool):
+            with _capturing_lock, _capturing(graph, memory.stream, memory.pool):
                 outputs = run()
         except Exception:
-            # A capture that fails leaves the random generator of the device in the state of a capture.
-            _capture_nothing(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
+            _repair(memory)
             raise
     return graph.replay, outputs
+
+
+def _repair(memory: GraphMemory) -> None:
+    """After a failed capture, which leaves the random generator and the allocator of the device capturing."""
+    assert memory.stream is not None and memory.pool is not None
+    memory.is_broken = True
+    with _lock:
+        _memories.pop(memory.stream.cuda_stream, None)
+    with suppress(RuntimeError, AttributeError):  # raised if the allocator is no longer capturing
+        torch._C._cuda_endAllocateToPool(memory.stream.device_index, memory.pool)
+    _capture_nothing(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
 
 
 def fingerprint(model: nn.Module) -> int:
     """A hash of what a captured pass depends on beside its inputs.
 
-    These are the addresses of weights and buffers, and of each module the class, the hooks and the attributes that are
-    numbers, texts or collections of them, such as which adapters are active. Weights that change in place need no new
-    capture.
+    These are the addresses of weights and buffers, the precision of matrix products, and of each module the class, the
+    hooks and the attributes that are numbers, texts or collections of them, such as which adapters are active. Weights
+    that change in place need no new capture. What a hook or another object refers to is not seen.
     """
     tensors = [*model.parameters(), *model.buffers()]
     places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
-    return hash((tuple(places), tuple(map(_state, model.modules()))))
+    precision = torch.get_float32_matmul_precision()
+    return hash((precision, tuple(places), tuple(map(_state, model.modules()))))
 
 
 def _state(module: nn.Module) -> tuple[Any, ...]:
     own = vars(module)
     plain = [(name, repr(value)) for name, value in own.items() if name not in _OF_EVERY_MODULE and _is_plain(value)]
-    hooks = tuple(own["_forward_hooks"]), tuple(own["_forward_pre_hooks"])
-    return id(module), type(module), id(own.get("forward")), hooks, tuple(plain)
+    hooks = [_others(own[name]) for name in ("_forward_hooks", "_forward_pre_hooks")]
+    return id(module), type(module), id(own.get("forward")), *hooks, tuple(plain)
+
+
+def _others(hooks: Mapping[int, Any]) -> tuple[int, ...]:
+    """The numbers of hooks that are not this package's, whose own are registered while a prompt is read."""
+    own = __name__.split(".")[0]
+    return tuple(number for number, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(own))
 
 
 def _is_plain(value: Any) -> bool:

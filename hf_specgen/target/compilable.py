@@ -7,6 +7,7 @@ import shutil
 import sys
 from typing import Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
@@ -52,6 +53,8 @@ def check_compilable(model: PreTrainedModel, compile: Compile) -> None:
     if compile == "graphs":
         if device not in GRAPH_DEVICES:
             raise ValueError(f'{name} is on {device!r}, and compile="graphs" captures CUDA graphs; use compile=True')
+        if torch.is_autocast_enabled(device):
+            raise ValueError('compile="graphs" does not work under torch.autocast; load the model in that dtype')
         return
     compiler = os.environ.get("CXX", CPU_COMPILER)
     if device == "cpu" and shutil.which(compiler) is None:

@@ -202,7 +202,8 @@ class CompiledPasses:
         """A function that has not run yet; `groups` as for `compiled_function`."""
         if self._backend is not None:
             return compiled_function(model, self._backend, self._graph_buffers is not None, groups)
-        self._memory = self._memory or graph_memory(compat.input_device(model))
+        if self._memory is None or self._memory.is_broken:
+            self._memory = graph_memory(compat.input_device(model))
         return captured_function(taps, self._memory)
 
 
@@ -222,7 +223,7 @@ def _agree(ordinary: torch.Tensor, compiled: torch.Tensor, dtype: torch.dtype) -
 
 
 _lock = threading.Lock()
-_passes: WeakKeyDictionary[PreTrainedModel, dict[Compile, CompiledPasses]] = WeakKeyDictionary()
+_passes: WeakKeyDictionary[PreTrainedModel, dict[tuple[Compile, str], CompiledPasses]] = WeakKeyDictionary()
 
 
 def compiled_passes(model: PreTrainedModel, compile: Compile) -> CompiledPasses:
@@ -236,13 +237,13 @@ def compiled_passes(model: PreTrainedModel, compile: Compile) -> CompiledPasses:
         ValueError: if the passes of the model cannot be compiled or captured.
     """
     check_compilable(model, compile)
-    if any(map(is_packable, model.modules())):
+    if compile is True and any(map(is_packable, model.modules())):
         packed_model(model)
+    device = compat.input_device(model)
     with _lock:
-        made = _passes.setdefault(model, {})
-        if compile not in made:
-            captures = compat.input_device(model).type in GRAPH_DEVICES
-            made[compile] = CompiledPasses(None if compile == "graphs" else BACKEND, captures)
-        passes = made[compile]
+        made, key = _passes.setdefault(model, {}), (compile, str(device))
+        if key not in made:
+            made[key] = CompiledPasses(None if compile == "graphs" else BACKEND, device.type in GRAPH_DEVICES)
+        passes = made[key]
     passes.begin_call(model)
     return passes

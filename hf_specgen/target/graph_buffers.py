@@ -17,7 +17,8 @@ from hf_specgen.target.cache import RaggedCache
 Buffers = list[tuple[torch.Tensor, torch.Tensor]]
 
 CAPACITY_BLOCK = 256
-"""Capacities, in slots, are multiples of it, so that calls of similar lengths share graphs."""
+"""Capacities, in slots, are multiples of it, so that calls of similar lengths share graphs; from 2,048 on there are
+four between a length and its double."""
 
 
 @dataclass
@@ -40,7 +41,9 @@ class GraphBuffers:
 
     def adopt(self, cache: RaggedCache) -> int:
         """Move the cache into buffers of the pool, unless it is there; returns their capacity in slots."""
-        capacity = -(-cache.buffers()[0][0].shape[2] // CAPACITY_BLOCK) * CAPACITY_BLOCK
+        slots = int(cache.buffers()[0][0].shape[2])
+        block = max(CAPACITY_BLOCK, 1 << max(0, slots.bit_length() - 3))
+        capacity = -(-slots // block) * block
         entry = self._entry_of(cache)
         if entry is None or entry.buffers[0][0].shape[2] < capacity:
             self.release(cache)
@@ -55,7 +58,13 @@ class GraphBuffers:
             entry.cache = None
 
     def _entry_of(self, cache: RaggedCache) -> _Entry | None:
-        return next((entry for entry in self._entries if entry.cache is not None and entry.cache() is cache), None)
+        """The buffers that the cache uses; those that it has left, because an eager pass outgrew them, become free."""
+        for entry in self._entries:
+            if entry.cache is not None and entry.cache() is cache:
+                if cache.buffers()[0][0].data_ptr() == entry.buffers[0][0].data_ptr():
+                    return entry
+                entry.cache = None
+        return None
 
     def _move_in(self, cache: RaggedCache, capacity: int) -> None:
         """Copy the cache into free buffers of the same shapes, or into new ones."""
@@ -86,6 +95,7 @@ def _kinds(buffers: Buffers) -> list[tuple[Any, Any]]:
 def _static(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
     """A new buffer of the same kind, at an address that graphs may rely on."""
     batch, heads, _, size = buffer.shape
-    static = buffer.new_zeros(batch, heads, capacity, size)
+    with torch.inference_mode(False):  # a later call may run outside of inference mode
+        static = torch.zeros(batch, heads, capacity, size, dtype=buffer.dtype, device=buffer.device)
     torch._dynamo.mark_static_address(static)
     return static

@@ -13,6 +13,7 @@ Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
@@ -35,12 +36,13 @@ take 13.8 instead of 14.4 ms. From two tokens on packed weights are faster for s
 MAX_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest difference from an ordinary product, relative to the norms of its factors: accumulated float32 rounding is
 about 1e-6, a bfloat16 result may be rounded to either neighbour, 4e-3 away."""
+logger = logging.getLogger("hf_specgen")
 packed_layers: WeakValueDictionary[int, _PackedLayer] = WeakValueDictionary()
 """By the address of the weights."""
 _models: WeakKeyDictionary[nn.Module, _PackedModel] = WeakKeyDictionary()
 _changing: WeakSet[nn.Module] = WeakSet()
-"""Models whose weights have changed since they were packed without request, as in training: packing them in every call
-takes longer than it saves."""
+"""Models that are packed on request only: those that cannot be packed, and those whose weights have changed since they
+were packed, as in training: packing them in every call takes longer than it saves."""
 _lock, _packing = threading.Lock(), threading.Lock()
 
 
@@ -105,20 +107,15 @@ class _PackedLayer:
         return getattr, (self.module, "forward")
 
     def refresh(self, repack: bool = True) -> bool:
-        """Pack the weights if they are others than those that were packed.
+        """Pack the weights if they are others than those that were packed; returns whether they are packed.
 
         Values are compared by a checksum too: PEFT merges adapters into `weight.data`, which the version does not show.
-
-        Args:
-            repack: if False, weights that have changed are left as they are.
-
-        Returns:
-            whether the weights are packed.
+        With `repack=False` weights with other values are left as they are.
         """
         weight = self.module.weight.detach()
         of = weight.data_ptr(), 0 if weight.is_inference() else weight._version, checksum(weight)
         if of != self._of:
-            if not repack:
+            if not repack and self._of is not None and of[2] != self._of[2]:
                 return False
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_TOKENS)
             self._of = of
@@ -208,8 +205,7 @@ def pack(model: nn.Module, repack: bool = True) -> bool:
 
     Args:
         model: the model.
-        repack: pack weights again that have changed since; if False, a model whose weights have changed once runs with
-            ordinary weights from then on.
+        repack: pack weights again that have changed since; if False, such a model runs with ordinary weights for good.
 
     Returns:
         whether packed weights are used.
@@ -242,7 +238,13 @@ def packed_model(model: nn.Module, repack: bool = True) -> _PackedModel | None:
             return found
     if found.refresh(repack):
         return found
+    logger.info("%s is not packed any more by default, as its weights change", type(model).__name__)
+    leave_unpacked(model)
+    return None
+
+
+def leave_unpacked(model: nn.Module) -> None:
+    """Free the packed weights of a model, and pack it on request only."""
     with _packing:
         _models.pop(model, None)
         _changing.add(model)
-    return None

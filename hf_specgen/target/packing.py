@@ -1,8 +1,8 @@
 """Decides which models of a call run with packed weights; see `hf_specgen.target.packed_weights`.
 
 With `pack_weights=True` target and drafter do, with `pack_weights=False` neither does. By default they do unless that
-takes much memory: packed weights make a pass over a few tokens up to four times as fast on a CPU, and round differently
-from ordinary ones as little as a pass over several tokens does from one over a single token.
+takes much memory: packed weights make a pass over a few tokens up to four times as fast on a CPU. Results differ by
+rounding only, as they do between batch sizes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import cast
 from torch import nn
 
 from hf_specgen.target.packable import is_packable
-from hf_specgen.target.packed_weights import pack, runs_packed
+from hf_specgen.target.packed_weights import leave_unpacked, pack, runs_packed
 
 MAX_BYTES = 2**30
 """A target is packed by default if its linear layers take at most so many bytes, which takes about a second once."""
@@ -67,7 +67,8 @@ def _pack_if_possible(model: nn.Module, repack: bool) -> bool:
     try:
         return pack(model, repack)
     except (ValueError, RuntimeError) as error:  # nobody asked for it, so lack of memory is no failure
-        logger.debug("%s runs with ordinary weights: %s", type(model).__name__, error)
+        logger.info("%s runs with ordinary weights: %s", type(model).__name__, error)
+        leave_unpacked(model)
         return False
 
 

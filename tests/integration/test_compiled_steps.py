@@ -302,3 +302,18 @@ def test_failed_capture_refused_with_its_reason(captures: list[Any], monkeypatch
     monkeypatch.setattr(captured, "capture", failing)
     with pytest.raises(ValueError, match=r'cannot be captured .*not permitted.*leave compile="graphs" out'):
         small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), compile="graphs")
+
+
+def test_compiled_call_that_forbids_packed_weights_refused() -> None:
+    arguments = {"candidate_generator": NgramCandidates(), "compile": True, "pack_weights": False}
+    with pytest.raises(ValueError, match="compile=True packs weights on a CPU; leave it or pack_weights=False out"):
+        small().generate(**prompts(1), max_new_tokens=4, **arguments)
+
+
+def test_memory_of_a_failed_capture_is_not_used_again(captures: list[Any]) -> None:
+    memory = captured.GraphMemory(None)
+    memory.is_broken = True
+    passes = compiled.CompiledPasses(None, captures_graphs=True)
+    passes._memory = memory
+    passes._function(small(), (), set())
+    assert passes._memory is not memory and not passes._memory.is_broken

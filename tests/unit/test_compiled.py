@@ -105,3 +105,37 @@ def test_graph_buffers_released_cache_keeps_its_contents() -> None:
 def test_compile_seconds_without_compilation_is_zero() -> None:
     with ThreadPoolExecutor() as threads:  # seconds are counted by thread
         assert threads.submit(compile_seconds).result() == 0.0
+
+
+def test_graph_buffers_that_an_eager_pass_outgrew_keep_what_it_wrote() -> None:
+    """Would catch: keys and values of a long text between two drafts that are replaced by older ones."""
+    cache, buffers = RaggedCache(), GraphBuffers()
+    first, later = (torch.randn(1, 2, length, 4) for length in (200, 90))
+    cache.update(first, first, 0)
+    assert buffers.adopt(cache) == 512
+    long = torch.randn(1, 2, 300, 4)
+    cache.update(long, long, 0)
+    cache.update(later, later, 0)
+    buffers.adopt(cache)
+    assert torch.equal(cache.buffers()[0][0][:, :, :590], torch.cat([first, long, later], dim=2))
+
+
+def test_graph_buffers_made_in_inference_mode_serve_later_calls() -> None:
+    buffers = GraphBuffers()
+    for context in (torch.inference_mode(), torch.no_grad()):
+        with context:
+            cache, states = RaggedCache(), torch.randn(1, 2, 20, 4)
+            cache.update(states, states, 0)
+            buffers.adopt(cache)
+            assert torch.equal(cache.buffers()[0][0][:, :, :20], states)
+            buffers.release(cache)
+
+
+@pytest.mark.parametrize("slots", [1, 300, 2000, 2049, 5000, 100_000])
+def test_graph_buffers_have_few_capacities(slots: int) -> None:
+    cache, states = RaggedCache(), torch.zeros(1, 1, 1, 2)
+    cache.update(states, states, 0)
+    cache.reserve(slots)
+    held = cache.buffers()[0][0].shape[2]
+    capacity = GraphBuffers().adopt(cache)
+    assert held <= capacity < max(held + 256, 1.25 * held + 1)
