@@ -104,10 +104,12 @@ def _measure(setup: Setup, variants: list[Variant], repeats: int, quick: bool) -
     In bfloat16 the target's own passes over one token and over several round differently, so that outputs diverge
     where two tokens are equally likely: `same tokens` is the share of the tokens before the first difference.
     """
-    variants = _with_kernels(variants)
-    run_prompts(setup, variants, [0], quick)
-    samples = run_prompts(setup, variants, range(1, 1 + repeats), quick)
-    torch.backends.cuda.enable_cudnn_sdp(True)
+    variants, before = _with_kernels(variants), torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        run_prompts(setup, variants, [0], quick)
+        samples = run_prompts(setup, variants, range(1, 1 + repeats), quick)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
     return [_row(name, by_domain) for name, by_domain in samples.items()]
 
 

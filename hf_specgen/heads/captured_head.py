@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,8 +28,14 @@ logger = logging.getLogger("hf_specgen")
 MAX_POSITIONS = 64
 """Longer passes read the prompt, once, and run as they are."""
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Embeddings, states, positions, mask and slots of a pass."""
+
+class HeadInputs(NamedTuple):
+    """The inputs of a pass, as for `Eagle3Head.forward`; positions and mask are on the CPU."""
+
+    embeddings: torch.Tensor
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
 
 
 class CapturedHead:
@@ -48,64 +54,51 @@ class CapturedHead:
                 self._memory = graph_memory(next(head.parameters()).device)
                 self._passes, self._fingerprint = {}, current
 
-    def run(
-        self,
-        head: DraftHead,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor,
-        cache: RaggedCache,
-    ) -> HeadOutput:
-        """One pass of the head, which appends to the cache; arguments and result as for `Eagle3Head.forward`.
-
-        Positions and mask are on the CPU, from where they are copied to the inputs of the graph.
-        """
-        length, memory = positions.shape[1], self._memory
-        if length <= MAX_POSITIONS and cache.lengths and memory is not None and not memory.is_broken:
+    def run(self, head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
+        """One pass of the head, which appends to the cache. Runs eagerly if it is long or cannot be captured."""
+        memory = self._memory
+        if inputs.positions.shape[1] <= MAX_POSITIONS and cache.lengths and memory is not None and not memory.is_broken:
             try:
-                return self._replay(memory, head, embeddings, hidden, positions, mask, cache)
+                return self._replay(memory, head, inputs, cache)
             except Exception:
                 if not memory.is_broken:
                     raise
                 logger.warning("the passes of a %s cannot be captured; they run eagerly", type(head).__name__)
-        output: HeadOutput = head(embeddings, hidden, positions.to(hidden.device), mask.to(hidden.device), cache)
-        return output
+        return run_eagerly(head, inputs, cache)
 
-    def _replay(
-        self,
-        memory: GraphMemory,
-        head: DraftHead,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor,
-        cache: RaggedCache,
-    ) -> HeadOutput:
-        batch, length = positions.shape
+    def _replay(self, memory: GraphMemory, head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
+        batch, length = inputs.positions.shape
         lengths, width = cache.lengths, padded_width(length)
         with self._lock:
             cache.reserve(max(lengths) + width)
             capacity = self._buffers.adopt(cache)
-            fixed = mask.new_zeros(batch, 1, width, capacity)
-            fixed[:, :, :length, : mask.shape[3]] = mask
-            fixed[:, :, length:, 0] = True  # a query that sees nothing would write NaN into the cache
+            mask = inputs.mask.new_zeros(batch, 1, width, capacity)
+            mask[:, :, :length, : inputs.mask.shape[3]] = inputs.mask
+            mask[:, :, length:, 0] = True  # a query that sees nothing would write NaN into the cache
             slots = torch.tensor(lengths)[:, None] + torch.arange(width)
-            rows = (0, width - length)
-            inputs = pad(embeddings, (0, 0, *rows)), pad(hidden, (0, 0, *rows)), pad(positions, rows), fixed, slots
+            more = (0, width - length)
+            embeddings, hidden = (pad(part, (0, 0, *more)) for part in (inputs.embeddings, inputs.hidden))
+            padded = HeadInputs(embeddings, hidden, pad(inputs.positions, more), mask)
             key = batch, width, capacity, torch.is_inference_mode_enabled()
             if key not in self._passes:
                 self._passes[key] = CapturedPass(_pass, memory)
-            output: HeadOutput = self._passes[key](head, inputs, cache.buffers())
-            output = HeadOutput(*(part[:, :length] for part in output))
+            output: HeadOutput = self._passes[key](head, (padded, slots), cache.buffers())
         cache.set_lengths([before + length for before in lengths])
-        return output
+        return HeadOutput(*(part[:, :length] for part in output))
 
 
-def _pass(head: DraftHead, inputs: Inputs, buffers: Buffers) -> HeadOutput:
-    embeddings, hidden, positions, mask, slots = inputs
-    layers: Any = [StepLayer(keys, values, slots, mask.shape[-1]) for keys, values in buffers]
-    output: HeadOutput = head(embeddings, hidden, positions, mask, Cache(layers=layers))
+def run_eagerly(head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
+    """One pass of the head as it is."""
+    embeddings, hidden, positions, mask = inputs
+    output: HeadOutput = head(embeddings, hidden, positions.to(hidden.device), mask.to(hidden.device), cache)
+    return output
+
+
+def _pass(head: DraftHead, inputs: tuple[HeadInputs, torch.Tensor], buffers: Buffers) -> HeadOutput:
+    """The function that is captured; `inputs` has the slots `[batch, width]` that it writes to beside its inputs."""
+    given, slots = inputs
+    layers: Any = [StepLayer(keys, values, slots, given.mask.shape[-1]) for keys, values in buffers]
+    output: HeadOutput = head(*given, Cache(layers=layers))
     return output
 
 

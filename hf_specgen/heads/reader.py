@@ -14,14 +14,14 @@ Source: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Unce
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_specgen.heads.active_rows import ActiveRows
 from hf_specgen.heads.base import AttachedHead, HeadOutput
-from hf_specgen.heads.captured_head import CapturedHead
+from hf_specgen.heads.captured_head import CapturedHead, HeadInputs, run_eagerly
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.target import masks
 from hf_specgen.target.cache import RaggedCache
@@ -102,16 +102,12 @@ class HeadReader:
         positions = torch.tensor(self.lengths)[:, None] + torch.arange(tokens.shape[1])
         mask = causal_mask(self.lengths, tokens.shape[1])
         head: Any = self.attached.head
-        return self._run(self.attached.embed(tokens), head.combine(features), positions, mask)
+        return self._run(HeadInputs(self.attached.embed(tokens), head.combine(features), positions, mask))
 
-    def _run(
-        self, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
-    ) -> HeadOutput:
-        """One pass of the head; positions and mask are on the CPU."""
-        head, cache, device = self.attached.head, self.cache, self._like.device
+    def _run(self, inputs: HeadInputs) -> HeadOutput:
         if self._captured is not None:
-            return self._captured.run(head, embeddings, hidden, positions, mask, cache)
-        return cast(HeadOutput, head(embeddings, hidden, positions.to(device), mask.to(device), cache))
+            return self._captured.run(self.attached.head, inputs, self.cache)
+        return run_eagerly(self.attached.head, inputs, self.cache)
 
     def _advance(self, output: HeadOutput, new: Sequence[int]) -> None:
         """Keep the first `new[b]` positions of row b of a pass."""
@@ -146,10 +142,12 @@ class HeadReader:
             roots, depths, masks.ancestors(tree), visible=None, width=max(self.lengths) + tree.nodes
         )
         output = self._run(
-            self.attached.embed(tree.tokens[:, known:]),
-            self._hidden[rows, parents + 1],
-            roots[:, None] + depths[:, 1 + known :],
-            masks.full_mask(layout)[:, :, 1 + known :],
+            HeadInputs(
+                self.attached.embed(tree.tokens[:, known:]),
+                self._hidden[rows, parents + 1],
+                roots[:, None] + depths[:, 1 + known :],
+                masks.full_mask(layout)[:, :, 1 + known :],
+            )
         )
         self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
         return HeadOutput(*map(self._active.spread, output))

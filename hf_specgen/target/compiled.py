@@ -37,6 +37,8 @@ from hf_specgen.target.pass_functions import PassFunction, captured_function, co
 logger = logging.getLogger("hf_specgen")
 COLUMN_BLOCK = 64
 """On a CPU attention reads a multiple of so many slots, which keeps masks aligned."""
+COMPILING, CAPTURING = ("compiling", "compiled", named(True)), ("capturing", "captured", named("graphs"))
+"""Words of messages."""
 BACKEND = "inductor"
 """Backend of `torch.compile`; tests use one that needs no compiler."""
 
@@ -172,10 +174,10 @@ class CompiledPasses:
     ) -> PassFunction:
         """Compile a function for passes of this shape, and compare it with an ordinary pass."""
         name = type(model).__name__
-        what, setting = ("captur", named("graphs")) if self._backend is None else ("compil", named(True))
+        doing, done, setting = CAPTURING if self._backend is None else COMPILING
         batch, width = arguments["input_ids"].shape
         rows = f"{batch} row{'s' if batch > 1 else ''} of {width} token{'s' if width > 1 else ''}"
-        logger.log(logging.INFO if self._backend is None else logging.WARNING, f"{what}ing %s for %s", name, rows)
+        logger.log(logging.INFO if self._backend is None else logging.WARNING, f"{doing} %s for %s", name, rows)
         began, lengths, counted = perf_counter(), cache.lengths, compile_seconds()
         more = {"output_hidden_states": True} if taps else {}
         with grouped_attention() as folded:
@@ -187,15 +189,15 @@ class CompiledPasses:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise ValueError(f"{name} cannot be {what}ed ({_summary(error)}); leave {setting} out") from error
+            raise ValueError(f"{name} cannot be {done} ({_summary(error)}); leave {setting} out") from error
         finally:
             seconds = perf_counter() - began
             add_compile_seconds(seconds - (compile_seconds() - counted))  # captures count themselves
         if not _agree(ordinary.logits.float(), output.logits.float(), model.dtype):
-            raise ValueError(f"the {what}ed pass of {name} differs from an ordinary one; leave {setting} out")
-        if self._backend is None:  # the first pass that returns hidden states installs Transformers' own hooks
-            self._fingerprint = fingerprint(model)
-        logger.info(f"{what}ed %s for %s in %.1f s", name, rows, seconds)
+            raise ValueError(f"the {done} pass of {name} differs from an ordinary one; leave {setting} out")
+        if self._backend is None:
+            self._fingerprint = fingerprint(model)  # the first pass that returns hidden states installs hooks
+        logger.info(f"{done} %s for %s in %.1f s", name, rows, seconds)
         return function
 
     def _function(self, model: PreTrainedModel, taps: tuple[int, ...], groups: set[int]) -> PassFunction:

@@ -1,7 +1,7 @@
 """Keeps cuDNN's attention out of the forward passes of a call on a GPU.
 
 cuDNN builds an execution plan for each new pair of query and key lengths. On an H100, where PyTorch prefers cuDNN in
-half precision, that takes 20 to 60 ms, while a pass of 32 layers takes 22 ms; and nearly every step of speculative
+half precision, that takes 20 to 60 ms, while a pass of 32 layers takes 24 ms; and nearly every step of speculative
 decoding has a pair of lengths that was not there before. PyTorch's other kernels need no plan.
 
 Which kernels may be used is a setting of the process. The first call that runs turns cuDNN's attention off, the last
@@ -37,8 +37,9 @@ def without_cudnn_attention() -> Iterator[None]:
     Example:
         >>> import torch
         >>> with without_cudnn_attention():
-        ...     if torch.cuda.is_available():
-        ...         assert not torch.backends.cuda.cudnn_sdp_enabled()
+        ...     switched_off = not torch.backends.cuda.cudnn_sdp_enabled()
+        >>> switched_off or not torch.cuda.is_initialized()
+        True
     """
     if not torch.cuda.is_initialized():
         yield

@@ -16,7 +16,8 @@ from hf_specgen.target.packable import is_packable
 from hf_specgen.target.packed_weights import leave_unpacked, pack, runs_packed
 
 MAX_BYTES = 2**30
-"""A target is packed by default if its linear layers take at most so many bytes, which takes about a second once."""
+"""A target is packed by default if its linear layers take at most so many bytes. Packing so many takes 0.5 s in
+bfloat16 and 1.2 s in float32, once, on two cores."""
 SMALL_DRAFTER, DRAFTER_SHARE = 64 * 2**20, 1 / 8
 """A drafter is packed by default if its linear layers take at most this many bytes, or at most this share of the bytes
 of the target's parameters."""

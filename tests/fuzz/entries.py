@@ -18,8 +18,9 @@ def call_settings(case: Case, model: Any) -> dict[str, Any]:
     policy = strategies.call_policy(case)
     if policy is not None:
         call["policy"] = policy
-    if case.pack_weights and any(map(is_packable, model.modules())):  # not in float64
-        call["pack_weights"] = True
+    packable = any(map(is_packable, model.modules()))  # not in float64
+    if case.pack_weights is not None and (packable or not case.pack_weights):
+        call["pack_weights"] = case.pack_weights
     return call
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from hf_specgen import EagleCandidates
 from hf_specgen.heads.loading import load_head
+from hf_specgen.target import captured
 from tests.helpers import SAMPLING, prompts
 from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.eagle import predictable_pair
@@ -53,10 +55,10 @@ def test_captured_head_same_drafts(
         arguments = {"max_new_tokens": 24, **ends, **SAMPLING[sampling]}
         eager = steps(target, EagleCandidates(head, **shape), prompts(batch, length=length), **arguments)
         before = len(captures)
-        captured = steps(
+        ours = steps(
             target, EagleCandidates(head, **shape), prompts(batch, length=length), compile="graphs", **arguments
         )
-        assert captured == eager
+        assert ours == eager
         assert len(captures) > before
 
 
@@ -85,3 +87,29 @@ def test_captured_head_of_a_text_that_outgrows_its_buffers_same_drafts(
     target, head = pair
     eager = steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=100)
     assert steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=100, compile="graphs") == eager
+
+
+def test_head_that_cannot_be_captured_runs_eagerly(
+    pair: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Would catch: a call that ends with an error of CUDA because its drafter cannot be captured."""
+    target, head = pair
+    stand_in = captured.capture
+
+    def failing(run: Any, memory: Any) -> Any:
+        if "_replay" in {frame.name for frame in traceback.extract_stack()}:  # a pass of the head
+            memory.is_broken = True
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return stand_in(run, memory)
+
+    eager = steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=20)
+    monkeypatch.setattr(captured, "capture", failing)
+    ours = steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=20, compile="graphs")
+    assert ours == eager and caplog.text.count("cannot be captured; they run eagerly") == 1
+
+
+def test_captured_call_under_autocast_refused(pair: Any, captures: list[Any]) -> None:
+    """Would catch: graphs of passes under autocast that later calls without it replay."""
+    target, head = pair
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="does not work under"):
+        steps(target, EagleCandidates(head, k=3), prompts(1), max_new_tokens=4, compile="graphs")
