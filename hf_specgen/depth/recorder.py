@@ -1,4 +1,5 @@
-"""Estimates latencies from step times: the median by tokens per row, shrunk towards a line through all medians.
+"""Estimates latencies from step times: those of the target by the median for each number of tokens per row, shrunk
+towards a line through all medians, and those of drafting by a fit to the newest drafts.
 
 The speed of a machine changes within seconds: other programs use its memory, its clock follows its temperature. So the
 times of steps with a draft, and of drafting, are compared with those of the plain steps next to them.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hf_specgen.depth.cost import CostCurve
+from hf_specgen.depth.draft_fit import fit_draft
 from hf_specgen.depth.latency import DraftLatency, StepLatency
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ MEDIAN_WINDOW = 7
 MIN_MEASURED = 2
 """Measurements that a size needs for a latency of its own: the lower one of two is seldom an outlier, as other load on
 the machine only adds time. Sizes with fewer are taken together with the next ones."""
+DRAFT_WINDOW = 32
+"""Newest drafts that the latency of drafting is fitted to."""
 PLAIN_WINDOW = 32
 """Newest plain steps that are kept, for the comparison with steps next to them."""
 LINE_WEIGHT = 3.0
@@ -50,11 +54,12 @@ MAX_CATCH_UP_TOKENS = 16
 
 
 class _Measured(NamedTuple):
-    """A time, the number of the step it was measured in, and how many passes of the drafter it contains."""
+    """A time, and the number of the step it was measured in; of a draft also its passes and their tokens."""
 
     step: int
     seconds: float
-    passes: int = 1
+    passes: int = 0
+    tokens: int = 0
 
 
 class LatencyRecorder:
@@ -69,8 +74,7 @@ class LatencyRecorder:
     def __init__(self, rows: int, context: int, prior: StepLatency, measured: bool):
         self.rows, self.context, self._prior, self._measured = rows, context, prior, measured
         self._target: dict[int, deque[_Measured]] = {}  # steps less the time of drafting, by size in `GRID`
-        self._drafts: dict[int, deque[_Measured]] = {}  # drafts, by tokens of a pass
-        self._empty: deque[_Measured] = deque(maxlen=MEDIAN_WINDOW)
+        self._drafts: deque[_Measured] = deque(maxlen=DRAFT_WINDOW)
         self._steps = self._drafted = 0
         self._has_drafted = False
         self._prefill_seconds = self._prefill_tokens = 0.0
@@ -97,12 +101,10 @@ class LatencyRecorder:
             usual = self._drafter(self._prior.drafter.scaled(0.0)).draft(passes)
             self._prefill_seconds += max(0.0, seconds - usual)
             self._prefill_tokens += unread * rows
-        elif sum(passes):
-            tokens = 1 << max(0, round(log2(sum(passes) / len(passes))))
-            drafts = self._drafts.setdefault(tokens, deque(maxlen=MEDIAN_WINDOW))
-            drafts.append(_Measured(self._steps, seconds, len(passes)))
         else:
-            self._empty.append(_Measured(self._steps, seconds))
+            # A pass over no tokens is one that the drafter left out.
+            made = [tokens for tokens in passes if tokens]
+            self._drafts.append(_Measured(self._steps, seconds, len(made), sum(made)))
 
     @property
     def wants_plain_step(self) -> bool:
@@ -187,21 +189,14 @@ class LatencyRecorder:
 
     def _drafter(self, latency: DraftLatency) -> DraftLatency:
         """The given latency of drafting, with measured values where there are any."""
-        if self._empty or self._drafts:
-            overhead = median_low(self._relative(self._empty)) if self._empty else 0.0
-            latency = replace(latency, overhead=overhead)
         if self._drafts:
-            by_tokens = _medians(
-                {
-                    tokens: [
-                        max(0.0, seconds - latency.overhead) / one.passes
-                        for one, seconds in zip(drafts, self._relative(drafts), strict=True)
-                    ]
-                    for tokens, drafts in self._drafts.items()
-                }
+            drafts = self._drafts
+            overhead, first, further = fit_draft(
+                [one.passes for one in drafts], [one.tokens for one in drafts], self._relative(drafts)
             )
-            rising = np.maximum.accumulate(list(by_tokens.values())).tolist()  # more tokens never take less time
-            latency = replace(latency, tokens=tuple(by_tokens), seconds=tuple(rising))
+            latency = replace(latency, overhead=overhead)
+            if any(one.passes for one in drafts):
+                latency = replace(latency, tokens=(1, 2), seconds=(first, first + further))
         if self._prefill_tokens:
             latency = replace(latency, prefill=self._prefill_seconds / self._prefill_tokens)
         return latency
