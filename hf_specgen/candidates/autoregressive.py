@@ -18,19 +18,20 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.calibrated import CalibratedSession
+from hf_specgen.candidates.draft_growth import DraftGrowth
+from hf_specgen.candidates.read_ahead import MAX_GUESSES, ReadAhead, Start, starts_of
 from hf_specgen.candidates.read_nodes import ReadNodes
-from hf_specgen.candidates.tree_builder import Floats, Ints, Proposals, TreeBuilder
-from hf_specgen.candidates.tree_shape import MAX_CHILDREN, FastestSize, TreeShape
+from hf_specgen.candidates.scored_nodes import ScoredNodes, score_nodes
+from hf_specgen.candidates.tree_builder import Ints
+from hf_specgen.candidates.tree_edges import edges
+from hf_specgen.candidates.tree_shape import MAX_CHILDREN, FastestSize
 from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
-
-MAX_SIBLING_CONFIDENCE = 0.95
-"""Assumed limit of a distribution's largest probability, so that later siblings keep a share of what is left."""
 
 
 class AutoregressiveSession(CalibratedSession):
@@ -61,6 +62,7 @@ class AutoregressiveSession(CalibratedSession):
         self._read_nodes: ReadNodes | None = None
         self._nodes: list[list[int]] = []
         self._suggested: DraftTree | None = None
+        self._ahead: ReadAhead | None = None
         self.budget: Sequence[int] = ()
         self.passes: list[int] = []
 
@@ -92,9 +94,13 @@ class AutoregressiveSession(CalibratedSession):
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep what was computed for these nodes of the last tree that was read, and drop the others."""
 
-    def suggest(self, draft: DraftTree) -> None:
-        """Read the nodes of other strategies in the first pass of the next draft, as far as that saves time."""
+    def suggest(self, draft: DraftTree, sources: Sequence[DraftSession]) -> None:
+        """Read the nodes of other strategies in the first pass of the next draft, and what they expect to follow in all
+        passes, as far as that saves time.
+        """
         self._suggested = draft
+        if self._ahead is not None:
+            self._ahead.sources = [source.continuations for source in sources]
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         return self._grow(budget, self._size)
@@ -120,102 +126,85 @@ class AutoregressiveSession(CalibratedSession):
         suggested, self._suggested = self._suggested, None
         if not active:
             return self.not_drafted(rows)
-        shape, builder = self.shape(size, depths, children), TreeBuilder(depths)
-        qs: list[torch.Tensor] = []
-        confidences, read = self._read_text(shape, builder, suggested, qs)
-        expanded: Ints = np.zeros((rows, 0), dtype=np.int64)
+        growth = DraftGrowth(self.shape(size, depths, children), depths, self.calibrations[0])
+        shape, builder = growth.shape, growth.builder
+        self._read_text(growth, suggested)
         while (beam := shape.beam(builder)) and (nodes := builder.frontier(beam)).shape[1]:
-            expanded = np.concatenate([expanded, nodes], axis=1)
-            read.add(builder, nodes)
-            scores = self.next_scores(read.tree(), nodes.shape[1])
-            self.passes.append(active * nodes.shape[1])
-            depth = np.take_along_axis(builder.depth, nodes, axis=1)
-            proposals, confidence = self._propose(scores, depth, shape.children, qs)
-            builder.add(nodes, proposals)
-            confidences.append(confidence)
-        first = expanded if self.expanded_nodes_first else None
-        trees, self._nodes = builder.best(
-            max(shape.nodes(builder), expanded.shape[1] if first is not None else 0), first
-        )
-        self._read_nodes = read
-        draft = DraftTree.from_nodes(trees)
-        if qs and draft.nodes:
-            draft = self._with_q(draft, torch.cat(qs, dim=1), shape.children)
-        return self.verified(draft, builder, self._nodes, np.concatenate(confidences, axis=1))
+            growth.read.add(builder, nodes)
+            new = nodes.shape[1] + self._read_ahead(growth, nodes)
+            tree = growth.read.tree()
+            logits = self.next_scores(tree, new)
+            self.passes.append(active * new)
+            growth.expand(nodes, self._score(growth, tree, new, logits))
+        expanded = growth.expanded if self.expanded_nodes_first else None
+        least = 0 if expanded is None else expanded.shape[1]
+        trees, self._nodes = builder.best(max(shape.nodes(builder), least), expanded)
+        self._read_nodes = growth.read
+        draft, q = DraftTree.from_nodes(trees), growth.q()
+        if q is not None and draft.nodes:
+            draft = self._with_q(draft, q, shape.children)
+        return self.verified(draft, builder, self._nodes, growth.confidence())
 
-    def _read_text(
-        self, shape: TreeShape, builder: TreeBuilder, suggested: DraftTree | None, qs: list[torch.Tensor]
-    ) -> tuple[list[Floats], ReadNodes]:
-        """The first pass: add the children of each row's last token, and those of suggested nodes that are proposed."""
-        rows = len(builder.limits)
-        count = shape.read_ahead(suggested.joint) if suggested is not None and isinstance(shape, FastestSize) else 0
-        nodes = DraftTree.empty(rows) if suggested is None else suggested.first(count)
-        scores = self.read_suggested(nodes) if nodes.nodes else self.first_scores()[:, None]
-        read = ReadNodes(nodes if scores.shape[1] > 1 else DraftTree.empty(rows))
-        root = np.zeros((rows, 1), dtype=np.int64)
-        proposals, confidence = self._propose(scores[:, :1], root, shape.children, qs)
-        builder.add_root(proposals)
-        confidences, seen = [confidence], 0
-        while (found := read.find(builder, seen)) is not None:
-            seen = builder.tokens.shape[1]
-            nodes_found, places, valid = found
-            index = torch.from_numpy(1 + places).to(scores.device)[..., None].expand(-1, -1, scores.shape[-1])
-            depth = np.take_along_axis(builder.depth, nodes_found, axis=1)
-            proposals, confidence = self._propose(scores.gather(1, index), depth, shape.children, qs)
-            builder.add(nodes_found, proposals, valid)
-            confidences.append(confidence)
-        return confidences, read
+    def _read_text(self, growth: DraftGrowth, suggested: DraftTree | None) -> None:
+        """The first pass, over what is new in the rows' texts and over guesses of what follows."""
+        guesses = self._guess_after_text(growth, suggested)
+        logits = self.read_suggested(guesses) if guesses.nodes else self.first_scores()[:, None]
+        read = guesses if logits.shape[1] > 1 else DraftTree.empty(guesses.batch)
+        growth.begin(read, self._score(growth, read, 1 + read.nodes, logits))
 
-    def _propose(
-        self, logits: torch.Tensor, depth: Ints, children: int, qs: list[torch.Tensor]
-    ) -> tuple[Proposals, Floats]:
-        """Children of nodes from the drafter's logits.
+    def _guess_after_text(self, growth: DraftGrowth, suggested: DraftTree | None) -> DraftTree:
+        """The nodes that are read together with the text."""
+        shape, depths, ahead = growth.shape, growth.builder.limits, self._ahead_for(growth)
+        if ahead is None or not isinstance(shape, FastestSize):
+            return DraftTree.empty(len(depths))
+        most = MAX_GUESSES if suggested is None else max(MAX_GUESSES, suggested.nodes)
+        found = []
+        for row, depth in enumerate(depths):
+            known = {} if suggested is None else edges(suggested, row)
+            starts = [Start((), 1.0, -1)] if depth else []
+            found.append(ahead.guess(row, self.call.state.last_token(row), starts, most, known))
+        count, _ = shape.read_ahead([guesses.joint for guesses in found])
+        return DraftTree.from_nodes([(guesses.tokens[:count], tuple(guesses.parents[:count])) for guesses in found])
 
-        Args:
-            logits: `[batch, nodes, vocab]` after each node.
-            depth: `[batch, nodes]` of each node, 0 for the row's last token.
-            children: how many per node.
-            qs: receives the probabilities `[batch, nodes, vocab]` if verification needs them.
+    def _read_ahead(self, growth: DraftGrowth, nodes: Ints) -> int:
+        """Guess what follows the nodes of the next pass; returns how many guesses of each row it reads with them."""
+        builder, shape, ahead = growth.builder, growth.shape, self._ahead_for(growth)
+        if ahead is None or not isinstance(shape, FastestSize):
+            return 0
+        read, width = len(growth.read), nodes.shape[1]
+        levels = (builder.limits[:, None] - np.take_along_axis(builder.depth, nodes, axis=1)).max()
+        most = min(MAX_GUESSES, shape.max_nodes - read - int(levels))
+        found = [
+            ahead.guess(row, self.call.state.last_token(row), starts_of(builder, row, nodes[row].tolist()), most)
+            for row in range(len(nodes))
+        ]
+        count, saved = shape.read_ahead([guesses.joint for guesses in found], width)
+        ahead.count(saved)
+        shape.passes_per_level = ahead.passes_per_level
+        return growth.read.add_guesses([guesses.first(count).placed(read - width, read) for guesses in found])
 
-        Returns:
-            the proposals, and `[batch, nodes * children]` confidences.
-        """
-        scores = logits[..., : self._vocab].float()
-        verification, processors = self.call.verification, self.call.processors
-        if processors is not None:
-            scores = processors.warp(scores.flatten(0, 1)).view(scores.shape)
-        generated = self.call.state.generated
-        steps = [[len(text) + below for below in row] for text, row in zip(generated, depth.tolist(), strict=True)]
-        weights = scores.softmax(dim=-1) if verification is None else verification.draft_weights(scores, steps)
-        best, tokens = weights.topk(min(children, weights.shape[-1]), dim=-1)
-        share = best / weights.sum(dim=-1, keepdim=True)
-        expandable = None
-        if self.wants_q or self._threshold:
-            probabilities = scores.softmax(dim=-1)
-            expandable = (probabilities.gather(-1, tokens) >= self._threshold).cpu().numpy()
-            if self.wants_q:
-                qs.append(pad(probabilities, (0, self._vocab - probabilities.shape[-1])))
-                share = share_by_rank(probabilities.amax(dim=-1), best.shape[-1])
-        confidence = share.cpu().numpy().astype(np.float64)
-        proposals = Proposals(tokens.cpu().numpy(), self.calibrations[0].acceptance(confidence), expandable)
-        return proposals, confidence.reshape(len(confidence), -1)
+    def _score(self, growth: DraftGrowth, tree: DraftTree, new: int, logits: torch.Tensor) -> ScoredNodes:
+        """What the drafter proposes after the last `new` nodes of a tree, to which each row's last token may belong."""
+        depth = np.array([tree.depths(row)[-new:] for row in range(tree.batch)])
+        ahead = self._ahead_for(growth)
+        count = growth.shape.children if ahead is None else MAX_CHILDREN
+        scored = score_nodes(self.call, logits, depth, count, self._vocab, self._threshold, self.wants_q)
+        if ahead is not None:
+            last = torch.tensor([[self.call.state.last_token(row)] for row in range(tree.batch)])
+            tokens = torch.cat([last, tree.tokens], dim=1)[:, -new:].numpy()
+            active = growth.builder.limits > 0
+            ahead.learn(tokens[active], scored.tokens[active], scored.probability[active])
+        return scored
+
+    def _ahead_for(self, growth: DraftGrowth) -> ReadAhead | None:
+        """What guesses nodes to read; only where the tree's size follows latencies."""
+        return self._ahead if isinstance(growth.shape, FastestSize) else None
 
     def _with_q(self, draft: DraftTree, q: torch.Tensor, children: int) -> DraftTree:
         """The draft with the probabilities of its nodes; q `[batch, 1 + expanded, vocab]`, a node's is its parent's."""
         sources = [[node // children for node in nodes] + [0] * (draft.nodes - len(nodes)) for nodes in self._nodes]
         index = torch.tensor(sources, device=q.device)[..., None].expand(-1, -1, q.shape[-1])
         return DraftTree(draft.tokens, draft.parents, q.gather(1, index))
-
-
-def share_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:
-    """`[…]` largest probabilities of distributions to `[…, ranks]` confidences in samples drawn from them.
-
-    In rejection sampling a node must not be left out because of its token, only because of its rank: otherwise the
-    sampled tokens would not have the distribution q.
-    """
-    left = 1 - largest.clamp(max=MAX_SIBLING_CONFIDENCE)
-    powers = torch.arange(ranks, device=largest.device)
-    return largest[..., None] * left[..., None] ** powers
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -55,6 +55,8 @@ class DraftSession(ABC):
     one token per row."""
     knows_successors: bool = False
     """Whether `successors` can take the place of `draft` where strategies are combined."""
+    knows_continuations: bool = False
+    """Whether `continuations` proposes something."""
     takes_suggestions: bool = False
     """Whether `suggest` is used."""
     attends_to_text: bool = False
@@ -105,10 +107,22 @@ class DraftSession(ABC):
         """
         return (), ()
 
-    def suggest(self, draft: DraftTree) -> None:
-        """Receive what other strategies propose before the next `draft`, with joint probabilities.
+    def continuations(self, row: int, path: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:
+        """Likely next tokens after a row's text and a path of draft tokens, and the probability of each.
+
+        By default those of `successors` after the last token of the path. Only called if `knows_continuations`, where a
+        draft model guesses what it will propose itself.
+        """
+        return self.successors(path[-1] if path else self.call.state.last_token(row))
+
+    def suggest(self, draft: DraftTree, sources: Sequence[DraftSession]) -> None:
+        """Receive what other strategies propose before the next `draft`.
 
         Ignored by default; a draft model can read it in one pass instead of drafting the same tokens one by one.
+
+        Args:
+            draft: their proposals, with joint probabilities.
+            sources: those that know the continuations of any text.
         """
 
     def observe(self, result: VerificationResult) -> None:

@@ -141,7 +141,8 @@ class _CombinedSession(DraftSession):
             depth = [0 if is_left_out else min(depth, member.k) for depth in budget]
             reads = member.session.takes_suggestions and ranks and not is_prefill and isinstance(shape, FastestSize)
             if reads and shape is not None and any(depth):
-                member.session.suggest(self._ranked(shape, budget, is_prefill))
+                sources = [other.session for other in self._members if other.session.knows_continuations]
+                member.session.suggest(self._ranked(shape, budget, is_prefill), sources)
             member.draft = method(member.session)(depth)
             if any(depth) and member.has_passes and isinstance(shape, FastestSize):
                 member.expected_draft_seconds = shape.latency.drafter.draft(member.passes)

@@ -7,6 +7,7 @@ nodes and drops the rest, so it reads at most two new tokens: an accepted leaf o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -14,13 +15,18 @@ from transformers import PreTrainedModel
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import Tree
 from hf_specgen.candidates.draft_prompt import embedding_size, known_tokens
+from hf_specgen.candidates.read_ahead import ReadAhead
 from hf_specgen.candidates.read_nodes import LeadingText
+from hf_specgen.candidates.recycling_table import RecyclingTable
 from hf_specgen.state import Call
 from hf_specgen.target.base import Target
 from hf_specgen.target.model_parts import text_config
 from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.target.support import position_table
 from hf_specgen.tree import DraftTree
+
+_tables: WeakKeyDictionary[PreTrainedModel, RecyclingTable] = WeakKeyDictionary()
+"""What draft models proposed last after each token."""
 
 
 class DraftModelSession(AutoregressiveSession):
@@ -52,6 +58,8 @@ class DraftModelSession(AutoregressiveSession):
         self._drafts = [True] * call.state.batch  # the rows that draft in this step
         self._text: LeadingText | None = None  # read with suggested nodes, and not committed yet
         self.takes_suggestions = not reader.verifies_chains_only
+        if self.takes_suggestions and not self.wants_q:
+            self._ahead = ReadAhead(_table(draft, self.remembers))
 
     def room(self, row: int) -> int:
         """How many positions the draft model has left; none where its cache slots may run out."""
@@ -99,12 +107,16 @@ class DraftModelSession(AutoregressiveSession):
         if not self._has_read_prompt:
             return super().read_suggested(suggested)
         self._text = LeadingText(self._take_unread())
-        tokens = torch.tensor([known_tokens(row, self._embedded) for row in suggested.tokens.tolist()])
-        logits = self._run(self._text.before(DraftTree(tokens, suggested.parents)), self._text.unread)
+        logits = self._run(self._text.before(self._known(suggested)), self._text.unread)
         return self._text.results(logits)
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        return self._reader.grow(tree if self._text is None else self._text.before(tree), new, self._drafts)
+        known = self._known(tree)
+        return self._reader.grow(known if self._text is None else self._text.before(known), new, self._drafts)
+
+    def _known(self, tree: DraftTree) -> DraftTree:
+        """A tree of guesses, with 0 in place of tokens that only the target's vocabulary has."""
+        return DraftTree(tree.tokens.where(tree.tokens < self._embedded, 0), tree.parents)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep accepted nodes in the cache; those that were not expanded are read by the next `first_scores`."""
@@ -116,3 +128,9 @@ class DraftModelSession(AutoregressiveSession):
         for row, path in enumerate(paths):
             if self._drafts[row]:
                 self._read[row] += len(path) + (0 if text is None else len(text.unread[row]))
+
+
+def _table(draft: PreTrainedModel, remembers: bool) -> RecyclingTable:
+    """The table of a draft model; an empty one if equal calls have to draft alike."""
+    empty = RecyclingTable(vocabulary_size(draft))
+    return _tables.setdefault(draft, empty) if remembers else empty

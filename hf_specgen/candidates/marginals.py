@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hf_specgen.candidates.autoregressive import share_by_rank
 from hf_specgen.candidates.calibrated import CalibratedSession
+from hf_specgen.candidates.scored_nodes import share_by_rank
 from hf_specgen.candidates.tree_builder import Floats, TreeBuilder
 from hf_specgen.candidates.tree_shape import MAX_NODES, FastestSize, FixedSize
 from hf_specgen.state import Call

@@ -103,6 +103,7 @@ class NgramCandidates(Candidates):
 
 class _NgramSession(DraftSession):
     passes = ()
+    knows_continuations = True
 
     def __init__(self, settings: NgramCandidates, call: Call):
         super().__init__(call)
@@ -123,6 +124,9 @@ class _NgramSession(DraftSession):
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
         return self._draft(budget, 1, is_prefill=True)  # the prefill pass verifies chains
+
+    def continuations(self, row: int, path: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:
+        return self._text(row).continuations(path)
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
@@ -158,7 +162,11 @@ class _NgramSession(DraftSession):
     def _grow(self, row: int, limits: Limits) -> NgramTree:
         if limits.depth == 0:
             return NgramTree()
+        return self._text(row).propose(limits)
+
+    def _text(self, row: int) -> RowText:
+        """The row's text, with all tokens that were generated."""
         text, generated = self._texts[row], self._state.generated[row]
         text.extend(generated[self._read[row] :])
         self._read[row] = len(generated)
-        return text.propose(limits)
+        return text

@@ -12,11 +12,13 @@ from hf_specgen.candidates.ngram_index import NgramIndex
 from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import NEAR, OWN, MatchOdds
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree, grow_tree
-from hf_specgen.candidates.ngram_votes import Occurrence
+from hf_specgen.candidates.ngram_votes import Occurrence, vote
 
 MAX_OCCURRENCES = 24
 """Maximum number of occurrences that vote, in the row's text and in the history each: with 16, edits take 10% more
 steps."""
+CONTINUED_TOKENS, CONTINUED_OCCURRENCES = 8, 8
+"""Tokens of the text that are compared before further tokens, and occurrences that vote on what follows these."""
 NEAR_TOKENS = 16
 """An occurrence counts as near if it is at most this many tokens after the position that was copied from last."""
 MAX_SKIPPED = 3
@@ -81,7 +83,7 @@ class RowText:
 
     def propose(self, limits: Limits) -> NgramTree:
         """The most probable continuations of the text."""
-        index, grown, (least, most) = self.index, self._grown, self._lengths
+        index, grown, least = self.index, self._grown, self._lengths.least
         text, end, (first, last) = index.tokens, index.end, self._near()
         self._known = known = index.repetitions(MAX_OCCURRENCES, self._known, grown)
         found: list[Occurrence] = [
@@ -94,15 +96,43 @@ class RowText:
             self._known_history, others = self._history.find(tail, MAX_OCCURRENCES, self._known_history, grown)
             found += others
         self._grown = 0
-        if least > 1 or most < MAX_MATCH_LENGTH:
-            found = [
-                (text, end, position, min(length, most), kind)
-                for text, end, position, length, kind in found
-                if least == 1 or length >= least  # with 1, also places where copying resumes, whose match has length 0
-            ]
+        found = self._limited(found)
         frequent = self._frequent.shares() if least == 1 else ()
         grow = grow_chain if limits.leaves == 1 else grow_tree
         return grow(found, self._odds, limits, frequent, self._frequent.occurrences)
+
+    def continuations(self, path: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Likely next tokens after the text and further tokens, and their probabilities, most likely first.
+
+        Fewer occurrences are compared than by `propose`, in fewer tokens.
+
+        Args:
+            path: the further tokens.
+
+        Example:
+            >>> RowText([5, 6, 7, 8, 9, 5], MatchOdds()).continuations([6])[0]
+            [7]
+        """
+        index = self.index
+        tail = [*index.tokens[max(0, index.end - CONTINUED_TOKENS) : index.end], *path]
+        places = index.occurrences(tail, CONTINUED_OCCURRENCES)
+        found: list[Occurrence] = [(index.tokens, index.end, place, length, OWN) for place, length in places.items()]
+        if self._history is not None:
+            found += self._history.find(tail, CONTINUED_OCCURRENCES, {}, 0)[1]
+        values, _, total = vote(self._limited(found), 0, self._odds)
+        best = sorted(values.items(), key=lambda pair: -pair[1])
+        return [token for token, _ in best], [value / total for _, value in best]
+
+    def _limited(self, found: list[Occurrence]) -> list[Occurrence]:
+        """The occurrences whose matches are considered."""
+        least, most = self._lengths
+        if least == 1 and most == MAX_MATCH_LENGTH:
+            return found
+        return [
+            (text, end, position, min(length, most), kind)
+            for text, end, position, length, kind in found
+            if least == 1 or length >= least  # with 1, also places where copying resumes, whose match has length 0
+        ]
 
     def _near(self) -> tuple[int, int]:
         """The first and the last position that counts as near; none of the text without a source."""

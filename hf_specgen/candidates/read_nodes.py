@@ -82,6 +82,25 @@ class ReadNodes:
                 self._tokens[row].append(tokens[row][index])
                 self._places[row].setdefault(node, len(self._tokens[row]) - 1)
 
+    def add_guesses(self, rows: Sequence[Sequence[tuple[int, int]]]) -> int:
+        """Append guessed nodes, which `find` finds if they are proposed; rows with fewer are filled up.
+
+        Args:
+            rows: of each row the guesses: the place of the parent, which may be that of an earlier one, and the token.
+
+        Returns:
+            how many nodes each row has received.
+        """
+        width = max(map(len, rows))
+        for row, guesses in enumerate(rows):
+            for parent, token in guesses:
+                self._children[row].setdefault(parent, {})[token] = len(self._tokens[row])
+                self._parents[row].append(parent)
+                self._tokens[row].append(token)
+            self._parents[row] += [-1] * (width - len(guesses))
+            self._tokens[row] += [0] * (width - len(guesses))
+        return width
+
     def tree(self) -> DraftTree:
         """All nodes as a tree."""
         return DraftTree(torch.tensor(self._tokens), tuple(map(tuple, self._parents)))

@@ -124,7 +124,7 @@ class RecyclingSession(DraftSession):
 
     passes = ()
     top_tokens = SUCCESSORS
-    knows_successors = True
+    knows_successors = knows_continuations = True
 
     def __init__(self, settings: RecyclingCandidates, call: Call, table: RecyclingTable):
         super().__init__(call)

@@ -152,6 +152,14 @@ class TreeBuilder:
         self.expandable = np.concatenate([self.expandable, expandable.reshape(shape)], axis=1)
         self._expanded = np.concatenate([self._expanded, np.zeros(shape, dtype=bool)], axis=1)
 
+    def path(self, row: int, node: int) -> list[int]:
+        """The tokens from the row's first draft token to a node."""
+        tokens = []
+        while node >= 0:
+            tokens.append(int(self.tokens[row, node]))
+            node = int(self.parents[row, node])
+        return tokens[::-1]
+
     def frontier(self, width: int) -> Ints:
         """`[rows, at most width]` the most likely nodes that can be expanded and have not been.
 

@@ -96,6 +96,7 @@ class FastestSize:
 
     Attributes:
         min_joint: a node that is less likely to be accepted than this cannot make a step faster, whatever the tree.
+        passes_per_level: passes of the drafter that a level takes on average; below 1 if they read ahead.
     """
 
     latency: StepLatency
@@ -114,6 +115,7 @@ class FastestSize:
         self._pass, self._spent = _drafter_seconds(self.latency.drafter, self.rows, widths)
         self._seen = self._expanded = 0
         self._child = EXPECTED_CHILD
+        self.passes_per_level = 1.0
 
     def beam(self, builder: TreeBuilder) -> int:
         self._measure_children(builder)
@@ -127,7 +129,8 @@ class FastestSize:
         width = np.arange(1, len(frontier) + 1)
         gain = np.cumsum(self._child**levels, axis=0) * np.cumsum(frontier)
         nodes = np.minimum(best + levels * width, self.max_nodes)
-        seconds = self._target[nodes] + self._spent + levels * self._pass[: len(frontier)]
+        passes = levels * self.passes_per_level
+        seconds = self._target[nodes] + self._spent + passes * self._pass[: len(frontier)]
         expected_rate = ((tokens + gain) / seconds).max(axis=0)  # by width
         beam = int(np.argmax(expected_rate)) + 1
         if expected_rate[beam - 1] <= rate * (1 + MIN_GAIN):
@@ -139,22 +142,26 @@ class FastestSize:
     def nodes(self, builder: TreeBuilder) -> int:
         return self._best(builder)[2]
 
-    def read_ahead(self, joint: Sequence[Sequence[float]] | None) -> int:
-        """How many suggested nodes of each row the drafter reads in its first pass, whose latency then counts.
+    def read_ahead(self, joint: Sequence[Sequence[float]] | None, read: int = 1) -> tuple[int, float]:
+        """How many guessed nodes of each row the drafter reads in a pass besides others, whose latency then counts.
 
         A node is read if the pass that it is expected to save takes longer than one token more in this pass.
 
         Args:
-            joint: joint probabilities of each row's nodes, in descending order.
+            joint: of each row's nodes, the probability that a pass over the node would follow, in descending order.
+            read: how many tokens of each row the pass reads anyway.
+
+        Returns:
+            the number, and how many passes they are expected to save.
         """
         drafter = self.latency.drafter
         saved = np.array([sum(column) for column in zip_longest(*(joint or ()), fillvalue=0.0)][:MAX_READ_AHEAD])
-        seconds = drafter.by_tokens(self.rows * np.arange(1.0, len(saved) + 2))
-        gain = np.concatenate([[0.0], np.cumsum(saved / self.rows) * seconds[0]]) - (seconds - seconds[0])
-        count = int(np.argmax(gain))
+        seconds = drafter.by_tokens(self.rows * np.arange(float(read), len(saved) + read + 1))
+        passes = np.concatenate([[0.0], np.cumsum(saved / self.rows)])
+        count = int(np.argmax(passes * drafter.seconds_of(self.rows) - (seconds - seconds[0])))
         self._spent += float(seconds[count] - seconds[0])
         self._expanded += count
-        return count
+        return count, float(passes[count])
 
     def of_grown(self, joint: Sequence[Sequence[float]], drafting: float = 0.0) -> tuple[int, float]:
         """How many nodes of complete trees to verify, and the expected tokens per second with them.

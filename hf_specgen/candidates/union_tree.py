@@ -17,11 +17,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hf_specgen.candidates.tree_builder import MAX_JOINT
+from hf_specgen.candidates.tree_edges import Edges, edges
 from hf_specgen.depth.calibration import BIN_CENTERS, EDGES, RANKS
 from hf_specgen.tree import DraftTree, Parents
 
-UNKNOWN_ACCEPTANCE = 0.6
-"""Assumed acceptance of a child, given its parent, where a strategy estimates none; calibration corrects it."""
 UNPROPOSED_SHARE = 0.15
 """Share of a token's estimated acceptance that is left if a network that attends to the text does not propose it after
 the same path: such tokens of n-grams were accepted 0.03 times as often as estimated beside the embedded draft model,
@@ -34,8 +33,6 @@ their class."""
 
 Row = tuple[Sequence[int], Sequence[float]]
 """Likely successors of a token and their probabilities, most likely first."""
-_Edges = dict[int, list[tuple[int, int, float]]]
-"""By parent: token, node and conditional probability of its children."""
 _Places = tuple[int | None, ...]
 """The node of each strategy's draft that a node of the tree stands for."""
 _Siblings = tuple[Row, int, float, Collection[int]]
@@ -102,7 +99,7 @@ def unite(
         >>> unite([a, b], 0, as_it_is, last_token=1, depth=9, nodes=9).first(9)
         ([5, 6, 7], (-1, 0, -1))
     """
-    sources = [_edges(draft, row) for draft in drafts]
+    sources = [edges(draft, row) for draft in drafts]
     unproposed = UNPROPOSED_SHARE if attends_to_text else 1.0
     union = _Union(sources, acceptance.tolist(), min_joint, successors, only_chain, network, unproposed)
     union.run(last_token, depth, nodes)
@@ -120,7 +117,7 @@ class _Union:
 
     def __init__(
         self,
-        sources: Sequence[_Edges],
+        sources: Sequence[Edges],
         acceptance: list[list[float]],
         min_joint: float,
         successors: tuple[int, Callable[[int], Row]] | None,
@@ -241,17 +238,3 @@ def _share(probabilities: Sequence[float]) -> Callable[[float], float]:
 
 def _no_successors(token: int) -> Row:
     return (), ()
-
-
-def _edges(draft: DraftTree, row: int) -> _Edges:
-    tokens, parents = draft.tokens[row].tolist(), draft.parents[row]
-    joint = None if draft.joint is None else draft.joint[row]
-    edges: _Edges = {}
-    for node, parent in enumerate(parents):
-        if joint is None:
-            probability = UNKNOWN_ACCEPTANCE
-        else:
-            above = joint[parent] if parent >= 0 else 1.0
-            probability = min(MAX_JOINT, joint[node] / above) if above > 0 else 0.0
-        edges.setdefault(parent, []).append((tokens[node], node, probability))
-    return edges

@@ -1,7 +1,10 @@
-"""A draft model that reads the drafts of n-grams in its first pass: the same logits, fewer passes, the same tokens."""
+"""A draft model that reads guessed nodes, of n-grams and of its own proposals: the same logits and tokens, fewer
+passes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_specgen import AdaptiveDepth, CombinedCandidates, DraftModelCandidates, NgramCandidates
+from hf_specgen.candidates import autoregressive, draft_model, draft_model_session, read_ahead
+from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.draft_model_session import DraftModelSession
+from hf_specgen.candidates.read_ahead import MAX_GUESSES
+from hf_specgen.candidates.recycling_table import RecyclingTable
 from hf_specgen.state import GenerationState
 from hf_specgen.tree import DraftTree
 from tests.helpers.comparison import assert_same_tokens
@@ -35,12 +42,23 @@ def _strategy(draft: Any) -> CombinedCandidates:
     return CombinedCandidates([NgramCandidates(), DraftModelCandidates(draft)], policy=AdaptiveDepth(GPU_LIKE))
 
 
+def _alone(draft: Any) -> DraftModelCandidates:
+    return DraftModelCandidates(draft, policy=AdaptiveDepth(GPU_LIKE))
+
+
+def _remember_proposals(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all calls of the test guess from one table, also tokens that a random model considers as likely as others."""
+    table = RecyclingTable(draft.config.vocab_size)
+    monkeypatch.setattr(read_ahead, "MIN_GUESS", 0.0)
+    monkeypatch.setattr(draft_model_session, "_table", lambda draft, remembers: table)
+
+
 class _Recorder:
     """Records for every row that drafts the text before each result of a draft model, and the result."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.results: list[tuple[list[int], torch.Tensor]] = []
-        self.suggested = 0
+        self.suggested = self.guessed = 0
         read, grow = DraftModelSession.read_suggested, DraftModelSession.next_scores
 
         def read_suggested(session: DraftModelSession, suggested: DraftTree) -> torch.Tensor:
@@ -52,6 +70,7 @@ class _Recorder:
 
         def next_scores(session: DraftModelSession, tree: DraftTree, new: int) -> torch.Tensor:
             scores = grow(session, tree, new)
+            self.guessed += new - 1
             self._record(session, tree, tree.nodes - new, scores)
             return scores
 
@@ -75,15 +94,19 @@ def _path(tree: DraftTree, row: int, node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("strategy", [_strategy, _alone], ids=["with n-grams", "alone"])
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_draft_model_with_suggested_nodes_same_tokens_and_logits_of_whole_texts(
-    rows: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_draft_model_that_reads_guesses_same_tokens_and_logits_of_whole_texts(
+    rows: int, strategy: Callable[[Any], Candidates], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every result of the draft model, over several steps, against one pass over the whole text and path."""
     model = tiny_model("llama")
-    draft, recorder = perturbed_copy(model, 0.01), _Recorder(monkeypatch)
-    assert_same_tokens(model, _prompts(rows), _strategy(draft), **settings)
-    assert recorder.suggested > 0
+    draft = perturbed_copy(model, 0.01)
+    _remember_proposals(draft, monkeypatch)
+    assert_same_tokens(model, _prompts(rows), strategy(draft), **settings)
+    recorder = _Recorder(monkeypatch)
+    assert_same_tokens(model, _prompts(rows), strategy(draft), **settings)
+    assert recorder.suggested > 0 and recorder.guessed > 0
     texts = [torch.tensor(text) for text, _ in recorder.results]
     for first in range(0, len(texts), 64):
         batch = texts[first : first + 64]
@@ -100,8 +123,45 @@ def test_draft_model_with_suggested_nodes_makes_fewer_passes(monkeypatch: pytest
     for ignores in (True, False):
         with monkeypatch.context() as patched:
             if ignores:
-                patched.setattr(DraftModelSession, "suggest", lambda session, draft: None)
+                patched.setattr(DraftModelSession, "suggest", lambda session, draft, sources: None)
             found = assert_same_tokens(model, _prompts(1), _strategy(draft), **GREEDY)
         passes.append(sum(len(step.drafter or ()) for step in found.passes))
         steps.append(found.steps)
     assert passes[1] < passes[0] and steps[1] <= steps[0] + 1
+
+
+@pytest.mark.parametrize("strategy", [_strategy, _alone], ids=["with n-grams", "alone"])
+def test_draft_model_that_guesses_makes_fewer_passes(
+    strategy: Callable[[Any], Candidates], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In about as many steps as with one that reads a level of its tree in each pass."""
+    model = tiny_model("llama")
+    draft, passes, steps = perturbed_copy(model, 0.01), [], []
+    _remember_proposals(draft, monkeypatch)
+    assert_same_tokens(model, _prompts(1), strategy(draft), **GREEDY)
+    for most in (0, MAX_GUESSES):
+        with monkeypatch.context() as patched:
+            patched.setattr(autoregressive, "MAX_GUESSES", most)
+            found = assert_same_tokens(model, _prompts(1), strategy(draft), **GREEDY)
+        passes.append(sum(len(step.drafter or ()) for step in found.passes))
+        steps.append(found.steps)
+    assert passes[1] < passes[0] and steps[1] <= steps[0] + 1
+
+
+def test_guesses_of_tokens_that_the_draft_model_lacks_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of a target with a larger vocabulary has tokens that the draft model cannot read."""
+    monkeypatch.setattr(draft_model, "have_same_vocabulary", lambda draft, target: True)
+    model, draft = tiny_model("llama", vocab_size=128), tiny_model("llama", vocab_size=120)
+    inputs = _prompts(1)
+    inputs["input_ids"][inputs["input_ids"] < 60] = 125
+    assert_same_tokens(model, inputs, _strategy(draft), **GREEDY)
+    assert_same_tokens(model, inputs, _alone(draft), **SAMPLED)
+
+
+def test_calls_that_have_to_draft_alike_do_not_guess_from_earlier_calls() -> None:
+    """With a policy that measures nothing equal calls make equal passes."""
+    model = tiny_model("llama")
+    draft = perturbed_copy(model, 0.01)
+    passes = [assert_same_tokens(model, _prompts(1), _strategy(draft), **GREEDY).passes for _ in range(2)]
+    assert passes[0] == passes[1]
+    assert draft not in draft_model_session._tables

@@ -53,19 +53,54 @@ def test_suggested_nodes_are_found_where_the_drafter_proposes_the_same_tokens() 
     assert read.places_along(0, [0, 2, 4]) == [0, 1]
 
 
+def test_guessed_nodes_are_found_below_the_nodes_that_they_were_guessed_for() -> None:
+    """Rows with fewer guesses are filled up; a guess may follow another one; nothing that fills up a row is found."""
+    read, builder = ReadNodes(DraftTree.empty(2)), TreeBuilder([4, 4])
+    builder.add_root(Proposals(np.array([[[5, 8]], [[6, 8]]]), np.full((2, 1, 2), 0.4)))
+    read.add(builder, np.array([[0], [0]]))
+    assert read.add_guesses([[(0, 7), (1, 9)], [(0, 4)]]) == 2
+    assert read.tree().tokens.tolist() == [[5, 7, 9], [6, 4, 0]]
+    assert read.tree().parents == ((-1, 0, 1), (-1, 0, -1))
+    builder.add(np.array([[0], [0]]), Proposals(np.array([[[3, 7]], [[0, 4]]]), np.full((2, 1, 2), 0.4)))
+    found = read.find(builder, 2)
+    assert found is not None
+    assert [part.tolist() for part in found] == [[[3], [3]], [[1], [1]], [[True], [True]]]
+    builder.add(found[0], Proposals(np.array([[[9, 1]], [[9, 1]]]), np.full((2, 1, 2), 0.4)), found[2])
+    found = read.find(builder, 4)
+    assert found is not None and found[1][0, 0] == 2 and found[2].tolist() == [[True], [False]]
+    assert read.places_along(0, [0, 3, 4]) == [0, 1, 2] and read.places_along(1, [0, 3, 4]) == [0, 1]
+
+
+@pytest.mark.parametrize("read", [1, 3])
 @pytest.mark.parametrize("token_seconds", [0.0, 0.01, 0.2, 1.0])
-def test_read_ahead_no_other_number_of_nodes_saves_more(token_seconds: float) -> None:
+def test_read_ahead_no_other_number_of_nodes_saves_more(token_seconds: float, read: int) -> None:
     """Against every number of nodes: the passes expected to be saved less the seconds of the wider pass."""
     rng = np.random.default_rng(7)
     joint = [sorted(rng.uniform(0, 1, 40), reverse=True) for _ in range(2)]
     drafter = DraftLatency((1.0, 101.0), (1.0, 1.0 + 100 * token_seconds))
     shape = FastestSize(StepLatency(CostCurve((1, 65), (5.0, 5.1), 256, 1), drafter), rows=2)
     spent = shape._spent
-    count = shape.read_ahead(joint)
+    count, passes = shape.read_ahead(joint, read)
+
+    def seconds(nodes: int) -> float:
+        return float(drafter.by_tokens(2 * (read + nodes)))
 
     def saved(nodes: int) -> float:
-        first, wider = (float(drafter.by_tokens(2 * (1 + n))) for n in (0, nodes))
-        return sum(sum(row[:nodes]) for row in joint) / 2 * first - (wider - first)
+        saved_passes = sum(sum(row[:nodes]) for row in joint) / 2
+        return saved_passes * float(drafter.by_tokens(2)) - (seconds(nodes) - seconds(0))
 
     assert saved(count) == pytest.approx(max(map(saved, range(MAX_READ_AHEAD + 1))))
-    assert shape._spent - spent == pytest.approx(float(drafter.by_tokens(2 * (1 + count)) - drafter.by_tokens(2)))
+    assert passes == pytest.approx(sum(sum(row[:count]) for row in joint) / 2)
+    assert shape._spent - spent == pytest.approx(seconds(count) - seconds(0))
+
+
+def test_fewer_passes_per_level_expand_more_nodes() -> None:
+    """A pass that is expected to read two levels is worth making where one that reads a single level is not."""
+    latency = StepLatency(CostCurve((1, 65), (1.0, 1.01), 256, 1), DraftLatency((1.0,), (0.8,)))
+    beams = []
+    for passes_per_level in (1.0, 0.5):
+        shape, builder = FastestSize(latency, rows=1), TreeBuilder([8])
+        shape.passes_per_level = passes_per_level
+        builder.add_root(Proposals(np.array([[[5, 6]]]), np.array([[[0.6, 0.1]]])))
+        beams.append(shape.beam(builder))
+    assert beams[0] == 0 and beams[1] > 0

@@ -1,0 +1,97 @@
+"""What a network proposes after each node that it has read in a pass: the most likely tokens, from its logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import pad
+
+from hf_specgen.candidates.tree_builder import Floats, Ints
+from hf_specgen.state import Call
+
+MAX_SIBLING_CONFIDENCE = 0.95
+"""Assumed limit of a distribution's largest probability, so that later siblings keep a share of what is left."""
+
+
+class ScoredNodes(NamedTuple):
+    """The proposals of a pass, most preferred first.
+
+    Args:
+        tokens: `[batch, nodes, count]`.
+        confidence: `[batch, nodes, count]` of the network in each, as the verification samples.
+        probability: `[batch, nodes, count]` of each by the network, without the noise of the step.
+        expandable: `[batch, nodes, count]` whether the token may have children; None if all may.
+        q: `[batch, nodes, vocab]` probabilities, if verification needs them.
+    """
+
+    tokens: Ints
+    confidence: Floats
+    probability: Floats
+    expandable: NDArray[np.bool_] | None
+    q: torch.Tensor | None
+
+    def at(self, places: Ints, children: int) -> tuple[Ints, Floats, NDArray[np.bool_] | None]:
+        """Tokens, confidences and `expandable` of some nodes.
+
+        Args:
+            places: `[batch, n]` of the nodes among those of the pass.
+            children: how many tokens of each.
+        """
+        row = np.arange(len(places))[:, None]
+        chosen = row, places, slice(children)
+        return (
+            self.tokens[chosen],
+            self.confidence[chosen],
+            None if self.expandable is None else self.expandable[chosen],
+        )
+
+
+def score_nodes(
+    call: Call, logits: torch.Tensor, depth: Ints, count: int, vocab: int, threshold: float, wants_q: bool
+) -> ScoredNodes:
+    """The most likely tokens after each node.
+
+    Args:
+        call: the call, whose verification weighs the tokens.
+        logits: `[batch, nodes, vocab]` after each node.
+        depth: `[batch, nodes]` of each node, 0 for a row's last token.
+        count: how many tokens of each node.
+        vocab: size of the target's vocabulary.
+        threshold: probability below which a token is not expanded.
+        wants_q: whether verification needs the probabilities.
+    """
+    scores = logits[..., :vocab].float()
+    if call.processors is not None:
+        scores = call.processors.warp(scores.flatten(0, 1)).view(scores.shape)
+    steps = [
+        [len(text) + below for below in row] for text, row in zip(call.state.generated, depth.tolist(), strict=True)
+    ]
+    verification = call.verification
+    weights = scores.softmax(dim=-1) if verification is None else verification.draft_weights(scores, steps)
+    best, tokens = weights.topk(min(count, weights.shape[-1]), dim=-1)
+    share = best / weights.sum(dim=-1, keepdim=True)
+    probability, expandable, q = share, None, None
+    if wants_q or threshold or call.do_sample:
+        probabilities = scores.softmax(dim=-1)
+        probability = probabilities.gather(-1, tokens)
+        if wants_q or threshold:
+            expandable = (probability >= threshold).cpu().numpy()
+        if wants_q:
+            q = pad(probabilities, (0, vocab - probabilities.shape[-1]))
+            share = share_by_rank(probabilities.amax(dim=-1), best.shape[-1])
+    both = torch.stack([share, probability]).cpu().numpy().astype(np.float64)
+    return ScoredNodes(tokens.cpu().numpy(), both[0], both[1], expandable, q)
+
+
+def share_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:
+    """`[…]` largest probabilities of distributions to `[…, ranks]` confidences in samples drawn from them.
+
+    In rejection sampling a node must not be left out because of its token, only because of its rank: otherwise the
+    sampled tokens would not have the distribution q.
+    """
+    left = 1 - largest.clamp(max=MAX_SIBLING_CONFIDENCE)
+    powers = torch.arange(ranks, device=largest.device)
+    return largest[..., None] * left[..., None] ** powers

@@ -1,0 +1,136 @@
+"""Guesses of what a draft model will propose, against a slow enumeration of all paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import pytest
+
+from hf_specgen.candidates.ngram_odds import MatchOdds
+from hf_specgen.candidates.ngram_text import RowText
+from hf_specgen.candidates.read_ahead import CENTERS, MIN_GUESS, REPEATED_SHARE, ReadAhead, Row, Start, starts_of
+from hf_specgen.candidates.recycling_table import SUCCESSORS, RecyclingTable
+from hf_specgen.candidates.tree_builder import Proposals, TreeBuilder
+from hf_specgen.candidates.tree_edges import edges
+from hf_specgen.depth.calibration import EDGES
+from hf_specgen.tree import DraftTree
+
+VOCAB = 12
+
+
+def _filled(seed: int) -> tuple[ReadAhead, RecyclingTable]:
+    """With a table that knows what follows half of the tokens."""
+    rng = np.random.default_rng(seed)
+    table = RecyclingTable(VOCAB)
+    ahead = ReadAhead(table)
+    tokens = rng.permutation(VOCAB)[None, : VOCAB // 2]
+    best = np.array([[rng.permutation(VOCAB)[:SUCCESSORS] for _ in tokens[0]]])
+    ahead.learn(tokens, best, rng.dirichlet(np.ones(SUCCESSORS), size=(1, tokens.shape[1])))
+    return ahead, table
+
+
+def _probability(table: RecyclingTable, sources: Sequence[Row], last: int, token: int) -> float:
+    """That a token follows, by the table and what the sources say."""
+    estimates = [dict(zip(*source, strict=True)).get(token, 0.0) for source in sources]
+    successors, bins = table.row(last)
+    if token in successors:
+        estimates.append(REPEATED_SHARE * CENTERS[bins[successors.index(token)]])
+    return 1 - prod(1 - estimate for estimate in estimates)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("has_source", [False, True])
+def test_guesses_are_the_most_probable_descendants(seed: int, has_source: bool) -> None:
+    """Would catch: a descendant that is left out, or is found with another probability."""
+    ahead, table = _filled(seed)
+
+    def follow(row: int, path: Sequence[int]) -> Row:
+        return [(sum(path) + row + 3) % VOCAB, (sum(path) + row + 5) % VOCAB], [0.5, 0.2]
+
+    ahead.sources = [follow] if has_source else []
+    starts = [Start((), 0.7), Start((4, 9), 0.3)]
+    guesses = ahead.guess(1, 2, starts, 20)
+    every: list[tuple[float, tuple[int, ...]]] = []
+
+    def collect(path: tuple[int, ...], probability: float) -> None:
+        for token in range(VOCAB):
+            sources = [follow(1, path)] if has_source else []
+            value = probability * _probability(table, sources, path[-1] if path else 2, token)
+            if value > MIN_GUESS:
+                every.append((value, (*path, token)))
+                collect((*path, token), value)
+
+    for start in starts:
+        collect(tuple(start.path), start.probability)
+    every.sort(key=lambda pair: -pair[0])
+    assert guesses.joint == pytest.approx([value for value, _ in every[:20]])
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(guesses.tokens, guesses.parents, strict=True):
+        paths.append((*(starts[-1 - parent].path if parent < 0 else paths[parent]), token))
+    known = {path: value for value, path in every}
+    assert [known[path] for path in paths] == pytest.approx(guesses.joint)
+
+
+def test_suggested_tree_comes_before_sources_and_beside_the_table() -> None:
+    """Where a tree was suggested the sources are not asked; the table may guess other tokens, and after its leaves."""
+    ahead = ReadAhead(RecyclingTable(VOCAB))
+    ahead.learn(np.array([[2, 7]]), np.array([[[6, 5], [8, 9]]]), np.array([[[0.3, 0.6], [0.9, 0.05]]]))
+    asked: list[Sequence[int]] = []
+
+    def follow(row: int, path: Sequence[int]) -> Row:
+        asked.append(path)
+        return (), ()
+
+    ahead.sources = [follow]
+    tree = DraftTree.from_nodes([([5, 7], (-1, 0))], joint=((0.8, 0.72),))
+    guesses = ahead.guess(0, 2, [Start((), 1.0, -1)], 3, edges(tree, 0))
+    assert guesses.tokens == [5, 7, 8] and guesses.parents == [-1, 0, 1]
+    assert guesses.joint[0] == pytest.approx(1 - 0.2 * (1 - REPEATED_SHARE * CENTERS[np.searchsorted(EDGES, 0.6)]))
+    assert asked == [(5, 7), (5, 7, 8)]
+
+
+def test_guesses_know_their_places_in_a_pass() -> None:
+    guesses = ReadAhead(RecyclingTable(VOCAB)).guess(0, 1, [Start((3,), 1.0)], 4)
+    assert guesses.tokens == []
+    ahead, _ = _filled(0)
+    ahead.sources = [lambda row, path: ([1, 2], [0.6, 0.3])]
+    found = ahead.guess(0, 1, [Start((3,), 0.5), Start((4,), 0.5)], 5).first(3)
+    assert len(found.tokens) == 3
+    expected = [10 - 1 - parent if parent < 0 else 12 + parent for parent in found.parents]
+    assert found.placed(10, 12) == list(zip(expected, found.tokens, strict=True))
+
+
+def test_tokens_beyond_the_vocabulary_of_the_table_are_ignored() -> None:
+    """A target may have tokens that the draft model lacks."""
+    ahead = ReadAhead(RecyclingTable(VOCAB))
+    ahead.learn(np.array([[VOCAB + 5, 3]]), np.array([[[1, 2], [4, 5]]]), np.full((1, 2, 2), 0.5))
+    assert ahead.guess(0, VOCAB + 5, [Start((), 1.0)], 4).tokens == []
+    assert sorted(ahead.guess(0, 3, [Start((), 1.0)], 2).tokens) == [4, 5]
+
+
+def test_starts_share_the_probability_of_a_pass() -> None:
+    builder = TreeBuilder([3])
+    builder.add_root(Proposals(np.array([[[5, 6, 7]]]), np.array([[[0.6, 0.2, 0.1]]])))
+    builder.expandable[0, 2] = False
+    starts = starts_of(builder, 0, [0, 1, 2])
+    assert [start.path for start in starts] == [[5], [6], [7]]
+    assert [start.probability for start in starts] == pytest.approx([0.75, 0.25, 0.0])
+
+
+def test_passes_per_level_follow_the_passes_expected_to_be_saved() -> None:
+    ahead = ReadAhead(RecyclingTable(VOCAB))
+    assert ahead.passes_per_level == 1.0
+    for _ in range(9):
+        ahead.count(1.0)
+    assert ahead.passes_per_level == pytest.approx(10 / 19)
+
+
+def test_continuations_of_a_text_are_what_followed_in_it() -> None:
+    """After a path that the text does not end with, most likely first; nothing after a token that it lacks."""
+    text = RowText([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 5], MatchOdds())
+    tokens, probabilities = text.continuations([1, 2])
+    assert set(tokens) == {3, 4} and tokens[0] == 3 and sum(probabilities) < 1
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert text.continuations([7]) == ([], [])
