@@ -3,8 +3,8 @@
 Each pass of the drafter runs on the most likely nodes that were not expanded yet, and proposes their children. What it
 computes for a node stays in its cache, so that nothing is recomputed when the node is accepted.
 
-A draft model can also read suggested nodes, such as copied text, together with the new text: where it proposes the same
-tokens, the first pass takes the place of one pass for each of them.
+A draft model can also read guessed nodes, such as copied text, in each pass: where it proposes the same tokens, one
+pass takes the place of several.
 
 Source: Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference" (2023), section 3, for drafts that are
 themselves verified by a draft model; there they are chains.
@@ -25,7 +25,7 @@ from hf_specgen.candidates.calibrated import CalibratedSession
 from hf_specgen.candidates.draft_growth import DraftGrowth
 from hf_specgen.candidates.read_ahead import MAX_GUESSES, ReadAhead, Start, starts_of
 from hf_specgen.candidates.read_nodes import ReadNodes
-from hf_specgen.candidates.scored_nodes import ScoredNodes, score_nodes
+from hf_specgen.candidates.scored_nodes import NodeScorer, ScoredNodes
 from hf_specgen.candidates.tree_builder import Ints
 from hf_specgen.candidates.tree_edges import edges
 from hf_specgen.candidates.tree_shape import MAX_CHILDREN, FastestSize
@@ -47,18 +47,21 @@ class AutoregressiveSession(CalibratedSession):
 
     Attributes:
         expanded_nodes_first: whether the nodes of a tree begin with those that were expanded.
+        reads_guesses_with_text: whether the next first pass can read nodes too.
         budget: of the current draft.
         passes: tokens, over all rows, of each pass of the drafter in the current draft.
     """
 
     attends_to_text = True
     expanded_nodes_first = False
+    reads_guesses_with_text = False
 
     def __init__(self, call: Call, k: int, tree: str | int | None, confidence_threshold: float, vocab: int):
         super().__init__(call)
         chains_only = call.target is not None and call.target.verifies_chains_only
         size = None if chains_only else tree
-        self._k, self._size, self._threshold, self._vocab = k, size, confidence_threshold, vocab
+        self._k, self._size, self._vocab = k, size, vocab
+        self._scorer = NodeScorer(call, vocab, confidence_threshold, self.wants_q)
         self._read_nodes: ReadNodes | None = None
         self._nodes: list[list[int]] = []
         self._suggested: DraftTree | None = None
@@ -83,13 +86,14 @@ class AutoregressiveSession(CalibratedSession):
         """Read the last `new` nodes of each row of a tree; `[batch, new, vocab]` logits after each of them."""
 
     def read_suggested(self, suggested: DraftTree) -> torch.Tensor:
-        """Like `first_scores`, and read suggested nodes after each row's last token in the same pass.
+        """Like `first_scores`, and read guessed nodes after each row's last token in the same pass.
+
+        Only called if `reads_guesses_with_text`.
 
         Returns:
-            `[batch, 1 + nodes, vocab]` logits after the last token and after each node; `[batch, 1, vocab]` if only the
-            text was read, which is the default.
+            `[batch, 1 + nodes, vocab]` logits after the last token and after each node.
         """
-        return self.first_scores()[:, None]
+        raise NotImplementedError
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep what was computed for these nodes of the last tree that was read, and drop the others."""
@@ -128,6 +132,8 @@ class AutoregressiveSession(CalibratedSession):
             return self.not_drafted(rows)
         growth = DraftGrowth(self.shape(size, depths, children), depths, self.calibrations[0])
         shape, builder = growth.shape, growth.builder
+        if self._ahead is not None and isinstance(shape, FastestSize):
+            shape.passes_per_level = self._ahead.passes_per_level
         self._read_text(growth, suggested)
         while (beam := shape.beam(builder)) and (nodes := builder.frontier(beam)).shape[1]:
             growth.read.add(builder, nodes)
@@ -135,7 +141,9 @@ class AutoregressiveSession(CalibratedSession):
             tree = growth.read.tree()
             logits = self.next_scores(tree, new)
             self.passes.append(active * new)
-            growth.expand(nodes, self._score(growth, tree, new, logits))
+            found = growth.expand(nodes, self._score(growth, tree, new, logits))
+            if new > nodes.shape[1] and self._ahead is not None:
+                self._ahead.count(found)
         expanded = growth.expanded if self.expanded_nodes_first else None
         least = 0 if expanded is None else expanded.shape[1]
         trees, self._nodes = builder.best(max(shape.nodes(builder), least), expanded)
@@ -149,21 +157,21 @@ class AutoregressiveSession(CalibratedSession):
         """The first pass, over what is new in the rows' texts and over guesses of what follows."""
         guesses = self._guess_after_text(growth, suggested)
         logits = self.read_suggested(guesses) if guesses.nodes else self.first_scores()[:, None]
-        read = guesses if logits.shape[1] > 1 else DraftTree.empty(guesses.batch)
-        growth.begin(read, self._score(growth, read, 1 + read.nodes, logits))
+        growth.read = ReadNodes(guesses)
+        growth.begin(self._score(growth, guesses, 1 + guesses.nodes, logits))
 
     def _guess_after_text(self, growth: DraftGrowth, suggested: DraftTree | None) -> DraftTree:
         """The nodes that are read together with the text."""
         shape, depths, ahead = growth.shape, growth.builder.limits, self._ahead_for(growth)
-        if ahead is None or not isinstance(shape, FastestSize):
+        if ahead is None or not isinstance(shape, FastestSize) or not self.reads_guesses_with_text:
             return DraftTree.empty(len(depths))
         most = MAX_GUESSES if suggested is None else max(MAX_GUESSES, suggested.nodes)
         found = []
         for row, depth in enumerate(depths):
             known = {} if suggested is None else edges(suggested, row)
-            starts = [Start((), 1.0, -1)] if depth else []
-            found.append(ahead.guess(row, self.call.state.last_token(row), starts, most, known))
-        count, _ = shape.read_ahead([guesses.joint for guesses in found])
+            last = self.call.state.last_token(row)
+            found.append(ahead.guess(row, last, [Start((), 1.0, -1)], most, int(depth) - 1, known))
+        count = shape.read_ahead([guesses.joint for guesses in found])
         return DraftTree.from_nodes([(guesses.tokens[:count], tuple(guesses.parents[:count])) for guesses in found])
 
     def _read_ahead(self, growth: DraftGrowth, nodes: Ints) -> int:
@@ -175,12 +183,10 @@ class AutoregressiveSession(CalibratedSession):
         levels = (builder.limits[:, None] - np.take_along_axis(builder.depth, nodes, axis=1)).max()
         most = min(MAX_GUESSES, shape.max_nodes - read - int(levels))
         found = [
-            ahead.guess(row, self.call.state.last_token(row), starts_of(builder, row, nodes[row].tolist()), most)
-            for row in range(len(nodes))
+            ahead.guess(row, self.call.state.last_token(row), starts_of(builder, row, chosen), most, int(depth) - 1)
+            for row, (chosen, depth) in enumerate(zip(nodes.tolist(), builder.limits, strict=True))
         ]
-        count, saved = shape.read_ahead([guesses.joint for guesses in found], width)
-        ahead.count(saved)
-        shape.passes_per_level = ahead.passes_per_level
+        count = shape.read_ahead([guesses.joint for guesses in found], width)
         return growth.read.add_guesses([guesses.first(count).placed(read - width, read) for guesses in found])
 
     def _score(self, growth: DraftGrowth, tree: DraftTree, new: int, logits: torch.Tensor) -> ScoredNodes:
@@ -188,12 +194,12 @@ class AutoregressiveSession(CalibratedSession):
         depth = np.array([tree.depths(row)[-new:] for row in range(tree.batch)])
         ahead = self._ahead_for(growth)
         count = growth.shape.children if ahead is None else MAX_CHILDREN
-        scored = score_nodes(self.call, logits, depth, count, self._vocab, self._threshold, self.wants_q)
+        scored = self._scorer.score(logits, depth, count, with_probability=ahead is not None)
         if ahead is not None:
             last = torch.tensor([[self.call.state.last_token(row)] for row in range(tree.batch)])
             tokens = torch.cat([last, tree.tokens], dim=1)[:, -new:].numpy()
-            active = growth.builder.limits > 0
-            ahead.learn(tokens[active], scored.tokens[active], scored.probability[active])
+            real = growth.read_now(new)
+            ahead.learn(tokens[real], scored.tokens[real], scored.probability[real])
         return scored
 
     def _ahead_for(self, growth: DraftGrowth) -> ReadAhead | None:

@@ -26,7 +26,7 @@ class DraftGrowth:
 
     Attributes:
         builder: of the trees.
-        read: the nodes that the network has read.
+        read: the nodes that the network has read; at first those that it reads together with the text.
         expanded: `[rows, nodes]` the nodes that were read after they had been proposed.
     """
 
@@ -45,42 +45,58 @@ class DraftGrowth:
         """`[rows, 1 + expanded, vocab]` probabilities after the last token and each expanded node; None if not kept."""
         return torch.cat(self._qs, dim=1) if self._qs else None
 
-    def begin(self, read: DraftTree, scored: ScoredNodes) -> None:
+    def read_now(self, new: int) -> NDArray[np.bool_]:
+        """`[rows, new]` which of the tokens read last belong to a row that drafts, and do not merely fill it up.
+
+        Args:
+            new: how many; one more than nodes were read for each row's last token too.
+        """
+        drafts = self.builder.limits[:, None] > 0
+        real = self.read.real(min(new, len(self.read)))
+        return np.concatenate([np.broadcast_to(drafts, (len(real), new - real.shape[1])), real & drafts], axis=1)
+
+    def begin(self, scored: ScoredNodes) -> None:
         """Add the children of each row's last token, and those of nodes that were read with it and are proposed.
 
         Args:
-            read: the nodes that were read with the last token.
-            scored: after the last token, and after each of them.
+            scored: after the last token, and after each node of `read`.
         """
-        self.read = ReadNodes(read)
-        self._add(None, scored, np.zeros((read.batch, 1), dtype=np.int64))
+        self._add(None, scored, np.zeros((len(self.builder.limits), 1), dtype=np.int64))
         self._add_found(scored, seen=0, first=-1)
 
-    def expand(self, nodes: Ints, scored: ScoredNodes) -> None:
+    def expand(self, nodes: Ints, scored: ScoredNodes) -> float:
         """Add the children of nodes, and those of guessed nodes that are proposed.
 
         Args:
             nodes: `[rows, nodes]` of the builder, which were read in a pass together with guesses.
             scored: after each of them, and after each guess.
+
+        Returns:
+            the probability of the guesses that were proposed, relative to that of the nodes.
         """
+        expanded = float(np.take_along_axis(self.builder.joint, nodes, axis=1).sum())
         self.expanded = np.concatenate([self.expanded, nodes], axis=1)
         seen, count = self.builder.tokens.shape[1], scored.tokens.shape[1]
         self._add(nodes, scored, np.broadcast_to(np.arange(nodes.shape[1]), nodes.shape))
-        if count > nodes.shape[1]:
-            self._add_found(scored, seen, len(self.read) - count)
+        if count == nodes.shape[1]:
+            return 0.0
+        return self._add_found(scored, seen, len(self.read) - count) / max(expanded, 1e-9)
 
-    def _add_found(self, scored: ScoredNodes, seen: int, first: int) -> None:
-        """Add the children of nodes that were read before they were proposed.
+    def _add_found(self, scored: ScoredNodes, seen: int, first: int) -> float:
+        """Add the children of nodes that were read before they were proposed; returns the sum of their probabilities.
 
         Args:
             scored: of the pass that has read them.
             seen: number of nodes in the builder that none of them is.
             first: the place of the first node of the pass.
         """
+        total = 0.0
         while (found := self.read.find(self.builder, seen)) is not None:
             seen = self.builder.tokens.shape[1]
             nodes, places, real = found
+            total += float(np.take_along_axis(self.builder.joint, nodes, axis=1)[real].sum())
             self._add(nodes, scored, np.maximum(places - first, 0), real)
+        return total
 
     def _add(
         self, nodes: Ints | None, scored: ScoredNodes, places: Ints, real: NDArray[np.bool_] | None = None

@@ -58,8 +58,8 @@ class DraftModelSession(AutoregressiveSession):
         self._drafts = [True] * call.state.batch  # the rows that draft in this step
         self._text: LeadingText | None = None  # read with suggested nodes, and not committed yet
         self.takes_suggestions = not reader.verifies_chains_only
-        if self.takes_suggestions and not self.wants_q:
-            self._ahead = ReadAhead(_table(draft, self.remembers))
+        if self.takes_suggestions and tree == "auto" and not self.wants_q:
+            self._ahead = ReadAhead(_table(draft, self.remembers), min(self._vocab, self._embedded))
 
     def room(self, row: int) -> int:
         """How many positions the draft model has left; none where its cache slots may run out."""
@@ -102,21 +102,18 @@ class DraftModelSession(AutoregressiveSession):
         self.passes.append(sum(self._drafts) * (1 + tree.nodes))
         return self._reader.forward(tree, [tokens[0] for tokens in unread], self._drafts)
 
+    @property
+    def reads_guesses_with_text(self) -> bool:  # type: ignore[override]
+        """The first pass of a call reads the prompt alone."""
+        return self._has_read_prompt
+
     def read_suggested(self, suggested: DraftTree) -> torch.Tensor:
         """Read one tree of the unread tokens and the suggested nodes; `keep` commits both."""
-        if not self._has_read_prompt:
-            return super().read_suggested(suggested)
         self._text = LeadingText(self._take_unread())
-        logits = self._run(self._text.before(self._known(suggested)), self._text.unread)
-        return self._text.results(logits)
+        return self._text.results(self._run(self._text.before(suggested), self._text.unread))
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        known = self._known(tree)
-        return self._reader.grow(known if self._text is None else self._text.before(known), new, self._drafts)
-
-    def _known(self, tree: DraftTree) -> DraftTree:
-        """A tree of guesses, with 0 in place of tokens that only the target's vocabulary has."""
-        return DraftTree(tree.tokens.where(tree.tokens < self._embedded, 0), tree.parents)
+        return self._reader.grow(tree if self._text is None else self._text.before(tree), new, self._drafts)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep accepted nodes in the cache; those that were not expanded are read by the next `first_scores`."""
@@ -132,5 +129,8 @@ class DraftModelSession(AutoregressiveSession):
 
 def _table(draft: PreTrainedModel, remembers: bool) -> RecyclingTable:
     """The table of a draft model; an empty one if equal calls have to draft alike."""
+    known = _tables.get(draft) if remembers else None
+    if known is not None:
+        return known
     empty = RecyclingTable(vocabulary_size(draft))
     return _tables.setdefault(draft, empty) if remembers else empty

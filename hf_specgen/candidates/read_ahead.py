@@ -26,18 +26,20 @@ from hf_specgen.depth.calibration import BIN_CENTERS
 from hf_specgen.verification.top_tokens import TopTokens
 
 REPEATED_SHARE = 0.35
-"""How often the embedded draft model prefers a token that it proposed earlier after the same last token, over the
-probability that it gave it then."""
-MAX_GUESSES = 7
-"""Maximum number of guesses of a row in a pass: with the node that most passes expand they are 8 tokens, a width of
-compiled passes. With 12, the projected speed of a draft model is 0.5% higher, and they take twice as long to find."""
+"""Share of its earlier probability with which a token is guessed: of the tokens that the embedded draft model proposed
+first after the same last token before, with a probability above 0.8, it preferred 35% again, of the others fewer in
+proportion."""
+MAX_GUESSES = 6
+"""Maximum number of guesses of a row in a pass: with the one or two other tokens of most passes they are 8 at most, a
+width of compiled passes. With 12, the projected speed of a draft model is 0.5% higher, and they take twice as long to
+find."""
 MIN_GUESS = 0.01
-"""Probability below which a token is not guessed."""
+"""Probability below which a token is not guessed: finding it takes about 1% of the time of a pass."""
 CENTERS: list[float] = BIN_CENTERS.tolist()
 
-Row = tuple[Sequence[int], Sequence[float]]
+NextTokens = tuple[Sequence[int], Sequence[float]]
 """Likely next tokens and their probabilities, most likely first."""
-Continuations = Callable[[int, Sequence[int]], Row]
+Continuations = Callable[[int, Sequence[int]], NextTokens]
 """Likely next tokens after the text of a row and a path of draft tokens."""
 
 
@@ -46,7 +48,7 @@ class Start(NamedTuple):
 
     Args:
         path: the tokens from the row's first draft token to the node; none for the row's last token.
-        probability: that a pass over the node's best child would follow.
+        probability: of the node, relative to that of all nodes that are expanded in the same pass.
         suggested: the node of a suggested tree that stands for it; -1 for its root, None if there is none.
     """
 
@@ -61,7 +63,7 @@ class Guesses(NamedTuple):
     Args:
         tokens: of each.
         parents: of each, its index among the guesses, or the number of its start: -1 for the first, -2 for the second.
-        joint: probability of each that a pass over it would follow.
+        joint: probability of each that the drafter prefers it and the guesses above it, times that of their start.
     """
 
     tokens: list[int]
@@ -88,25 +90,31 @@ class ReadAhead:
 
     Args:
         table: what the draft model proposed last after each token; it is updated.
+        vocab: number of tokens that both models know; others are not guessed.
 
     Attributes:
         sources: strategies that continue a text, for the current draft.
     """
 
-    def __init__(self, table: RecyclingTable):
-        self._table = table
-        self._passes, self._saved = 1.0, 0.0
+    def __init__(self, table: RecyclingTable, vocab: int):
+        self._table, self._vocab = table, min(vocab, table.vocab_size)
+        self._passes, self._levels = 1.0, 1.0
         self.sources: Sequence[Continuations] = ()
 
     @property
     def passes_per_level(self) -> float:
-        """Expected number of passes for a level of a draft tree, from the guesses of this call."""
-        return self._passes / (self._passes + self._saved)
+        """Number of passes for a level of a draft tree, on average over the passes of this call."""
+        return self._passes / self._levels
 
-    def count(self, saved: float) -> None:
-        """Count a pass whose guesses are expected to save this many further passes."""
+    def count(self, found: float) -> None:
+        """Count a pass.
+
+        Args:
+            found: probability of the guesses that were proposed, relative to that of the nodes that were expanded: the
+                part of a further pass, or of several, that they have saved.
+        """
         self._passes += 1
-        self._saved += saved
+        self._levels += 1 + found
 
     def learn(
         self, tokens: NDArray[np.integer[Any]], best: NDArray[np.integer[Any]], probabilities: NDArray[Any]
@@ -114,17 +122,23 @@ class ReadAhead:
         """Enter into the table what the draft model proposes.
 
         Args:
-            tokens: `[rows, nodes]` that were read.
-            best: `[rows, nodes, count]` the most likely tokens after each, in any order.
-            probabilities: `[rows, nodes, count]` of these.
+            tokens: `[n]` that were read.
+            best: `[n, count]` the most likely tokens after each, in any order.
+            probabilities: `[n, count]` of these.
         """
-        known = tokens < self._table.vocab_size
+        known = tokens < self._vocab
         order = np.argsort(-probabilities[known], axis=1, kind="stable")
         best, probabilities = (np.take_along_axis(values[known], order, axis=1) for values in (best, probabilities))
         self._table.update(TopTokens(tokens[known], best, probabilities))
 
     def guess(
-        self, row: int, last_token: int, starts: Sequence[Start], most: int, suggested: Edges | None = None
+        self,
+        row: int,
+        last_token: int,
+        starts: Sequence[Start],
+        most: int,
+        depth: int,
+        suggested: Edges | None = None,
     ) -> Guesses:
         """The most probable descendants of some nodes, best-first.
 
@@ -133,6 +147,7 @@ class ReadAhead:
             last_token: of the row.
             starts: at most one of them is the row's last token.
             most: maximum number of guesses.
+            depth: maximum depth of a guess.
             suggested: the edges of a tree that other strategies propose after the row's text.
         """
         guesses = Guesses([], [], [])
@@ -142,10 +157,12 @@ class ReadAhead:
 
         def push_children(parent: int, path: Sequence[int], probability: float, node: int | None) -> None:
             nonlocal age
+            if len(path) >= depth:
+                return
             below = suggested.get(node, []) if suggested and node is not None else []
             known = {token: place for token, place, _ in below}
             for token, share in self._children(row, path, last_token, below).items():
-                if (value := probability * share) > MIN_GUESS:
+                if (value := probability * share) > MIN_GUESS and token < self._vocab:
                     age += 1
                     heapq.heappush(heap, (-value, age, parent, (*path, token), known.get(token)))
 
@@ -168,14 +185,14 @@ class ReadAhead:
             for token, probability in zip(*source(row, path), strict=True):
                 missed[token] = missed.get(token, 1.0) * (1 - probability)
         token = path[-1] if path else last_token
-        successors, bins = self._table.row(token) if token < self._table.vocab_size else ([], [])
+        successors, bins = self._table.row(token) if token < self._vocab else ([], [])
         for successor, place in zip(successors, bins, strict=True):
             missed[successor] = missed.get(successor, 1.0) * (1 - REPEATED_SHARE * CENTERS[place])
         return {token: 1 - value for token, value in missed.items()}
 
 
 def starts_of(builder: TreeBuilder, row: int, nodes: Sequence[int]) -> list[Start]:
-    """The nodes of a row that a pass expands, each with its share of the probability of all of them."""
+    """The nodes of a row that a pass expands, each with its probability relative to that of all of them."""
     joint = np.where(builder.expandable[row, nodes], builder.joint[row, nodes], 0.0)
     shares = joint / max(float(joint.sum()), 1e-9)
     return [Start(builder.path(row, node), float(share)) for node, share in zip(nodes, shares, strict=True)]

@@ -17,7 +17,7 @@ from hf_specgen.tree import DraftTree
 class ReadNodes:
     """Nodes of every row, equally many; a node is known by its place among them and by its index in a `TreeBuilder`.
 
-    A suggested node is read before the builder has it, if it ever will.
+    Suggested and guessed nodes are read before they are proposed; the builder has those that are.
 
     Args:
         suggested: `[rows, nodes]` the nodes that are read together with the text.
@@ -35,6 +35,7 @@ class ReadNodes:
         self._tokens = [tokens[: suggested.nodes] for tokens in suggested.tokens.tolist()]
         # Nodes that fill up a row follow its last token; none of them is a suggestion.
         self._parents = [[*parents, *[-1] * (suggested.nodes - len(parents))] for parents in suggested.parents]
+        self._real = [[place < len(parents) for place in range(suggested.nodes)] for parents in suggested.parents]
         self._places: list[dict[int, int]] = [{-1: -1} for _ in self._tokens]
         self._children: list[dict[int, dict[int, int]]] = []
         for tokens, parents in zip(self._tokens, suggested.parents, strict=True):
@@ -47,7 +48,7 @@ class ReadNodes:
         return len(self._tokens[0]) if self._tokens else 0
 
     def find(self, builder: TreeBuilder, seen: int) -> tuple[Ints, Ints, NDArray[np.bool_]] | None:
-        """The suggested nodes among those that the builder received since it had `seen` nodes.
+        """The suggested and guessed nodes among those that the builder received since it had `seen` nodes.
 
         Returns:
             `[rows, most]` their indices in the builder and their places, and which of these are real: rows with fewer
@@ -80,6 +81,7 @@ class ReadNodes:
                 # A node that only fills up its row may have a parent that was not read.
                 self._parents[row].append(self._places[row].get(above[row][index], -1))
                 self._tokens[row].append(tokens[row][index])
+                self._real[row].append(bool(builder.expandable[row, node]))
                 self._places[row].setdefault(node, len(self._tokens[row]) - 1)
 
     def add_guesses(self, rows: Sequence[Sequence[tuple[int, int]]]) -> int:
@@ -97,9 +99,15 @@ class ReadNodes:
                 self._children[row].setdefault(parent, {})[token] = len(self._tokens[row])
                 self._parents[row].append(parent)
                 self._tokens[row].append(token)
-            self._parents[row] += [-1] * (width - len(guesses))
-            self._tokens[row] += [0] * (width - len(guesses))
+            missing = width - len(guesses)
+            self._parents[row] += [-1] * missing
+            self._tokens[row] += [0] * missing
+            self._real[row] += [*[True] * len(guesses), *[False] * missing]
         return width
+
+    def real(self, new: int) -> NDArray[np.bool_]:
+        """`[rows, new]` which of the last nodes do not merely fill up a row."""
+        return np.array([row[len(row) - new :] for row in self._real], dtype=bool)
 
     def tree(self) -> DraftTree:
         """All nodes as a tree."""

@@ -1,4 +1,4 @@
-"""The table of Token Recycling: for every token the most likely next tokens, as the target last predicted them."""
+"""The table of Token Recycling: for every token the most likely next tokens, as a model last predicted them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RecyclingTable(Locked):
     Takes 40 bytes for each token of the vocabulary: 5 MB at 128,000.
 
     Args:
-        vocab_size: of the target.
+        vocab_size: of the model: the target, or a draft model that reads ahead.
 
     Raises:
         ValueError: if it is not positive.

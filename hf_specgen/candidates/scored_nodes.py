@@ -22,7 +22,8 @@ class ScoredNodes(NamedTuple):
     Args:
         tokens: `[batch, nodes, count]`.
         confidence: `[batch, nodes, count]` of the network in each, as the verification samples.
-        probability: `[batch, nodes, count]` of each by the network, without the noise of the step.
+        probability: `[batch, nodes, count]` of each by the network, without the noise of the step; the confidences if
+            they were not asked for.
         expandable: `[batch, nodes, count]` whether the token may have children; None if all may.
         q: `[batch, nodes, vocab]` probabilities, if verification needs them.
     """
@@ -49,41 +50,51 @@ class ScoredNodes(NamedTuple):
         )
 
 
-def score_nodes(
-    call: Call, logits: torch.Tensor, depth: Ints, count: int, vocab: int, threshold: float, wants_q: bool
-) -> ScoredNodes:
-    """The most likely tokens after each node.
+class NodeScorer:
+    """Reads proposals off the logits of a network.
 
     Args:
         call: the call, whose verification weighs the tokens.
-        logits: `[batch, nodes, vocab]` after each node.
-        depth: `[batch, nodes]` of each node, 0 for a row's last token.
-        count: how many tokens of each node.
         vocab: size of the target's vocabulary.
         threshold: probability below which a token is not expanded.
         wants_q: whether verification needs the probabilities.
     """
-    scores = logits[..., :vocab].float()
-    if call.processors is not None:
-        scores = call.processors.warp(scores.flatten(0, 1)).view(scores.shape)
-    steps = [
-        [len(text) + below for below in row] for text, row in zip(call.state.generated, depth.tolist(), strict=True)
-    ]
-    verification = call.verification
-    weights = scores.softmax(dim=-1) if verification is None else verification.draft_weights(scores, steps)
-    best, tokens = weights.topk(min(count, weights.shape[-1]), dim=-1)
-    share = best / weights.sum(dim=-1, keepdim=True)
-    probability, expandable, q = share, None, None
-    if wants_q or threshold or call.do_sample:
-        probabilities = scores.softmax(dim=-1)
-        probability = probabilities.gather(-1, tokens)
-        if wants_q or threshold:
-            expandable = (probability >= threshold).cpu().numpy()
-        if wants_q:
-            q = pad(probabilities, (0, vocab - probabilities.shape[-1]))
-            share = share_by_rank(probabilities.amax(dim=-1), best.shape[-1])
-    both = torch.stack([share, probability]).cpu().numpy().astype(np.float64)
-    return ScoredNodes(tokens.cpu().numpy(), both[0], both[1], expandable, q)
+
+    def __init__(self, call: Call, vocab: int, threshold: float, wants_q: bool):
+        self._call, self._vocab, self._threshold, self._wants_q = call, vocab, threshold, wants_q
+
+    def score(self, logits: torch.Tensor, depth: Ints, count: int, with_probability: bool = False) -> ScoredNodes:
+        """The most likely tokens after each node.
+
+        Args:
+            logits: `[batch, nodes, vocab]` after each node.
+            depth: `[batch, nodes]` of each node, 0 for a row's last token.
+            count: how many tokens of each node.
+            with_probability: whether their probabilities are needed besides the confidences.
+        """
+        call, vocab = self._call, self._vocab
+        scores = logits[..., :vocab].float()
+        if call.processors is not None:
+            scores = call.processors.warp(scores.flatten(0, 1)).view(scores.shape)
+        texts = zip(call.state.generated, depth.tolist(), strict=True)
+        steps = [[len(text) + below for below in row] for text, row in texts]
+        weights = (
+            scores.softmax(dim=-1) if call.verification is None else call.verification.draft_weights(scores, steps)
+        )
+        best, tokens = weights.topk(min(count, weights.shape[-1]), dim=-1)
+        share = best / weights.sum(dim=-1, keepdim=True)
+        probability, expandable, q = share, None, None
+        if self._wants_q or self._threshold or (with_probability and call.do_sample):
+            probabilities = scores.softmax(dim=-1)
+            probability = probabilities.gather(-1, tokens)
+            if self._wants_q or self._threshold:
+                expandable = (probability >= self._threshold).cpu().numpy()
+            if self._wants_q:
+                q = pad(probabilities, (0, vocab - probabilities.shape[-1]))
+                share = share_by_rank(probabilities.amax(dim=-1), best.shape[-1])
+        both = torch.stack([share, probability]) if with_probability else share[None]
+        numbers = both.cpu().numpy().astype(np.float64)
+        return ScoredNodes(tokens.cpu().numpy(), numbers[0], numbers[-1], expandable, q)
 
 
 def share_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:

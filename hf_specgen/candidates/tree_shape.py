@@ -24,7 +24,7 @@ MAX_BEAM = 8
 MAX_CHILDREN = 8
 """Maximum number of children of a node: the eighth most likely token is accepted in about 1% of the cases."""
 MAX_READ_AHEAD = 32
-"""Maximum number of suggested nodes of a row that a drafter reads in its first pass: half of the cache's free slots."""
+"""Maximum number of guessed nodes of a row that a drafter reads in a pass: half of the cache's free slots."""
 MIN_GAIN = 0.001
 """Relative gain in expected tokens per second below which no pass of the drafter is made, even if it costs nothing."""
 MIN_PREFILL_JOINT = 0.3
@@ -120,7 +120,7 @@ class FastestSize:
     def beam(self, builder: TreeBuilder) -> int:
         self._measure_children(builder)
         tokens, rate, best = self._best(builder)
-        frontier = builder.frontier_joint(min(len(self._pass), self.max_nodes - self._expanded)).sum(axis=0)
+        frontier = builder.frontier_joint(max(0, min(len(self._pass), self.max_nodes - self._expanded))).sum(axis=0)
         frontier = frontier[frontier > 0]  # expected rows that reach the j-th node to expand
         if not len(frontier) or not _may_improve(builder, self.max_nodes):
             return 0
@@ -142,7 +142,7 @@ class FastestSize:
     def nodes(self, builder: TreeBuilder) -> int:
         return self._best(builder)[2]
 
-    def read_ahead(self, joint: Sequence[Sequence[float]] | None, read: int = 1) -> tuple[int, float]:
+    def read_ahead(self, joint: Sequence[Sequence[float]], read: int = 1) -> int:
         """How many guessed nodes of each row the drafter reads in a pass besides others, whose latency then counts.
 
         A node is read if the pass that it is expected to save takes longer than one token more in this pass.
@@ -150,18 +150,15 @@ class FastestSize:
         Args:
             joint: of each row's nodes, the probability that a pass over the node would follow, in descending order.
             read: how many tokens of each row the pass reads anyway.
-
-        Returns:
-            the number, and how many passes they are expected to save.
         """
         drafter = self.latency.drafter
-        saved = np.array([sum(column) for column in zip_longest(*(joint or ()), fillvalue=0.0)][:MAX_READ_AHEAD])
+        saved = np.array([sum(column) for column in zip_longest(*joint, fillvalue=0.0)][:MAX_READ_AHEAD])
         seconds = drafter.by_tokens(self.rows * np.arange(float(read), len(saved) + read + 1))
         passes = np.concatenate([[0.0], np.cumsum(saved / self.rows)])
         count = int(np.argmax(passes * drafter.seconds_of(self.rows) - (seconds - seconds[0])))
         self._spent += float(seconds[count] - seconds[0])
         self._expanded += count
-        return count, float(passes[count])
+        return count
 
     def of_grown(self, joint: Sequence[Sequence[float]], drafting: float = 0.0) -> tuple[int, float]:
         """How many nodes of complete trees to verify, and the expected tokens per second with them.

@@ -189,13 +189,14 @@ class LatencyRecorder:
 
     def _drafter(self, latency: DraftLatency) -> DraftLatency:
         """The given latency of drafting, with measured values where there are any."""
-        if self._drafts:
-            drafts = self._drafts
+        # Where drafts have passes, those without are none of the drafter's, as at the prefill.
+        drafts = [one for one in self._drafts if one.passes] or list(self._drafts)
+        if drafts:
             overhead, first, further = fit_draft(
                 [one.passes for one in drafts], [one.tokens for one in drafts], self._relative(drafts)
             )
             latency = replace(latency, overhead=overhead)
-            if any(one.passes for one in drafts):
+            if drafts[0].passes:
                 latency = replace(latency, tokens=(1, 2), seconds=(first, first + further))
         if self._prefill_tokens:
             latency = replace(latency, prefill=self._prefill_seconds / self._prefill_tokens)

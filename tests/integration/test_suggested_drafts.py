@@ -4,7 +4,7 @@ passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from hf_specgen.candidates import autoregressive, draft_model, draft_model_sessi
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.draft_model_session import DraftModelSession
 from hf_specgen.candidates.read_ahead import MAX_GUESSES
+from hf_specgen.candidates.read_nodes import ReadNodes
 from hf_specgen.candidates.recycling_table import RecyclingTable
 from hf_specgen.state import GenerationState
 from hf_specgen.tree import DraftTree
 from tests.helpers.comparison import assert_same_tokens
-from tests.helpers.models import perturbed_copy, tiny_model
+from tests.helpers.models import fresh_model, perturbed_copy, tiny_model
 
 GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
@@ -60,6 +61,7 @@ class _Recorder:
         self.results: list[tuple[list[int], torch.Tensor]] = []
         self.suggested = self.guessed = 0
         read, grow = DraftModelSession.read_suggested, DraftModelSession.next_scores
+        add = ReadNodes.add_guesses
 
         def read_suggested(session: DraftModelSession, suggested: DraftTree) -> torch.Tensor:
             scores = read(session, suggested)
@@ -70,10 +72,15 @@ class _Recorder:
 
         def next_scores(session: DraftModelSession, tree: DraftTree, new: int) -> torch.Tensor:
             scores = grow(session, tree, new)
-            self.guessed += new - 1
             self._record(session, tree, tree.nodes - new, scores)
             return scores
 
+        def add_guesses(nodes: ReadNodes, rows: Sequence[Sequence[tuple[int, int]]]) -> int:
+            width = add(nodes, rows)
+            self.guessed += width
+            return width
+
+        monkeypatch.setattr(ReadNodes, "add_guesses", add_guesses)
         monkeypatch.setattr(DraftModelSession, "read_suggested", read_suggested)
         monkeypatch.setattr(DraftModelSession, "next_scores", next_scores)
 
@@ -165,3 +172,63 @@ def test_calls_that_have_to_draft_alike_do_not_guess_from_earlier_calls() -> Non
     passes = [assert_same_tokens(model, _prompts(1), _strategy(draft), **GREEDY).passes for _ in range(2)]
     assert passes[0] == passes[1]
     assert draft not in draft_model_session._tables
+
+
+@pytest.mark.parametrize("strategy", [_strategy, _alone], ids=["with n-grams", "alone"])
+def test_guesses_stay_within_the_positions_of_the_draft_model(
+    strategy: Callable[[Any], Candidates], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: guesses deeper than the draft, read beyond the end of a table of positions."""
+    model = tiny_model("gpt2", n_positions=64)
+    draft = perturbed_copy(model, 0.01)
+    _remember_proposals(draft, monkeypatch)
+    for _ in range(2):
+        assert_same_tokens(model, _prompts(1), strategy(draft), **GREEDY)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guesses_are_not_deeper_than_what_could_be_expanded(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    draft = perturbed_copy(model, 0.01)
+    _remember_proposals(draft, monkeypatch)
+    strategy = DraftModelCandidates(draft, k=depth, tree="auto", policy=AdaptiveDepth(GPU_LIKE))
+    assert_same_tokens(model, _prompts(1), strategy, **GREEDY)
+    recorder = _Recorder(monkeypatch)
+    assert_same_tokens(model, _prompts(1), strategy, **GREEDY)
+    assert max((len(text) for text, _ in recorder.results), default=0) <= 24 + 40 + depth - 1
+    assert (recorder.suggested == 0) == (depth == 1)
+
+
+def test_first_draft_after_a_prompt_read_in_chunks_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: guesses counted as read in the pass that reads the prompt alone."""
+    model = fresh_model("llama")
+    model.model.norm.weight.data *= 20  # a confident model drafts deep
+    draft = perturbed_copy(model, 0.01)
+    _remember_proposals(draft, monkeypatch)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        inputs = {"input_ids": torch.randint(40, 90, (1, 6)).repeat(1, 4)}
+        for strategy in (_strategy(draft), _alone(draft)):
+            assert_same_tokens(model, inputs, strategy, prefill_chunk_size=8, **GREEDY)
+
+
+def test_calls_guess_from_what_the_draft_model_proposed_in_earlier_ones() -> None:
+    """With the default policy; and a fixed tree has no table, as it reads no guesses."""
+    model = tiny_model("llama")
+    draft = perturbed_copy(model, 0.01)
+    assert_same_tokens(model, _prompts(1), DraftModelCandidates(draft, tree=4), **GREEDY)
+    assert draft not in draft_model_session._tables
+    assert_same_tokens(model, _prompts(1), DraftModelCandidates(draft), **GREEDY)
+    table = draft_model_session._tables[draft]
+    assert_same_tokens(model, _prompts(1), DraftModelCandidates(draft), **GREEDY)
+    assert draft_model_session._tables[draft] is table
+    assert any(table.row(token)[0] for token in range(table.vocab_size))
+
+
+def test_rejection_sampling_reads_no_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text depends on the draft."""
+    model = tiny_model("llama")
+    recorder = _Recorder(monkeypatch)
+    draft = perturbed_copy(model, 0.01)
+    model.generate(**_prompts(1), candidate_generator=_strategy(draft), verification="rejection", **SAMPLED)
+    assert recorder.suggested == recorder.guessed == 0 and draft not in draft_model_session._tables

@@ -302,7 +302,7 @@ def test_recorder_tells_passes_from_the_overhead_of_a_draft(per_pass: float, ove
         recorder.add(StepRecord([5], step.rows, step.tokens_per_row, step.seconds), unread=0)
     drafter = recorder.estimate().drafter
     for depth in (0, 2, 8):
-        assert drafter.draft([1] * depth) == pytest.approx(overhead + per_pass * depth, rel=0.001, abs=1e-5)
+        assert drafter.draft([1] * depth) == pytest.approx(overhead + per_pass * depth, rel=0.05, abs=1e-5)
 
 
 def test_recorder_learns_passes_by_width() -> None:

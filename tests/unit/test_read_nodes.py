@@ -61,6 +61,7 @@ def test_guessed_nodes_are_found_below_the_nodes_that_they_were_guessed_for() ->
     assert read.add_guesses([[(0, 7), (1, 9)], [(0, 4)]]) == 2
     assert read.tree().tokens.tolist() == [[5, 7, 9], [6, 4, 0]]
     assert read.tree().parents == ((-1, 0, 1), (-1, 0, -1))
+    assert read.real(3).tolist() == [[True, True, True], [True, True, False]]
     builder.add(np.array([[0], [0]]), Proposals(np.array([[[3, 7]], [[0, 4]]]), np.full((2, 1, 2), 0.4)))
     found = read.find(builder, 2)
     assert found is not None
@@ -80,7 +81,7 @@ def test_read_ahead_no_other_number_of_nodes_saves_more(token_seconds: float, re
     drafter = DraftLatency((1.0, 101.0), (1.0, 1.0 + 100 * token_seconds))
     shape = FastestSize(StepLatency(CostCurve((1, 65), (5.0, 5.1), 256, 1), drafter), rows=2)
     spent = shape._spent
-    count, passes = shape.read_ahead(joint, read)
+    count = shape.read_ahead(joint, read)
 
     def seconds(nodes: int) -> float:
         return float(drafter.by_tokens(2 * (read + nodes)))
@@ -90,7 +91,6 @@ def test_read_ahead_no_other_number_of_nodes_saves_more(token_seconds: float, re
         return saved_passes * float(drafter.by_tokens(2)) - (seconds(nodes) - seconds(0))
 
     assert saved(count) == pytest.approx(max(map(saved, range(MAX_READ_AHEAD + 1))))
-    assert passes == pytest.approx(sum(sum(row[:count]) for row in joint) / 2)
     assert shape._spent - spent == pytest.approx(seconds(count) - seconds(0))
 
 
@@ -104,3 +104,13 @@ def test_fewer_passes_per_level_expand_more_nodes() -> None:
         builder.add_root(Proposals(np.array([[[5, 6]]]), np.array([[[0.6, 0.1]]])))
         beams.append(shape.beam(builder))
     assert beams[0] == 0 and beams[1] > 0
+
+
+def test_nothing_is_expanded_once_as_many_nodes_were_read_as_there_is_room_for() -> None:
+    latency = StepLatency(CostCurve((1, 65), (1.0, 1.01), 256, 1), DraftLatency((1.0,), (0.01,)))
+    shape, builder = FastestSize(latency, rows=1), TreeBuilder([8])
+    builder.add_root(Proposals(np.array([[[5, 6]]]), np.array([[[0.6, 0.3]]])))
+    for _ in range(2):
+        assert shape.beam(builder) > 0
+        assert shape.read_ahead([[0.5] * MAX_READ_AHEAD]) == MAX_READ_AHEAD
+    assert shape.beam(builder) == 0
