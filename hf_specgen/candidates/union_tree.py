@@ -3,7 +3,7 @@
 The estimates of strategies for the same token are combined as if they were independent; where a network has estimated
 a node's children, its estimate counts alone, as it has read the text that the others copy from, and what it does not
 propose counts less. The result is calibrated: how often tokens were accepted is counted by which strategy proposed them
-and by the combined probability.
+and by the combined probability. Only the network's own estimates count as they are: it calibrates them itself, by rank.
 Strategies that know the likely successors of any token extend the tree below nodes that no network has judged.
 """
 
@@ -101,7 +101,8 @@ def unite(
     """
     sources = [edges(draft, row) for draft in drafts]
     unproposed = UNPROPOSED_SHARE if attends_to_text else 1.0
-    union = _Union(sources, acceptance.tolist(), min_joint, successors, only_chain, network, unproposed)
+    estimating = network if network is not None and drafts[network].joint is not None else None
+    union = _Union(sources, acceptance.tolist(), min_joint, successors, only_chain, network, estimating, unproposed)
     union.run(last_token, depth, nodes)
     return union.tree
 
@@ -112,6 +113,7 @@ class _Union:
     Args:
         sources: the edges of each strategy's draft.
         acceptance, min_joint, successors, only_chain, network: see `unite`.
+        estimating: the network, if its draft has probabilities.
         unproposed: factor of the probability of tokens that the network did not propose.
     """
 
@@ -123,6 +125,7 @@ class _Union:
         successors: tuple[int, Callable[[int], Row]] | None,
         only_chain: bool,
         network: int | None,
+        estimating: int | None,
         unproposed: float,
     ):
         self.tree = UnionTree()
@@ -130,7 +133,8 @@ class _Union:
         source, self._find = (0, _no_successors) if successors is None else successors
         self._kind = min(source, SEVERAL - 1)
         self._estimates: dict[float, tuple[float, int, float]] = {}
-        self._only_chain, self._network, self._unproposed = only_chain, network, unproposed
+        self._only_chain, self._unproposed = only_chain, unproposed
+        self._network, self._estimating = network, estimating
         self._order = sorted(range(len(sources)), key=lambda source: source == network)
         # Joint probability (negative, so that the highest comes first), age, parent, depth, token, class, bin, weight,
         # the drafts' nodes, and for successors of a token their siblings.
@@ -197,6 +201,8 @@ class _Union:
                 missed, kind = missed * (1 - row[1][row[0].index(child)]), SEVERAL
             below = tuple([known.get(source) for source in range(len(self._sources))])
             value, place, weight = self._calibrated(kind, 1 - missed)
+            if kind != SEVERAL and self._estimating in known:
+                value = 1 - missed
             children.append((value, child, kind, place, weight, below))
         return children
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_specgen.candidates.tree_edges import UNKNOWN_ACCEPTANCE
 from hf_specgen.candidates.union_tree import SEVERAL, UNPROPOSED_SHARE, unite
 from hf_specgen.depth.calibration import BIN_CENTERS, EDGES, RANKS
 from hf_specgen.tree import DraftTree
@@ -131,3 +132,15 @@ def test_unite_only_chain_has_one_path() -> None:
     drafts = [DraftTree.from_nodes([([5, 6, 7], (-1, -1, 1))], ((0.3, 0.6, 0.5),))]
     tree = unite(drafts, 0, AS_IT_IS, last_token=1, depth=9, nodes=9, only_chain=True)
     assert tree.first(9) == ([6, 7], (-1, 0))
+
+
+@pytest.mark.parametrize("estimates", [False, True])
+def test_unite_own_estimates_of_the_network_count_as_they_are(estimates: bool) -> None:
+    """It calibrates them itself; drafts without estimates are calibrated, and tokens that others propose too."""
+    joint = ((0.5, 0.3),) if estimates else None
+    copied, network = DraftTree.from_nodes([([7], (-1,))], ((0.4,),)), DraftTree.from_nodes([([5, 7], (-1, -1))], joint)
+    acceptance = np.tile(0.5 * BIN_CENTERS, (RANKS, 1))
+    tree = unite([copied, network], 0, acceptance, last_token=1, depth=9, nodes=9, network=1)
+    found = dict(zip(tree.tokens, tree.joint, strict=True))
+    assert found[5] == pytest.approx(0.5 if estimates else 0.5 * UNKNOWN_ACCEPTANCE)
+    assert found[7] == pytest.approx(0.5 * (0.3 if estimates else UNKNOWN_ACCEPTANCE))
