@@ -21,6 +21,7 @@ from hf_specgen.candidates.read_nodes import ReadNodes
 from hf_specgen.candidates.recycling_table import RecyclingTable
 from hf_specgen.state import GenerationState
 from hf_specgen.tree import DraftTree
+from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.comparison import assert_same_tokens
 from tests.helpers.models import fresh_model, perturbed_copy, tiny_model
 
@@ -43,8 +44,8 @@ def _strategy(draft: Any) -> CombinedCandidates:
     return CombinedCandidates([NgramCandidates(), DraftModelCandidates(draft)], policy=AdaptiveDepth(GPU_LIKE))
 
 
-def _alone(draft: Any) -> DraftModelCandidates:
-    return DraftModelCandidates(draft, policy=AdaptiveDepth(GPU_LIKE))
+def _alone(draft: Any, **settings: Any) -> DraftModelCandidates:
+    return DraftModelCandidates(draft, policy=AdaptiveDepth(GPU_LIKE), **settings)
 
 
 def _remember_proposals(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,3 +233,23 @@ def test_rejection_sampling_reads_no_guesses(monkeypatch: pytest.MonkeyPatch) ->
     draft = perturbed_copy(model, 0.01)
     model.generate(**_prompts(1), candidate_generator=_strategy(draft), verification="rejection", **SAMPLED)
     assert recorder.suggested == recorder.guessed == 0 and draft not in draft_model_session._tables
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options", [{"compile": "graphs"}, {"confidence_threshold": 0.02}], ids=["captured", "threshold"]
+)
+def test_guesses_with_other_options_same_tokens(
+    rows: int, settings: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes over any number of guesses are captured; nothing is expanded below an unlikely token."""
+    model = tiny_model("llama")
+    draft = perturbed_copy(model, 0.01)
+    if "compile" in options:
+        graphs_on_cpu(monkeypatch)
+    _remember_proposals(draft, monkeypatch)
+    assert_same_tokens(model, _prompts(rows), _alone(draft, **options), **settings)
+    recorder = _Recorder(monkeypatch)
+    assert_same_tokens(model, _prompts(rows), _alone(draft, **options), **settings)
+    assert recorder.suggested + recorder.guessed > 0
