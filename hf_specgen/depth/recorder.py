@@ -77,7 +77,7 @@ class LatencyRecorder:
         self._drafts: deque[_Measured] = deque(maxlen=DRAFT_WINDOW)
         self._steps = self._drafted = 0
         self._has_drafted = False
-        self._prefill_seconds = self._prefill_tokens = 0.0
+        self._prefills: deque[float] = deque(maxlen=MEDIAN_WINDOW)  # seconds for each token of a prompt
 
     def add(self, step: StepRecord, unread: int) -> None:
         """Add a step before which the drafter had not processed the last `unread` tokens of each row."""
@@ -99,8 +99,7 @@ class LatencyRecorder:
     def _add_draft(self, passes: Sequence[int], seconds: float, unread: int, rows: int) -> None:
         if unread > MAX_CATCH_UP_TOKENS:
             usual = self._drafter(self._prior.drafter.scaled(0.0)).draft(passes)
-            self._prefill_seconds += max(0.0, seconds - usual)
-            self._prefill_tokens += unread * rows
+            self._prefills.append(max(0.0, seconds - usual) / (unread * rows))
         else:
             # A pass over no tokens is one that the drafter left out.
             made = [tokens for tokens in passes if tokens]
@@ -198,8 +197,8 @@ class LatencyRecorder:
             latency = replace(latency, overhead=overhead)
             if drafts[0].passes:
                 latency = replace(latency, tokens=(1, 2), seconds=(first, first + further))
-        if self._prefill_tokens:
-            latency = replace(latency, prefill=self._prefill_seconds / self._prefill_tokens)
+        if self._prefills:
+            latency = replace(latency, prefill=median_low(self._prefills))
         return latency
 
 

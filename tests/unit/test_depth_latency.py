@@ -340,6 +340,14 @@ def test_recorder_learns_the_prefill_of_the_drafter_from_long_unread_texts() -> 
     assert recorder.estimate().drafter.prefill == pytest.approx(0.0001, rel=0.05)
 
 
+def test_recorder_one_slow_prefill_of_the_drafter_changes_nothing() -> None:
+    """Would catch: drafting that is turned off for long prompts after a pause of the machine while one was read."""
+    recorder = _recorder()
+    for unread, pause in ((0, 0.0), (0, 0.0), (1000, 0.0), (0, 0.0), (1000, 2.0), (0, 0.0), (500, 0.0)):
+        recorder.add(_step(3, 0.010, draft=0.002 + 0.0001 * unread + pause), unread=unread)
+    assert recorder.estimate().drafter.prefill == pytest.approx(0.0001, rel=0.05)
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_recorder_asks_for_plain_steps_until_it_knows_them(measured: bool) -> None:
     recorder, plain, steps = _recorder(measured=measured), 0, 0
