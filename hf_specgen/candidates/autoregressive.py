@@ -3,8 +3,8 @@
 Each pass of the drafter runs on the most likely nodes that were not expanded yet, and proposes their children. What it
 computes for a node stays in its cache, so that nothing is recomputed when the node is accepted.
 
-A draft model can also read guessed nodes, such as copied text, in each pass: where it proposes the same tokens, one
-pass takes the place of several.
+A draft model can also read first-stage nodes, such as copied text, in each pass: where it proposes the same tokens,
+one pass takes the place of several.
 
 Source: Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference" (2023), section 3, for drafts that are
 themselves verified by a draft model; there they are chains.
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.calibrated import CalibratedSession
 from hf_specgen.candidates.draft_growth import DraftGrowth
-from hf_specgen.candidates.read_ahead import MAX_GUESSES, ReadAhead, Start, starts_of
+from hf_specgen.candidates.read_ahead import MAX_FIRST_STAGE_NODES, ReadAhead, Start, starts_of
 from hf_specgen.candidates.read_nodes import ReadNodes
 from hf_specgen.candidates.scored_nodes import NodeScorer, ScoredNodes
 from hf_specgen.candidates.tree_builder import Ints
@@ -47,14 +47,14 @@ class AutoregressiveSession(CalibratedSession):
 
     Attributes:
         expanded_nodes_first: whether the nodes of a tree begin with those that were expanded.
-        reads_guesses_with_text: whether the next first pass can read nodes too.
+        reads_first_stage_with_text: whether the next first pass can read nodes too.
         budget: of the current draft.
         passes: tokens, over all rows, of each pass of the drafter in the current draft.
     """
 
     attends_to_text = True
     expanded_nodes_first = False
-    reads_guesses_with_text = False
+    reads_first_stage_with_text = False
 
     def __init__(self, call: Call, k: int, tree: str | int | None, confidence_threshold: float, vocab: int):
         super().__init__(call)
@@ -86,9 +86,9 @@ class AutoregressiveSession(CalibratedSession):
         """Read the last `new` nodes of each row of a tree; `[batch, new, vocab]` logits after each of them."""
 
     def read_suggested(self, suggested: DraftTree) -> torch.Tensor:
-        """Like `first_scores`, and read guessed nodes after each row's last token in the same pass.
+        """Like `first_scores`, and read first-stage nodes after each row's last token in the same pass.
 
-        Only called if `reads_guesses_with_text`.
+        Only called if `reads_first_stage_with_text`.
 
         Returns:
             `[batch, 1 + nodes, vocab]` logits after the last token and after each node.
@@ -137,7 +137,7 @@ class AutoregressiveSession(CalibratedSession):
         self._read_text(growth, suggested)
         while (beam := shape.beam(builder)) and (nodes := builder.frontier(beam)).shape[1]:
             growth.read.add(builder, nodes)
-            new = nodes.shape[1] + self._read_ahead(growth, nodes)
+            new = nodes.shape[1] + self._add_first_stage(growth, nodes)
             tree = growth.read.tree()
             logits = self.next_scores(tree, new)
             self.passes.append(active * new)
@@ -154,40 +154,40 @@ class AutoregressiveSession(CalibratedSession):
         return self.verified(draft, builder, self._nodes, growth.confidence())
 
     def _read_text(self, growth: DraftGrowth, suggested: DraftTree | None) -> None:
-        """The first pass, over what is new in the rows' texts and over guesses of what follows."""
-        guesses = self._guess_after_text(growth, suggested)
-        logits = self.read_suggested(guesses) if guesses.nodes else self.first_scores()[:, None]
-        growth.read = ReadNodes(guesses)
-        growth.begin(self._score(growth, guesses, 1 + guesses.nodes, logits))
+        """The first pass, over what is new in the rows' texts and over first-stage nodes after it."""
+        proposed = self._first_stage_after_text(growth, suggested)
+        logits = self.read_suggested(proposed) if proposed.nodes else self.first_scores()[:, None]
+        growth.read = ReadNodes(proposed)
+        growth.begin(self._score(growth, proposed, 1 + proposed.nodes, logits))
 
-    def _guess_after_text(self, growth: DraftGrowth, suggested: DraftTree | None) -> DraftTree:
+    def _first_stage_after_text(self, growth: DraftGrowth, suggested: DraftTree | None) -> DraftTree:
         """The nodes that are read together with the text."""
         shape, depths, ahead = growth.shape, growth.builder.limits, self._ahead_for(growth)
-        if ahead is None or not isinstance(shape, FastestSize) or not self.reads_guesses_with_text:
+        if ahead is None or not isinstance(shape, FastestSize) or not self.reads_first_stage_with_text:
             return DraftTree.empty(len(depths))
-        most = MAX_GUESSES if suggested is None else max(MAX_GUESSES, suggested.nodes)
+        most = MAX_FIRST_STAGE_NODES if suggested is None else max(MAX_FIRST_STAGE_NODES, suggested.nodes)
         found = []
         for row, depth in enumerate(depths):
             known = {} if suggested is None else edges(suggested, row)
             last = self.call.state.last_token(row)
-            found.append(ahead.guess(row, last, [Start((), 1.0, -1)], most, int(depth) - 1, known))
-        count = shape.read_ahead([guesses.joint for guesses in found])
-        return DraftTree.from_nodes([(guesses.tokens[:count], tuple(guesses.parents[:count])) for guesses in found])
+            found.append(ahead.propose(row, last, [Start((), 1.0, -1)], most, int(depth) - 1, known))
+        count = shape.read_ahead([proposed.joint for proposed in found])
+        return DraftTree.from_nodes([(proposed.tokens[:count], tuple(proposed.parents[:count])) for proposed in found])
 
-    def _read_ahead(self, growth: DraftGrowth, nodes: Ints) -> int:
-        """Guess what follows the nodes of the next pass; returns how many guesses of each row it reads with them."""
+    def _add_first_stage(self, growth: DraftGrowth, nodes: Ints) -> int:
+        """Add first-stage nodes below those of the next pass; returns how many of each row it reads with them."""
         builder, shape, ahead = growth.builder, growth.shape, self._ahead_for(growth)
         if ahead is None or not isinstance(shape, FastestSize):
             return 0
         read, width = len(growth.read), nodes.shape[1]
         levels = (builder.limits[:, None] - np.take_along_axis(builder.depth, nodes, axis=1)).max()
-        most = min(MAX_GUESSES, shape.max_nodes - read - int(levels))
+        most = min(MAX_FIRST_STAGE_NODES, shape.max_nodes - read - int(levels))
         found = [
-            ahead.guess(row, self.call.state.last_token(row), starts_of(builder, row, chosen), most, int(depth) - 1)
+            ahead.propose(row, self.call.state.last_token(row), starts_of(builder, row, chosen), most, int(depth) - 1)
             for row, (chosen, depth) in enumerate(zip(nodes.tolist(), builder.limits, strict=True))
         ]
-        count = shape.read_ahead([guesses.joint for guesses in found], width)
-        return growth.read.add_guesses([guesses.first(count).placed(read - width, read) for guesses in found])
+        count = shape.read_ahead([proposed.joint for proposed in found], width)
+        return growth.read.add_first_stage([proposed.first(count).placed(read - width, read) for proposed in found])
 
     def _score(self, growth: DraftGrowth, tree: DraftTree, new: int, logits: torch.Tensor) -> ScoredNodes:
         """What the drafter proposes after the last `new` nodes of a tree, to which each row's last token may belong."""
@@ -203,7 +203,7 @@ class AutoregressiveSession(CalibratedSession):
         return scored
 
     def _ahead_for(self, growth: DraftGrowth) -> ReadAhead | None:
-        """What guesses nodes to read; only where the tree's size follows latencies."""
+        """What proposes nodes to read; only where the tree's size follows latencies."""
         return self._ahead if isinstance(growth.shape, FastestSize) else None
 
     def _with_q(self, draft: DraftTree, q: torch.Tensor, children: int) -> DraftTree:

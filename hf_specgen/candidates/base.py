@@ -110,8 +110,8 @@ class DraftSession(ABC):
     def continuations(self, row: int, path: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:
         """Likely next tokens after a row's text and a path of draft tokens, and the probability of each.
 
-        By default those of `successors` after the last token of the path. Only called if `knows_continuations`, where a
-        draft model guesses what it will propose itself.
+        By default those of `successors` after the last token of the path. Only called if `knows_continuations`; a draft
+        model reads them ahead.
         """
         return self.successors(path[-1] if path else self.call.state.last_token(row))
 

@@ -65,14 +65,14 @@ class DraftGrowth:
         self._add_found(scored, seen=0, first=-1)
 
     def expand(self, nodes: Ints, scored: ScoredNodes) -> float:
-        """Add the children of nodes, and those of guessed nodes that are proposed.
+        """Add the children of nodes, and those of first-stage nodes that are proposed.
 
         Args:
-            nodes: `[rows, nodes]` of the builder, which were read in a pass together with guesses.
-            scored: after each of them, and after each guess.
+            nodes: `[rows, nodes]` of the builder, which were read in a pass together with first-stage nodes.
+            scored: after each of them, and after each first-stage node.
 
         Returns:
-            the probability of the guesses that were proposed, relative to that of the nodes.
+            the probability of the first-stage nodes that the drafter proposed, relative to that of the nodes.
         """
         expanded = float(np.take_along_axis(self.builder.joint, nodes, axis=1).sum())
         self.expanded = np.concatenate([self.expanded, nodes], axis=1)

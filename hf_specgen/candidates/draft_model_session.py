@@ -103,7 +103,7 @@ class DraftModelSession(AutoregressiveSession):
         return self._reader.forward(tree, [tokens[0] for tokens in unread], self._drafts)
 
     @property
-    def reads_guesses_with_text(self) -> bool:  # type: ignore[override]
+    def reads_first_stage_with_text(self) -> bool:  # type: ignore[override]
         """The first pass of a call reads the prompt alone."""
         return self._has_read_prompt
 

@@ -1,9 +1,9 @@
-"""Guesses what a draft model will propose, so that one of its forward passes reads several levels of its draft tree.
+"""First-stage proposals for a draft model, so that one of its forward passes reads several levels of its draft tree.
 
 A draft model needs a pass for each level, since it can read a node only after it has proposed it. A pass over a few
-more tokens takes hardly longer. So each pass also reads guessed children of the nodes that it expands, and their
-children: where the draft model then proposes a guessed token, what it proposes after that is known already. Guesses
-come from the strategies it is combined with, and from a table of what it proposed last after each token.
+more tokens takes hardly longer. So each pass also reads first-stage nodes: likely children of the nodes that it
+expands, and their children. Where the draft model then proposes the same token, what it proposes after that is known
+already. They come from the strategies it is combined with, and from a table of what it proposed last after each token.
 
 Source: Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling"
 (2024), for the table; Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference" (2023), section 3, for
@@ -26,15 +26,15 @@ from hf_specgen.depth.calibration import BIN_CENTERS
 from hf_specgen.verification.top_tokens import TopTokens
 
 REPEATED_SHARE = 0.35
-"""Share of its earlier probability with which a token is guessed: of the tokens that the embedded draft model proposed
-first after the same last token before, with a probability above 0.8, it preferred 35% again, of the others fewer in
-proportion."""
-MAX_GUESSES = 6
-"""Maximum number of guesses of a row in a pass: with the one or two other tokens of most passes they are 8 at most, a
-width of compiled passes. With 12, the projected speed of a draft model is 0.5% higher, and they take twice as long to
-find."""
-MIN_GUESS = 0.01
-"""Probability below which a token is not guessed: finding it takes about 1% of the time of a pass."""
+"""Estimated probability of a token of the table, over the probability that the draft model gave it then: of the tokens
+that the embedded draft model proposed first with a probability above 0.8, it preferred 35% again after the same token,
+of the others fewer in proportion."""
+MAX_FIRST_STAGE_NODES = 6
+"""Maximum number of first-stage nodes of a row in a pass: with the one or two other tokens of most passes they are 8 at
+most, a width of compiled passes. With 12, the projected speed of a draft model is 0.5% higher, and they take twice as
+long to find."""
+MIN_FIRST_STAGE_PROBABILITY = 0.01
+"""Probability below which no first-stage node is proposed: finding it takes about 1% of the time of a pass."""
 CENTERS: list[float] = BIN_CENTERS.tolist()
 
 NextTokens = tuple[Sequence[int], Sequence[float]]
@@ -44,7 +44,7 @@ Continuations = Callable[[int, Sequence[int]], NextTokens]
 
 
 class Start(NamedTuple):
-    """A node whose descendants are guessed.
+    """A node whose descendants are proposed.
 
     Args:
         path: the tokens from the row's first draft token to the node; none for the row's last token.
@@ -57,40 +57,40 @@ class Start(NamedTuple):
     suggested: int | None = None
 
 
-class Guesses(NamedTuple):
-    """Guessed nodes of one row, the most probable first.
+class FirstStageNodes(NamedTuple):
+    """First-stage nodes of one row, the most probable first.
 
     Args:
         tokens: of each.
-        parents: of each, its index among the guesses, or the number of its start: -1 for the first, -2 for the second.
-        joint: probability of each that the drafter prefers it and the guesses above it, times that of their start.
+        parents: of each, its index among these, or the number of its start: -1 for the first, -2 for the second.
+        joint: probability of each that the drafter prefers it and those above it, times that of their start.
     """
 
     tokens: list[int]
     parents: list[int]
     joint: list[float]
 
-    def first(self, count: int) -> Guesses:
+    def first(self, count: int) -> FirstStageNodes:
         """The first `count` of them."""
-        return Guesses(self.tokens[:count], self.parents[:count], self.joint[:count])
+        return FirstStageNodes(self.tokens[:count], self.parents[:count], self.joint[:count])
 
-    def placed(self, starts: int, guesses: int) -> list[tuple[int, int]]:
+    def placed(self, starts: int, first: int) -> list[tuple[int, int]]:
         """The place of each one's parent, and its token.
 
         Args:
             starts: place of the first start.
-            guesses: place of the first guess.
+            first: place of the first of these nodes.
         """
-        places = [starts - 1 - parent if parent < 0 else guesses + parent for parent in self.parents]
+        places = [starts - 1 - parent if parent < 0 else first + parent for parent in self.parents]
         return list(zip(places, self.tokens, strict=True))
 
 
 class ReadAhead:
-    """Guesses for the drafts of one call.
+    """Proposes first-stage nodes in one call.
 
     Args:
         table: what the draft model proposed last after each token; it is updated.
-        vocab: number of tokens that both models know; others are not guessed.
+        vocab: number of tokens that both models know; no others are proposed.
 
     Attributes:
         sources: strategies that continue a text, for the current draft.
@@ -110,8 +110,8 @@ class ReadAhead:
         """Count a pass.
 
         Args:
-            found: probability of the guesses that were proposed, relative to that of the nodes that were expanded: the
-                part of a further pass, or of several, that they have saved.
+            found: probability of the first-stage nodes that the drafter proposed, relative to that of the nodes that
+                were expanded: the part of a further pass, or of several, that they have saved.
         """
         self._passes += 1
         self._levels += 1 + found
@@ -131,7 +131,7 @@ class ReadAhead:
         best, probabilities = (np.take_along_axis(values[known], order, axis=1) for values in (best, probabilities))
         self._table.update(TopTokens(tokens[known], best, probabilities))
 
-    def guess(
+    def propose(
         self,
         row: int,
         last_token: int,
@@ -139,18 +139,18 @@ class ReadAhead:
         most: int,
         depth: int,
         suggested: Edges | None = None,
-    ) -> Guesses:
+    ) -> FirstStageNodes:
         """The most probable descendants of some nodes, best-first.
 
         Args:
             row: of the batch.
             last_token: of the row.
             starts: at most one of them is the row's last token.
-            most: maximum number of guesses.
-            depth: maximum depth of a guess.
+            most: maximum number of nodes.
+            depth: maximum depth of a node.
             suggested: the edges of a tree that other strategies propose after the row's text.
         """
-        guesses = Guesses([], [], [])
+        proposed = FirstStageNodes([], [], [])
         # Probability (negative, so that the highest comes first), age, parent, path, node of the suggested tree.
         heap: list[tuple[float, int, int, Sequence[int], int | None]] = []
         age = 0
@@ -162,19 +162,19 @@ class ReadAhead:
             below = suggested.get(node, []) if suggested and node is not None else []
             known = {token: place for token, place, _ in below}
             for token, share in self._children(row, path, last_token, below).items():
-                if (value := probability * share) > MIN_GUESS and token < self._vocab:
+                if (value := probability * share) > MIN_FIRST_STAGE_PROBABILITY and token < self._vocab:
                     age += 1
                     heapq.heappush(heap, (-value, age, parent, (*path, token), known.get(token)))
 
         for number, start in enumerate(starts):
             push_children(-1 - number, start.path, start.probability, start.suggested)
-        while heap and len(guesses.tokens) < most:
+        while heap and len(proposed.tokens) < most:
             negative, _, parent, path, node = heapq.heappop(heap)
-            guesses.tokens.append(path[-1])
-            guesses.parents.append(parent)
-            guesses.joint.append(-negative)
-            push_children(len(guesses.tokens) - 1, path, -negative, node)
-        return guesses
+            proposed.tokens.append(path[-1])
+            proposed.parents.append(parent)
+            proposed.joint.append(-negative)
+            push_children(len(proposed.tokens) - 1, path, -negative, node)
+        return proposed
 
     def _children(
         self, row: int, path: Sequence[int], last_token: int, suggested: Sequence[tuple[int, int, float]]

@@ -17,7 +17,7 @@ from hf_specgen.tree import DraftTree
 class ReadNodes:
     """Nodes of every row, equally many; a node is known by its place among them and by its index in a `TreeBuilder`.
 
-    Suggested and guessed nodes are read before they are proposed; the builder has those that are.
+    First-stage nodes are read before the drafter has proposed them; the builder has those that it proposes.
 
     Args:
         suggested: `[rows, nodes]` the nodes that are read together with the text.
@@ -48,7 +48,7 @@ class ReadNodes:
         return len(self._tokens[0]) if self._tokens else 0
 
     def find(self, builder: TreeBuilder, seen: int) -> tuple[Ints, Ints, NDArray[np.bool_]] | None:
-        """The suggested and guessed nodes among those that the builder received since it had `seen` nodes.
+        """The first-stage nodes among those that the builder received since it had `seen` nodes.
 
         Returns:
             `[rows, most]` their indices in the builder and their places, and which of these are real: rows with fewer
@@ -84,25 +84,25 @@ class ReadNodes:
                 self._real[row].append(bool(builder.expandable[row, node]))
                 self._places[row].setdefault(node, len(self._tokens[row]) - 1)
 
-    def add_guesses(self, rows: Sequence[Sequence[tuple[int, int]]]) -> int:
-        """Append guessed nodes, which `find` finds if they are proposed; rows with fewer are filled up.
+    def add_first_stage(self, rows: Sequence[Sequence[tuple[int, int]]]) -> int:
+        """Append first-stage nodes, which `find` finds if they are proposed; rows with fewer are filled up.
 
         Args:
-            rows: of each row the guesses: the place of the parent, which may be that of an earlier one, and the token.
+            rows: of each row: the place of the parent, which may be that of an earlier one, and the token.
 
         Returns:
             how many nodes each row has received.
         """
         width = max(map(len, rows))
-        for row, guesses in enumerate(rows):
-            for parent, token in guesses:
+        for row, proposed in enumerate(rows):
+            for parent, token in proposed:
                 self._children[row].setdefault(parent, {})[token] = len(self._tokens[row])
                 self._parents[row].append(parent)
                 self._tokens[row].append(token)
-            missing = width - len(guesses)
+            missing = width - len(proposed)
             self._parents[row] += [-1] * missing
             self._tokens[row] += [0] * missing
-            self._real[row] += [*[True] * len(guesses), *[False] * missing]
+            self._real[row] += [*[True] * len(proposed), *[False] * missing]
         return width
 
     def real(self, new: int) -> NDArray[np.bool_]:

@@ -24,7 +24,7 @@ MAX_BEAM = 8
 MAX_CHILDREN = 8
 """Maximum number of children of a node: the eighth most likely token is accepted in about 1% of the cases."""
 MAX_READ_AHEAD = 32
-"""Maximum number of guessed nodes of a row that a drafter reads in a pass: half of the cache's free slots."""
+"""Maximum number of first-stage nodes of a row that a drafter reads in a pass: half of the cache's free slots."""
 MIN_GAIN = 0.001
 """Relative gain in expected tokens per second below which no pass of the drafter is made, even if it costs nothing."""
 MIN_PREFILL_JOINT = 0.3
@@ -143,7 +143,7 @@ class FastestSize:
         return self._best(builder)[2]
 
     def read_ahead(self, joint: Sequence[Sequence[float]], read: int = 1) -> int:
-        """How many guessed nodes of each row the drafter reads in a pass besides others, whose latency then counts.
+        """How many first-stage nodes of each row the drafter reads in a pass besides others, whose latency then counts.
 
         A node is read if the pass that it is expected to save takes longer than one token more in this pass.
 

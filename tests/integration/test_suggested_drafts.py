@@ -1,4 +1,4 @@
-"""A draft model that reads guessed nodes, of n-grams and of its own proposals: the same logits and tokens, fewer
+"""A draft model that reads first-stage nodes, of n-grams and of its own table: the same logits and tokens, fewer
 passes.
 """
 
@@ -16,7 +16,7 @@ from hf_specgen import AdaptiveDepth, CombinedCandidates, DraftModelCandidates, 
 from hf_specgen.candidates import autoregressive, draft_model, draft_model_session, read_ahead
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.draft_model_session import DraftModelSession
-from hf_specgen.candidates.read_ahead import MAX_GUESSES
+from hf_specgen.candidates.read_ahead import MAX_FIRST_STAGE_NODES
 from hf_specgen.candidates.read_nodes import ReadNodes
 from hf_specgen.candidates.recycling_table import RecyclingTable
 from hf_specgen.state import GenerationState
@@ -49,9 +49,9 @@ def _alone(draft: Any, **settings: Any) -> DraftModelCandidates:
 
 
 def _remember_proposals(draft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all calls of the test guess from one table, also tokens that a random model considers as likely as others."""
+    """Let all calls of the test share one table, and propose all of its tokens: a random model finds none likely."""
     table = RecyclingTable(draft.config.vocab_size)
-    monkeypatch.setattr(read_ahead, "MIN_GUESS", 0.0)
+    monkeypatch.setattr(read_ahead, "MIN_FIRST_STAGE_PROBABILITY", 0.0)
     monkeypatch.setattr(draft_model_session, "_table", lambda draft, remembers: table)
 
 
@@ -60,9 +60,9 @@ class _Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.results: list[tuple[list[int], torch.Tensor]] = []
-        self.suggested = self.guessed = 0
+        self.suggested = self.first_stage = 0
         read, grow = DraftModelSession.read_suggested, DraftModelSession.next_scores
-        add = ReadNodes.add_guesses
+        add = ReadNodes.add_first_stage
 
         def read_suggested(session: DraftModelSession, suggested: DraftTree) -> torch.Tensor:
             scores = read(session, suggested)
@@ -76,12 +76,12 @@ class _Recorder:
             self._record(session, tree, tree.nodes - new, scores)
             return scores
 
-        def add_guesses(nodes: ReadNodes, rows: Sequence[Sequence[tuple[int, int]]]) -> int:
+        def add_first_stage(nodes: ReadNodes, rows: Sequence[Sequence[tuple[int, int]]]) -> int:
             width = add(nodes, rows)
-            self.guessed += width
+            self.first_stage += width
             return width
 
-        monkeypatch.setattr(ReadNodes, "add_guesses", add_guesses)
+        monkeypatch.setattr(ReadNodes, "add_first_stage", add_first_stage)
         monkeypatch.setattr(DraftModelSession, "read_suggested", read_suggested)
         monkeypatch.setattr(DraftModelSession, "next_scores", next_scores)
 
@@ -104,7 +104,7 @@ def _path(tree: DraftTree, row: int, node: int) -> list[int]:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("strategy", [_strategy, _alone], ids=["with n-grams", "alone"])
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_draft_model_that_reads_guesses_same_tokens_and_logits_of_whole_texts(
+def test_draft_model_that_reads_first_stage_nodes_same_tokens_and_logits_of_whole_texts(
     rows: int, strategy: Callable[[Any], Candidates], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every result of the draft model, over several steps, against one pass over the whole text and path."""
@@ -114,7 +114,7 @@ def test_draft_model_that_reads_guesses_same_tokens_and_logits_of_whole_texts(
     assert_same_tokens(model, _prompts(rows), strategy(draft), **settings)
     recorder = _Recorder(monkeypatch)
     assert_same_tokens(model, _prompts(rows), strategy(draft), **settings)
-    assert recorder.suggested > 0 and recorder.guessed > 0
+    assert recorder.suggested > 0 and recorder.first_stage > 0
     texts = [torch.tensor(text) for text, _ in recorder.results]
     for first in range(0, len(texts), 64):
         batch = texts[first : first + 64]
@@ -139,7 +139,7 @@ def test_draft_model_with_suggested_nodes_makes_fewer_passes(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("strategy", [_strategy, _alone], ids=["with n-grams", "alone"])
-def test_draft_model_that_guesses_makes_fewer_passes(
+def test_draft_model_that_reads_first_stage_nodes_makes_fewer_passes(
     strategy: Callable[[Any], Candidates], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In about as many steps as with one that reads a level of its tree in each pass."""
@@ -147,16 +147,16 @@ def test_draft_model_that_guesses_makes_fewer_passes(
     draft, passes, steps = perturbed_copy(model, 0.01), [], []
     _remember_proposals(draft, monkeypatch)
     assert_same_tokens(model, _prompts(1), strategy(draft), **GREEDY)
-    for most in (0, MAX_GUESSES):
+    for most in (0, MAX_FIRST_STAGE_NODES):
         with monkeypatch.context() as patched:
-            patched.setattr(autoregressive, "MAX_GUESSES", most)
+            patched.setattr(autoregressive, "MAX_FIRST_STAGE_NODES", most)
             found = assert_same_tokens(model, _prompts(1), strategy(draft), **GREEDY)
         passes.append(sum(len(step.drafter or ()) for step in found.passes))
         steps.append(found.steps)
     assert passes[1] < passes[0] and steps[1] <= steps[0] + 1
 
 
-def test_guesses_of_tokens_that_the_draft_model_lacks_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_stage_tokens_that_the_draft_model_lacks_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text of a target with a larger vocabulary has tokens that the draft model cannot read."""
     monkeypatch.setattr(draft_model, "have_same_vocabulary", lambda draft, target: True)
     model, draft = tiny_model("llama", vocab_size=128), tiny_model("llama", vocab_size=120)
@@ -166,7 +166,7 @@ def test_guesses_of_tokens_that_the_draft_model_lacks_same_tokens(monkeypatch: p
     assert_same_tokens(model, inputs, _alone(draft), **SAMPLED)
 
 
-def test_calls_that_have_to_draft_alike_do_not_guess_from_earlier_calls() -> None:
+def test_calls_that_have_to_draft_alike_use_no_table_of_earlier_calls() -> None:
     """With a policy that measures nothing equal calls make equal passes."""
     model = tiny_model("llama")
     draft = perturbed_copy(model, 0.01)
@@ -176,10 +176,10 @@ def test_calls_that_have_to_draft_alike_do_not_guess_from_earlier_calls() -> Non
 
 
 @pytest.mark.parametrize("strategy", [_strategy, _alone], ids=["with n-grams", "alone"])
-def test_guesses_stay_within_the_positions_of_the_draft_model(
+def test_first_stage_nodes_stay_within_the_positions_of_the_draft_model(
     strategy: Callable[[Any], Candidates], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch: guesses deeper than the draft, read beyond the end of a table of positions."""
+    """Would catch: nodes deeper than the draft, read beyond the end of a table of positions."""
     model = tiny_model("gpt2", n_positions=64)
     draft = perturbed_copy(model, 0.01)
     _remember_proposals(draft, monkeypatch)
@@ -188,7 +188,9 @@ def test_guesses_stay_within_the_positions_of_the_draft_model(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_guesses_are_not_deeper_than_what_could_be_expanded(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_stage_nodes_are_not_deeper_than_what_could_be_expanded(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("llama")
     draft = perturbed_copy(model, 0.01)
     _remember_proposals(draft, monkeypatch)
@@ -201,7 +203,7 @@ def test_guesses_are_not_deeper_than_what_could_be_expanded(depth: int, monkeypa
 
 
 def test_first_draft_after_a_prompt_read_in_chunks_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: guesses counted as read in the pass that reads the prompt alone."""
+    """Would catch: nodes counted as read in the pass that reads the prompt alone."""
     model = fresh_model("llama")
     model.model.norm.weight.data *= 20  # a confident model drafts deep
     draft = perturbed_copy(model, 0.01)
@@ -213,8 +215,8 @@ def test_first_draft_after_a_prompt_read_in_chunks_same_tokens(monkeypatch: pyte
             assert_same_tokens(model, inputs, strategy, prefill_chunk_size=8, **GREEDY)
 
 
-def test_calls_guess_from_what_the_draft_model_proposed_in_earlier_ones() -> None:
-    """With the default policy; and a fixed tree has no table, as it reads no guesses."""
+def test_calls_use_a_table_of_what_the_draft_model_proposed_in_earlier_ones() -> None:
+    """With the default policy; and a fixed tree has no table, as it reads no first-stage nodes."""
     model = tiny_model("llama")
     draft = perturbed_copy(model, 0.01)
     assert_same_tokens(model, _prompts(1), DraftModelCandidates(draft, tree=4), **GREEDY)
@@ -226,13 +228,13 @@ def test_calls_guess_from_what_the_draft_model_proposed_in_earlier_ones() -> Non
     assert any(table.row(token)[0] for token in range(table.vocab_size))
 
 
-def test_rejection_sampling_reads_no_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejection_sampling_reads_no_first_stage_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text depends on the draft."""
     model = tiny_model("llama")
     recorder = _Recorder(monkeypatch)
     draft = perturbed_copy(model, 0.01)
     model.generate(**_prompts(1), candidate_generator=_strategy(draft), verification="rejection", **SAMPLED)
-    assert recorder.suggested == recorder.guessed == 0 and draft not in draft_model_session._tables
+    assert recorder.suggested == recorder.first_stage == 0 and draft not in draft_model_session._tables
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -240,10 +242,10 @@ def test_rejection_sampling_reads_no_guesses(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "options", [{"compile": "graphs"}, {"confidence_threshold": 0.02}], ids=["captured", "threshold"]
 )
-def test_guesses_with_other_options_same_tokens(
+def test_first_stage_nodes_with_other_options_same_tokens(
     rows: int, settings: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes over any number of guesses are captured; nothing is expanded below an unlikely token."""
+    """Passes over any number of first-stage nodes are captured; nothing is expanded below an unlikely token."""
     model = tiny_model("llama")
     draft = perturbed_copy(model, 0.01)
     if "compile" in options:
@@ -252,4 +254,4 @@ def test_guesses_with_other_options_same_tokens(
     assert_same_tokens(model, _prompts(rows), _alone(draft, **options), **settings)
     recorder = _Recorder(monkeypatch)
     assert_same_tokens(model, _prompts(rows), _alone(draft, **options), **settings)
-    assert recorder.suggested + recorder.guessed > 0
+    assert recorder.suggested + recorder.first_stage > 0

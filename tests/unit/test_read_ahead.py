@@ -1,4 +1,4 @@
-"""Guesses of what a draft model will propose, against a slow enumeration of all paths."""
+"""First-stage nodes for a draft model, against a slow enumeration of all paths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_specgen.candidates.ngram_odds import MatchOdds
 from hf_specgen.candidates.ngram_text import MatchLengths, RowText
 from hf_specgen.candidates.read_ahead import (
     CENTERS,
-    MIN_GUESS,
+    MIN_FIRST_STAGE_PROBABILITY,
     REPEATED_SHARE,
     NextTokens,
     ReadAhead,
@@ -55,7 +55,7 @@ def _probability(table: RecyclingTable, sources: Sequence[NextTokens], last: int
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("depth", [3, 20])
 @pytest.mark.parametrize("has_source", [False, True])
-def test_guesses_are_the_most_probable_descendants(seed: int, has_source: bool, depth: int) -> None:
+def test_first_stage_nodes_are_the_most_probable_descendants(seed: int, has_source: bool, depth: int) -> None:
     """Would catch: a descendant that is left out, is too deep, or is found with another probability."""
     ahead, table = _filled(seed)
 
@@ -64,30 +64,30 @@ def test_guesses_are_the_most_probable_descendants(seed: int, has_source: bool, 
 
     ahead.sources = [follow] if has_source else []
     starts = [Start((), 0.7), Start((4, 9), 0.3)]
-    guesses = ahead.guess(1, 2, starts, 20, depth)
+    proposed = ahead.propose(1, 2, starts, 20, depth)
     every: list[tuple[float, tuple[int, ...]]] = []
 
     def collect(path: tuple[int, ...], probability: float) -> None:
         for token in range(VOCAB) if len(path) < depth else ():
             sources = [follow(1, path)] if has_source else []
             value = probability * _probability(table, sources, path[-1] if path else 2, token)
-            if value > MIN_GUESS:
+            if value > MIN_FIRST_STAGE_PROBABILITY:
                 every.append((value, (*path, token)))
                 collect((*path, token), value)
 
     for start in starts:
         collect(tuple(start.path), start.probability)
     every.sort(key=lambda pair: -pair[0])
-    assert guesses.joint == pytest.approx([value for value, _ in every[:20]])
+    assert proposed.joint == pytest.approx([value for value, _ in every[:20]])
     paths: list[tuple[int, ...]] = []
-    for token, parent in zip(guesses.tokens, guesses.parents, strict=True):
+    for token, parent in zip(proposed.tokens, proposed.parents, strict=True):
         paths.append((*(starts[-1 - parent].path if parent < 0 else paths[parent]), token))
     known = {path: value for value, path in every}
-    assert [known[path] for path in paths] == pytest.approx(guesses.joint)
+    assert [known[path] for path in paths] == pytest.approx(proposed.joint)
 
 
 def test_suggested_tree_comes_before_sources_and_beside_the_table() -> None:
-    """Where a tree was suggested the sources are not asked; the table may guess other tokens, and after its leaves."""
+    """Where a tree was suggested the sources are not asked; the table adds other tokens, and nodes after its leaves."""
     ahead = ReadAhead(RecyclingTable(VOCAB), VOCAB)
     ahead.learn(np.array([2, 7]), np.array([[6, 5], [8, 9]]), np.array([[0.3, 0.6], [0.9, 0.05]]))
     asked: list[Sequence[int]] = []
@@ -98,29 +98,29 @@ def test_suggested_tree_comes_before_sources_and_beside_the_table() -> None:
 
     ahead.sources = [follow]
     tree = DraftTree.from_nodes([([5, 7], (-1, 0))], joint=((0.8, 0.72),))
-    guesses = ahead.guess(0, 2, [Start((), 1.0, -1)], 3, 9, edges(tree, 0))
-    assert guesses.tokens == [5, 7, 8] and guesses.parents == [-1, 0, 1]
-    assert guesses.joint[0] == pytest.approx(1 - 0.2 * (1 - REPEATED_SHARE * CENTERS[np.searchsorted(EDGES, 0.6)]))
+    proposed = ahead.propose(0, 2, [Start((), 1.0, -1)], 3, 9, edges(tree, 0))
+    assert proposed.tokens == [5, 7, 8] and proposed.parents == [-1, 0, 1]
+    assert proposed.joint[0] == pytest.approx(1 - 0.2 * (1 - REPEATED_SHARE * CENTERS[np.searchsorted(EDGES, 0.6)]))
     assert asked == [(5, 7), (5, 7, 8)]
 
 
-def test_guesses_know_their_places_in_a_pass() -> None:
-    guesses = ReadAhead(RecyclingTable(VOCAB), VOCAB).guess(0, 1, [Start((3,), 1.0)], 4, 9)
-    assert guesses.tokens == []
+def test_first_stage_nodes_know_their_places_in_a_pass() -> None:
+    proposed = ReadAhead(RecyclingTable(VOCAB), VOCAB).propose(0, 1, [Start((3,), 1.0)], 4, 9)
+    assert proposed.tokens == []
     ahead, _ = _filled(0)
     ahead.sources = [lambda row, path: ([1, 2], [0.6, 0.3])]
-    found = ahead.guess(0, 1, [Start((3,), 0.5), Start((4,), 0.5)], 5, 9).first(3)
+    found = ahead.propose(0, 1, [Start((3,), 0.5), Start((4,), 0.5)], 5, 9).first(3)
     assert len(found.tokens) == 3
     expected = [10 - 1 - parent if parent < 0 else 12 + parent for parent in found.parents]
     assert found.placed(10, 12) == list(zip(expected, found.tokens, strict=True))
 
 
-def test_tokens_that_one_of_the_models_lacks_are_neither_learnt_nor_guessed() -> None:
+def test_tokens_that_one_of_the_models_lacks_are_neither_learnt_nor_proposed() -> None:
     ahead = ReadAhead(RecyclingTable(VOCAB), VOCAB - 2)
     ahead.learn(np.array([VOCAB + 5, 3]), np.array([[1, 2], [4, VOCAB - 1]]), np.full((2, 2), 0.5))
     ahead.sources = [lambda row, path: ([VOCAB - 2, 5], [0.6, 0.3])]
-    assert sorted(ahead.guess(0, 3, [Start((), 1.0)], 4, 1).tokens) == [4, 5]
-    assert ahead.guess(0, VOCAB + 5, [Start((), 1.0)], 4, 1).tokens == [5]
+    assert sorted(ahead.propose(0, 3, [Start((), 1.0)], 4, 1).tokens) == [4, 5]
+    assert ahead.propose(0, VOCAB + 5, [Start((), 1.0)], 4, 1).tokens == [5]
 
 
 def test_starts_share_the_probability_of_a_pass() -> None:
@@ -140,19 +140,19 @@ def test_passes_per_level_follow_what_was_found() -> None:
     assert ahead.passes_per_level == pytest.approx(10 / 19)
 
 
-@pytest.mark.parametrize("guessed", [7, 9])
-def test_growth_adds_the_children_of_guesses_that_are_proposed(guessed: int) -> None:
+@pytest.mark.parametrize("proposed", [7, 9])
+def test_growth_adds_the_children_of_first_stage_nodes_that_are_proposed(proposed: int) -> None:
     """From the results of the pass that has read them; one that is not proposed changes nothing."""
     growth = DraftGrowth(CHAIN, [4, 0], Calibration())
     growth.begin(_scored([[[5]], [[5]]]))
     nodes = np.array([[0], [0]])
     growth.read.add(growth.builder, nodes)
-    growth.read.add_guesses([[(0, guessed)], []])
+    growth.read.add_first_stage([[(0, proposed)], []])
     assert growth.read_now(2).tolist() == [[True, True], [False, False]]
     assert growth.read_now(3).tolist() == [[True, True, True], [False, False, False]]
     found = growth.expand(nodes, _scored([[[7], [8]], [[0], [0]]]))
-    assert growth.builder.tokens[0].tolist() == ([5, 7, 8] if guessed == 7 else [5, 7])
-    assert found == pytest.approx(growth.builder.joint[0, 1] / growth.builder.joint[0, 0] if guessed == 7 else 0.0)
+    assert growth.builder.tokens[0].tolist() == ([5, 7, 8] if proposed == 7 else [5, 7])
+    assert found == pytest.approx(growth.builder.joint[0, 1] / growth.builder.joint[0, 0] if proposed == 7 else 0.0)
     assert growth.confidence().shape == growth.builder.tokens.shape and growth.q() is None
 
 

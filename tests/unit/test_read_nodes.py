@@ -53,12 +53,12 @@ def test_suggested_nodes_are_found_where_the_drafter_proposes_the_same_tokens() 
     assert read.places_along(0, [0, 2, 4]) == [0, 1]
 
 
-def test_guessed_nodes_are_found_below_the_nodes_that_they_were_guessed_for() -> None:
-    """Rows with fewer guesses are filled up; a guess may follow another one; nothing that fills up a row is found."""
+def test_first_stage_nodes_are_found_below_the_nodes_that_they_were_proposed_for() -> None:
+    """Rows with fewer are filled up; one may follow another one; nothing that fills up a row is found."""
     read, builder = ReadNodes(DraftTree.empty(2)), TreeBuilder([4, 4])
     builder.add_root(Proposals(np.array([[[5, 8]], [[6, 8]]]), np.full((2, 1, 2), 0.4)))
     read.add(builder, np.array([[0], [0]]))
-    assert read.add_guesses([[(0, 7), (1, 9)], [(0, 4)]]) == 2
+    assert read.add_first_stage([[(0, 7), (1, 9)], [(0, 4)]]) == 2
     assert read.tree().tokens.tolist() == [[5, 7, 9], [6, 4, 0]]
     assert read.tree().parents == ((-1, 0, 1), (-1, 0, -1))
     assert read.real(3).tolist() == [[True, True, True], [True, True, False]]
