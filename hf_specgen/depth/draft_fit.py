@@ -16,7 +16,7 @@ PRIOR_WEIGHT = 1.0
 """Weight, in drafts, of the assumption that only passes take time; it decides where drafts do not differ enough. With 2
 the latencies fitted to 12 simulated drafts are further from the true ones."""
 SMALLEST_DEVIATION = 0.02
-"""Deviation, relative to a pass, below which a draft counts no more than others: the noise of an idle machine."""
+"""Deviation, relative to a pass, below which squares are minimised instead: weights stay finite."""
 
 Floats = NDArray[np.floating[Any]]
 
