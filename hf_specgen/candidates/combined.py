@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hf_specgen.candidates.base import Candidates, DraftSession, Tree, check_tree
 from hf_specgen.candidates.combined_member import Member
 from hf_specgen.candidates.merged_tree import merge_trees
+from hf_specgen.candidates.network_gain import network_gain_memory
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates
 from hf_specgen.candidates.tree_shape import FastestSize, FixedSize, TreeShape, tree_shape
@@ -87,13 +88,17 @@ class _CombinedSession(DraftSession):
     def __init__(self, settings: CombinedCandidates, call: Call):
         super().__init__(call)
         self._settings = settings
-        self._members = [Member(one, one.start(call), call.state.batch) for one in settings.strategies]
+        self._key = (settings.profile_key(), "combined", call.do_sample, round(call.temperature, 2))
+        known = call.model if self.remembers else None
+        self._members = [
+            Member(one, one.start(call), call.state.batch, network_gain_memory.recall(known, (*self._key, number)))
+            for number, one in enumerate(settings.strategies)
+        ]
         self.top_tokens = max(member.session.top_tokens for member in self._members)
         # An early-exit target has run its first layers on the nodes of one member; others cannot be added to its draft.
         self._merges = not isinstance(call.target, EarlyExitTarget)
         self._wants_q = call.verification is not None and call.verification.wants_q
-        self._key = (settings.profile_key(), "combined", call.do_sample, round(call.temperature, 2))
-        self._calibration = calibration_memory.recall(call.model if self.remembers else None, self._key)
+        self._calibration = calibration_memory.recall(known, self._key)
         self._trees: list[UnionTree] = []
         self._has_drafted = False
         self._in_prefill = True
@@ -112,6 +117,7 @@ class _CombinedSession(DraftSession):
                 self._calibration.count(tree.classes[node], tree.bins[node], accepted, tree.weights[node])
         self._trees = []
         for member in self._members:
+            member.count_gain(result)
             # After a prefill without drafts only members that use more than the outcome of a draft are called.
             if not self._in_prefill or member.draft.nodes or member.session.top_tokens or self._has_drafted:
                 member.session.observe(result_for(result, member.draft))
@@ -119,7 +125,9 @@ class _CombinedSession(DraftSession):
     def end(self) -> None:
         if self.remembers:
             calibration_memory.store(self.call.model, self._key, self._calibration)
-        for member in self._members:
+        for number, member in enumerate(self._members):
+            if self.remembers and member.has_passes:
+                network_gain_memory.store(self.call.model, (*self._key, number), member.gain)
             member.session.end()
 
     def _combine(
@@ -139,17 +147,28 @@ class _CombinedSession(DraftSession):
             has_draft = not self._merges and any(other.draft.nodes for other in self._members)
             is_left_out = has_draft or (extends and member.session.knows_successors)
             depth = [0 if is_left_out else min(depth, member.k) for depth in budget]
-            reads = member.session.takes_suggestions and ranks and not is_prefill and isinstance(shape, FastestSize)
-            if reads and shape is not None and any(depth):
-                sources = [other.session for other in self._members if other.session.knows_continuations]
-                member.session.suggest(self._ranked(shape, budget, is_prefill), sources)
+            sized = shape if member.has_passes and any(depth) and isinstance(shape, FastestSize) else None
+            if sized and ranks and not self._is_network_used(member, sized, budget, is_prefill):
+                sized, depth = None, [0] * len(budget)
             member.draft = method(member.session)(depth)
-            if any(depth) and member.has_passes and isinstance(shape, FastestSize):
-                member.expected_draft_seconds = shape.latency.drafter.draft(member.passes)
+            if sized:
+                member.expected_draft_seconds = sized.latency.drafter.draft(member.passes)
         self.passes = [tokens for member in self._members for tokens in member.passes]
         tree = self._ranked(shape, budget, is_prefill) if ranks and shape is not None else self._merged()
         self._has_drafted = tree.nodes > 0
         return tree
+
+    def _is_network_used(self, member: Member, shape: FastestSize, budget: Sequence[int], is_prefill: bool) -> bool:
+        """Whether a member drafts in addition to those without a network; if so, it receives what they propose."""
+        without = DraftTree.empty(len(budget))  # no member proposes much from the prompt alone
+        if not is_prefill:
+            without = self._ranked(shape, budget, is_prefill)
+            if not member.has_gain(without, shape.latency.target):
+                return False
+        if member.session.takes_suggestions:
+            sources = [other.session for other in self._members if other.session.knows_continuations]
+            member.session.suggest(without, sources)
+        return True
 
     def _merged(self) -> DraftTree:
         """Every node that a member proposed."""
