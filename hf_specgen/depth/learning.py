@@ -61,7 +61,7 @@ class Profile:
             if key in self._fixed or self._is_full:
                 return View(self._model())
             recorder = self._recorder(key)
-            return View(self._model(self._slice(recorder)), False, recorder.wants_plain_step)
+            return View(self._model(self._slice(recorder.latest())), False, recorder.wants_plain_step)
 
     def add(self, step: StepRecord, key: tuple[int, int], unread: int) -> None:
         """Learn from the times of a step; once a slice has enough measurements, fix it and write the file.
@@ -85,7 +85,7 @@ class Profile:
                 return
             self._read_file()  # slices that another process has fixed first are used, so that all decide alike
             if not self._is_full:
-                self._fixed.setdefault(key, self._slice(recorder))
+                self._fixed.setdefault(key, self._slice(recorder.estimate()))
             if self._description is not None:
                 profiles.save(self._description, self._model())
 
@@ -110,9 +110,8 @@ class Profile:
     def _model(self, *more: Slice) -> LatencyModel:
         return LatencyModel((*self._fixed.values(), *more), self._default.drafter)
 
-    def _slice(self, recorder: LatencyRecorder) -> Slice:
-        target, drafter = recorder.estimate()
-        return Slice(target, {self._default.drafter: drafter})
+    def _slice(self, latency: StepLatency) -> Slice:
+        return Slice(latency.target, {self._default.drafter: latency.drafter})
 
     def _recorder(self, key: tuple[int, int]) -> LatencyRecorder:
         if key not in self._recorders:

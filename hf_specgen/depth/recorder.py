@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 GRID = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
 """Sizes (tokens per row) that times are binned by. Small ones have a bin each, as kernels differ: on a CPU with AVX2,
 a step of 3 or 7 tokens in float32 takes 1.4 times as long as one of 4 or 8."""
-MEDIAN_WINDOW = 7
-"""Newest measurements that a median is taken over: three of them may be outliers."""
+MEDIAN_WINDOW = 15
+"""Newest measurements that a median is taken over: seven of them may be outliers."""
 MIN_MEASURED = 2
 """Measurements that a size needs for a latency of its own: the lower one of two is seldom an outlier, as other load on
 the machine only adds time. Sizes with fewer are taken together with the next ones."""
-DRAFT_WINDOW = 32
-"""Newest drafts that the latency of drafting is fitted to; simulated fits to 30 are closer to the truth than to 12."""
+DRAFT_WINDOW = 48
+"""Newest drafts that the latency of drafting is fitted to."""
 PLAIN_WINDOW = 32
 """Newest plain steps that are kept, for the comparison with steps next to them."""
 LINE_WEIGHT = 3.0
@@ -45,8 +45,12 @@ PRIOR_SPREAD = 8.0
 LATENCY_ERROR = 0.05
 """Error of the latency of two tokens, in plain steps, that its slope allows for; less for more tokens. Otherwise a step
 of two tokens that was measured to be as fast as a plain one makes the next tree as large as possible."""
-PLAIN_NEEDED, DRAFTED_NEEDED = 5, 12
-"""Measured plain steps, and steps with a draft, after which a slice is fixed: most calls of 128 tokens have more."""
+PLAIN_NEEDED, DRAFTED_NEEDED = 8, 48
+"""Measured plain steps, and steps with a draft, after which a slice is fixed. On two cores, six processes then measured
+T(8) = 1.1 to 1.2 T(1) and T(16) = 1.3 to 1.5 T(1); after 5 and 12 steps 1.1 to 1.4 and 1.4 to 1.7, and the latency of a
+drafter's further token differed by a factor of 8."""
+REFIT_SHARE = 1 / 8
+"""New steps, as a share of all, after which latencies that are still being learnt are estimated anew: it takes 1 ms."""
 PLAIN_EVERY = 8
 """One step in this many is plain until enough plain steps are measured."""
 MAX_CATCH_UP_TOKENS = 16
@@ -77,6 +81,7 @@ class LatencyRecorder:
         self._drafts: deque[_Measured] = deque(maxlen=DRAFT_WINDOW)
         self._steps = self._drafted = 0
         self._has_drafted = False
+        self._latest: tuple[int, StepLatency] | None = None
         self._prefills: deque[float] = deque(maxlen=MEDIAN_WINDOW)  # seconds for each token of a prompt
 
     def add(self, step: StepRecord, unread: int) -> None:
@@ -120,6 +125,12 @@ class LatencyRecorder:
     @property
     def _plain(self) -> Sequence[_Measured]:
         return self._target.get(1, ())
+
+    def latest(self) -> StepLatency:
+        """An estimate that is not older than `REFIT_SHARE` of the steps."""
+        if self._latest is None or self._steps - self._latest[0] >= max(1, self._steps * REFIT_SHARE):
+            self._latest = self._steps, self.estimate()
+        return self._latest[1]
 
     def estimate(self) -> StepLatency:
         """Latencies from the measurements so far: linear between sizes, and extrapolated by `_slope`."""
