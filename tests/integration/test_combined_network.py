@@ -40,7 +40,8 @@ def test_slow_network_is_left_out_of_copied_text(network: Candidates, reference_
     """Would catch: a network that drafts in every step, and one whose state is wrong after steps without it."""
     lines = "".join(f"    total += weights[{one}] * values[{one}]  # term {one}\n" for one in range(12))
     prompt = f"def weighted(weights, values):\n    total = 0\n{lines}    return total\n\n\n" * 2
-    settings = {**tokenizer(prompt, return_tensors="pt"), "min_new_tokens": 200, "max_new_tokens": 200, "do_sample": False}
+    settings = {**tokenizer(prompt, return_tensors="pt"), "min_new_tokens": 200, "max_new_tokens": 200}
+    settings["do_sample"] = False
     expected = reference_model.generate(**settings)
     passes = {}
     for cost in (0.01, 0.6):
