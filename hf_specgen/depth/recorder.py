@@ -45,13 +45,15 @@ PRIOR_SPREAD = 8.0
 LATENCY_ERROR = 0.05
 """Error of the latency of two tokens, in plain steps, that its slope allows for; less for more tokens. Otherwise a step
 of two tokens that was measured to be as fast as a plain one makes the next tree as large as possible."""
-PLAIN_NEEDED, DRAFTED_NEEDED = 8, 48
-"""Measured plain steps, and steps with a draft, after which a slice is fixed. On two cores, six processes then measured
-T(8) = 1.1 to 1.2 T(1) and T(16) = 1.3 to 1.5 T(1); after 5 and 12 steps 1.1 to 1.4 and 1.4 to 1.7, and the latency of a
-drafter's further token differed by a factor of 8."""
+PLAIN_NEEDED, DRAFTED_NEEDED, STEPS_NEEDED = 8, 12, 56
+"""Measured plain steps, steps with a draft, and steps in all, after which a slice is fixed. On two cores, several
+processes then had T(8) = 1.1 to 1.2 T(1) and T(16) = 1.3 to 1.6 T(1); after 5 and 12 steps 1.1 to 1.4 and 1.4 to 1.7,
+and the latency of a drafter's further token differed by a factor of 8."""
+PLAIN_NEEDED_AGAIN = 2
+"""Plain steps where the prior was measured: a plain step takes the time of up to a dozen tokens of copied text."""
 REFIT_SHARE = 1 / 8
 """New steps, as a share of all, after which latencies that are still being learnt are estimated anew: it takes 1 ms."""
-PLAIN_EVERY = 8
+PLAIN_EVERY = 16
 """One step in this many is plain until enough plain steps are measured."""
 MAX_CATCH_UP_TOKENS = 16
 """Unread tokens that a drafter processes in about the time of one pass; more are measured as its prefill."""
@@ -115,12 +117,17 @@ class LatencyRecorder:
         """Whether the next step should be plain, to measure its latency."""
         measured = len(self._plain)
         at_once = not self._measured and measured < 2
-        return at_once or (measured < PLAIN_NEEDED and self._steps % PLAIN_EVERY == 0)
+        return at_once or (measured < self._plain_needed and self._steps % PLAIN_EVERY == 0)
 
     @property
     def complete(self) -> bool:
         """Whether enough was measured to fix the slice."""
-        return len(self._plain) >= PLAIN_NEEDED and self._drafted >= DRAFTED_NEEDED
+        measured = len(self._plain) >= self._plain_needed and self._drafted >= DRAFTED_NEEDED
+        return measured and self._steps >= STEPS_NEEDED
+
+    @property
+    def _plain_needed(self) -> int:
+        return PLAIN_NEEDED_AGAIN if self._measured else PLAIN_NEEDED
 
     @property
     def _plain(self) -> Sequence[_Measured]:
