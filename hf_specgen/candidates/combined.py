@@ -163,7 +163,7 @@ class _CombinedSession(DraftSession):
         without = DraftTree.empty(len(budget))  # no member proposes much from the prompt alone
         if not is_prefill:
             without = self._ranked(shape, budget, is_prefill)
-            if not member.has_gain(without, shape.latency.target):
+            if not member.has_gain(without, shape.latency):
                 return False
         if member.session.takes_suggestions:
             sources = [other.session for other in self._members if other.session.knows_continuations]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hf_specgen.candidates.base import Candidates, DraftSession
 from hf_specgen.candidates.network_gain import NetworkGain, accepted_tokens, expected_tokens
-from hf_specgen.depth.cost import CostCurve
+from hf_specgen.depth.latency import StepLatency
 from hf_specgen.tree import DraftTree, depths
 from hf_specgen.verification.result import VerificationResult
 
@@ -30,16 +30,17 @@ class Member:
         self._without: DraftTree | None = None
         self._drafts = True
 
-    def has_gain(self, without: DraftTree, target: CostCurve) -> bool:
+    def has_gain(self, without: DraftTree, latency: StepLatency) -> bool:
         """Whether its network drafts in this step.
 
         Args:
             without: the draft of the members without a network.
-            target: latency of the target.
+            latency: of the step.
         """
         rows = max(1, sum(len(parents) > 0 for parents in without.parents))
+        target, one_pass = latency.target.seconds_of(rows * (1 + without.nodes)), latency.drafter.draft([rows])
         self._without = without
-        self._drafts = self.gain.drafts(expected_tokens(without), target.seconds_of(rows * (1 + without.nodes)))
+        self._drafts = self.gain.drafts(expected_tokens(without), target, one_pass)
         return self._drafts
 
     def count_gain(self, result: VerificationResult) -> None:

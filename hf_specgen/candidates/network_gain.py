@@ -16,17 +16,20 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, judged_nodes
 
 LEVELS = 5
-"""Levels of expected accepted tokens, each with averages of its own: below 1, 3, 7, 15, and more."""
+"""Number of levels of expected accepted tokens, each with averages of its own: below 1, 3, 7, 15, and more."""
 AVERAGED_STEPS = 10
-"""Steps that an average goes back to; with 6 the projected speed of n-grams with a draft model is 1% lower."""
-PRIOR_STEPS, PRIOR_FURTHER = 3, 2.0
-"""Weight, in steps, and number of further tokens assumed in advance. Without it, Medusa heads are left out where text
-that is not copied follows copied text: 2.38x of plain decoding by latencies of a CPU, with it 2.40x."""
+"""Steps that an average goes back to; with 6 and 20 the projected speed is the same to about 1%."""
+PRIOR_FURTHER = (2.0, 2.0, 2.0, 0.5, 0.5)
+"""Number of further tokens assumed in advance, by level: a draft model and an EAGLE-3 head added 1.4 to 3.9 where fewer
+than 7 were expected, 0.3 to 0.8 to edits where more were, Medusa heads 1.1 and less."""
+PRIOR_STEPS = 3
+"""Weight, in steps, of these. With averages that start without them, the first two or three steps of a level may leave a
+network out of text in which it would have been useful; the projected speed is the same to about 1%."""
 TRIAL_EVERY = 8
 """One in this many steps of a level without expected gain is drafted by the network nevertheless."""
 RECENT_WEIGHT = 0.2
-"""Weight of the newest step in the comparison of expected and accepted tokens. Without the comparison, the projected
-speed of n-grams with a draft model is 1% lower: texts differ, and expectations follow them with a delay."""
+"""Weight of the newest step in the comparison of expected and accepted tokens: texts differ, and expectations follow them
+with a delay. Without the comparison, the projected speed with a draft model and with Medusa heads is 1% lower."""
 
 
 class Average(NamedTuple):
@@ -35,21 +38,26 @@ class Average(NamedTuple):
     Args:
         steps: in which the network drafted.
         further: accepted tokens of a row beyond those that the draft without the network would have had.
-        seconds: latency of the network's drafts.
+        seconds: latency of the network's drafts; None before the first.
         left_out: steps in which no gain was expected, trials included.
     """
 
-    steps: int = PRIOR_STEPS
-    further: float = PRIOR_FURTHER
-    seconds: float = 0.0
+    steps: int
+    further: float
+    seconds: float | None = None
     left_out: int = 0
 
     def plus(self, further: float, seconds: float) -> Average:
         """With one more step in which the network drafted."""
         steps = self.steps + 1
         share = 1 / min(steps, AVERAGED_STEPS)
+        known = seconds if self.seconds is None else self.seconds
         further = self.further + share * (further - self.further)
-        return Average(steps, further, self.seconds + share * (seconds - self.seconds), self.left_out)
+        return Average(steps, further, known + share * (seconds - known), self.left_out)
+
+
+PRIOR = tuple(Average(PRIOR_STEPS, further) for further in PRIOR_FURTHER)
+"""The averages of each level before any step."""
 
 
 class NetworkGain:
@@ -62,31 +70,31 @@ class NetworkGain:
     Example:
         >>> gain = NetworkGain()
         >>> for _ in range(9):  # copied drafts of 12 tokens; the network adds half of one in a fifth of a target step
-        ...     _ = gain.drafts(12.0, target_seconds=1.2)
+        ...     _ = gain.drafts(12.0, target_seconds=1.2, pass_seconds=0.1)
         ...     gain.observe(12.0, further=0.5, seconds=0.2)
-        >>> gain.drafts(12.0, target_seconds=1.2), gain.drafts(0.5, target_seconds=1.0)
+        >>> gain.drafts(12.0, target_seconds=1.2, pass_seconds=0.1), gain.drafts(0.5, 1.0, 0.1)
         (False, True)
     """
 
-    def __init__(
-        self, averages: Sequence[Average] = (Average(),) * LEVELS, expected: float = 0.0, accepted: float = 0.0
-    ):
+    def __init__(self, averages: Sequence[Average] = PRIOR, expected: float = 0.0, accepted: float = 0.0):
         self._averages = list(averages)
         self._expected, self._accepted = expected, accepted
         self._level, self._drafted = 0, 0.0  # of the current step
 
-    def drafts(self, expected: float, target_seconds: float) -> bool:
+    def drafts(self, expected: float, target_seconds: float, pass_seconds: float) -> bool:
         """Whether the network drafts in this step: tokens per second are expected to rise, or it is a trial.
 
         Args:
             expected: accepted tokens of a row without the network.
             target_seconds: latency of the target's pass without the network.
+            pass_seconds: latency of a draft of the network with a single pass.
         """
         self._drafted = expected
         expected *= (1 + self._accepted) / (1 + self._expected)
         self._level = min(LEVELS - 1, int(log2(1 + expected)))
         average = self._averages[self._level]
-        if average.further * target_seconds >= (1 + expected) * average.seconds:
+        seconds = pass_seconds if average.seconds is None else average.seconds
+        if average.further * target_seconds >= (1 + expected) * seconds:
             return True
         left_out = average.left_out + 1
         self._averages[self._level] = average._replace(left_out=left_out)

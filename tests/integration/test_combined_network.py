@@ -48,5 +48,6 @@ def test_slow_network_is_left_out_of_copied_text(network: Candidates, reference_
         combined = CombinedCandidates([NgramCandidates(k=8), network], policy=AdaptiveDepth(_latency(cost)))
         assert reference_model.generate(**settings, candidate_generator=combined).tolist() == expected.tolist()
         passes[cost] = [bool(step.drafter) for step in combined.speculation.passes]
-    assert sum(passes[0.01]) > 0.8 * len(passes[0.01])
-    assert sum(passes[0.6]) < 0.6 * len(passes[0.6])
+    fast, slow = (sum(drafted) / len(drafted) for drafted in passes.values())
+    assert slow < 0.5
+    assert fast > 1.4 * slow

@@ -10,15 +10,15 @@ from hf_specgen.candidates.network_gain import TRIAL_EVERY, NetworkGain, accepte
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
 
-TARGET = 1.2
-"""Seconds of the target's pass in these tests."""
+TARGET, PASS = 1.2, 0.1
+"""Seconds of a pass of the target and of the network in these tests."""
 
 
 def _after(steps: int, expected: float, accepted: float, further: float, seconds: float) -> NetworkGain:
     """After steps that were all alike, in which the network drafted."""
     gain = NetworkGain()
     for _ in range(steps):
-        gain.drafts(expected, TARGET)
+        gain.drafts(expected, TARGET, PASS)
         gain.observe(accepted, further, seconds)
     return gain
 
@@ -30,18 +30,21 @@ def test_network_drafts_where_it_raises_the_tokens_per_second(expected: float, s
     """Would catch: a comparison of other quantities than tokens per second with and without the network."""
     gain = _after(60, expected, expected, further, seconds)
     faster = (1 + expected + further) / (TARGET + seconds) >= (1 + expected) / TARGET
-    assert all(gain.drafts(expected, TARGET) for _ in range(2)) == faster  # at most one of them is a trial
+    assert all(gain.drafts(expected, TARGET, PASS) for _ in range(2)) == faster  # at most one of them is a trial
 
 
 def test_network_without_gain_drafts_in_one_of_several_steps() -> None:
     gain = _after(20, 12.0, 12.0, 0.0, 0.5)
-    drafted = [gain.drafts(12.0, TARGET) for _ in range(4 * TRIAL_EVERY)]
+    drafted = [gain.drafts(12.0, TARGET, PASS) for _ in range(4 * TRIAL_EVERY)]
     assert sum(drafted) == 4
 
 
-def test_first_steps_of_a_call_are_drafted_by_the_network() -> None:
-    gain = NetworkGain()
-    assert all(gain.drafts(expected, TARGET) for expected in (0.0, 1.0, 5.0, 30.0))
+@pytest.mark.parametrize("pass_seconds", [0.01, 0.2])
+def test_first_steps_are_drafted_by_the_network_unless_it_is_slow_and_a_long_draft_is_expected(
+    pass_seconds: float,
+) -> None:
+    drafted = [NetworkGain().drafts(expected, TARGET, pass_seconds) for expected in (0.0, 1.0, 5.0, 30.0)]
+    assert drafted == [True, True, True, pass_seconds == 0.01]
 
 
 def test_trials_show_that_a_network_has_become_useful() -> None:
@@ -49,7 +52,7 @@ def test_trials_show_that_a_network_has_become_useful() -> None:
     gain = _after(50, 12.0, 12.0, 0.0, 0.5)
     drafted = []
     for _ in range(10 * TRIAL_EVERY):
-        drafted.append(gain.drafts(12.0, TARGET))
+        drafted.append(gain.drafts(12.0, TARGET, PASS))
         gain.observe(12.0, 20.0 if drafted[-1] else None, 0.5)
     assert not drafted[0]
     assert all(drafted[-5:])
@@ -58,11 +61,11 @@ def test_trials_show_that_a_network_has_become_useful() -> None:
 def test_expectations_that_fail_count_less() -> None:
     """Would catch: a network that is left out of text which is not copied, because long drafts are still expected."""
     gain = _after(50, 12.0, 12.0, 0.0, 0.5)
-    assert not gain.drafts(12.0, TARGET)
+    assert not gain.drafts(12.0, TARGET, PASS)
     for _ in range(10):
-        gain.drafts(12.0, TARGET)
+        gain.drafts(12.0, TARGET, PASS)
         gain.observe(0.0, None, 0.0)
-    assert gain.drafts(12.0, TARGET)
+    assert gain.drafts(12.0, TARGET, PASS)
 
 
 def test_copy_learns_on_its_own() -> None:
@@ -70,7 +73,7 @@ def test_copy_learns_on_its_own() -> None:
     copied = gain.copy()
     for _ in range(20):
         copied.observe(12.0, 30.0, 0.5)
-    assert not gain.drafts(12.0, TARGET)
+    assert not gain.drafts(12.0, TARGET, PASS)
 
 
 def _random_tree(rng: random.Random) -> DraftTree:
