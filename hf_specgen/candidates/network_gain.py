@@ -23,13 +23,13 @@ PRIOR_FURTHER = (2.0, 2.0, 2.0, 0.5, 0.5)
 """Number of further tokens assumed in advance, by level: a draft model and an EAGLE-3 head added 1.4 to 3.9 where fewer
 than 7 were expected, 0.3 to 0.8 to edits where more were, Medusa heads 1.1 and less."""
 PRIOR_STEPS = 3
-"""Weight, in steps, of these. With averages that start without them, the first two or three steps of a level may leave a
-network out of text in which it would have been useful; the projected speed is the same to about 1%."""
+"""Weight, in steps, of these. Without them, the first two or three steps of a level may leave a network out of text in
+which it would have been useful; the projected speed is the same to about 1%."""
 TRIAL_EVERY = 8
 """One in this many steps of a level without expected gain is drafted by the network nevertheless."""
 RECENT_WEIGHT = 0.2
-"""Weight of the newest step in the comparison of expected and accepted tokens: texts differ, and expectations follow them
-with a delay. Without the comparison, the projected speed with a draft model and with Medusa heads is 1% lower."""
+"""Weight of the newest step in the comparison of expected and accepted tokens: texts differ, and expectations follow
+them with a delay. Without the comparison, the projected speed with a draft model and with Medusa heads is 1% lower."""
 
 
 class Average(NamedTuple):

@@ -85,7 +85,7 @@ class Profile:
                 return
             self._read_file()  # slices that another process has fixed first are used, so that all decide alike
             if not self._is_full:
-                self._fixed.setdefault(key, self._slice(recorder.estimate()))
+                self._fixed.setdefault(key, self._slice(recorder.estimate(final=True)))
             if self._description is not None:
                 profiles.save(self._description, self._model())
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
 from math import log2
-from statistics import median, median_low
+from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ import numpy as np
 from hf_specgen.depth.cost import CostCurve
 from hf_specgen.depth.draft_fit import fit_draft
 from hf_specgen.depth.latency import DraftLatency, StepLatency
+from hf_specgen.depth.medians import MIN_MEASURED, median_line, medians_by_size
 
 if TYPE_CHECKING:
     from hf_specgen.depth.policy import StepRecord
@@ -29,9 +29,6 @@ GRID = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
 a step of 3 or 7 tokens in float32 takes 1.4 times as long as one of 4 or 8."""
 MEDIAN_WINDOW = 15
 """Newest measurements that a median is taken over: seven of them may be outliers."""
-MIN_MEASURED = 2
-"""Measurements that a size needs for a latency of its own: the lower one of two is seldom an outlier, as other load on
-the machine only adds time. Sizes with fewer are taken together with the next ones."""
 DRAFT_WINDOW = 48
 """Newest drafts that the latency of drafting is fitted to."""
 PLAIN_WINDOW = 32
@@ -45,10 +42,12 @@ PRIOR_SPREAD = 8.0
 LATENCY_ERROR = 0.05
 """Error of the latency of two tokens, in plain steps, that its slope allows for; less for more tokens. Otherwise a step
 of two tokens that was measured to be as fast as a plain one makes the next tree as large as possible."""
-PLAIN_NEEDED, DRAFTED_NEEDED, STEPS_NEEDED = 8, 12, 56
-"""Measured plain steps, steps with a draft, and steps in all, after which a slice is fixed. On two cores, several
-processes then had T(8) = 1.1 to 1.2 T(1) and T(16) = 1.3 to 1.6 T(1); after 5 and 12 steps 1.1 to 1.4 and 1.4 to 1.7,
-and the latency of a drafter's further token differed by a factor of 8."""
+PLAIN_NEEDED, DRAFTED_NEEDED = 8, 48
+"""Measured plain steps, and steps with a draft, after which a slice is fixed. On two cores, several processes then had
+T(8) = 1.1 to 1.2 T(1) and T(16) = 1.3 to 1.6 T(1); after 5 and 12 steps 1.1 to 1.4 and 1.4 to 1.7, and the latency of a
+drafter's further token differed by a factor of 8."""
+STEPS_NEEDED, SELDOM_DRAFTED = 96, 12
+"""Where drafts are rare, so many steps with so many drafts are enough."""
 PLAIN_NEEDED_AGAIN = 2
 """Plain steps where the prior was measured: a plain step takes the time of up to a dozen tokens of copied text."""
 REFIT_SHARE = 1 / 8
@@ -122,8 +121,8 @@ class LatencyRecorder:
     @property
     def complete(self) -> bool:
         """Whether enough was measured to fix the slice."""
-        measured = len(self._plain) >= self._plain_needed and self._drafted >= DRAFTED_NEEDED
-        return measured and self._steps >= STEPS_NEEDED
+        needed = SELDOM_DRAFTED if self._steps >= STEPS_NEEDED else DRAFTED_NEEDED
+        return len(self._plain) >= self._plain_needed and self._drafted >= needed
 
     @property
     def _plain_needed(self) -> int:
@@ -139,10 +138,15 @@ class LatencyRecorder:
             self._latest = self._steps, self.estimate()
         return self._latest[1]
 
-    def estimate(self) -> StepLatency:
-        """Latencies from the measurements so far: linear between sizes, and extrapolated by `_slope`."""
+    def estimate(self, final: bool = False) -> StepLatency:
+        """Latencies from the measurements so far: linear between sizes, and extrapolated by `_slope`.
+
+        Args:
+            final: whether sizes beyond the measured ones are assumed to be at least as expensive as in the prior: they
+                will not be measured any more, and errors at small sizes may make large trees seem nearly free.
+        """
         drafted = {size: self._relative(times) for size, times in self._target.items() if size > 1}
-        seconds = _medians(drafted)
+        seconds = medians_by_size(drafted)
         if self._plain:
             seconds = {1: median_low(one.seconds for one in self._plain), **seconds}
         if not seconds:
@@ -151,7 +155,8 @@ class LatencyRecorder:
         plain, reference = self._prior.target.by_tokens(self.rows * np.array([1.0, first])).tolist()
         seconds.setdefault(1, seconds[first] * plain / reference)
         seconds = self._shrunk(seconds)
-        seconds.setdefault(GRID[-1], seconds[most] + self._slope(seconds) * (GRID[-1] - most))
+        slope = max(self._slope(seconds), self._prior_slope(seconds) if final else 0.0)
+        seconds.setdefault(GRID[-1], seconds[most] + slope * (GRID[-1] - most))
         # Some kernels are slower for fewer tokens; a step with a draft is never assumed to be faster than a plain one.
         points = {size: max(seconds[1], seconds[size]) for size in sorted(seconds)}
         curve = CostCurve(tuple(points), tuple(points.values()), self.context, self.rows)
@@ -177,9 +182,7 @@ class LatencyRecorder:
         drafted = sorted((size, time) for size, time in seconds.items() if size > 1)
         if len(drafted) < 2:
             return dict(seconds)
-        # The medians of all slopes and offsets: no single size decides (Theil, 1950; Sen, 1968).
-        slope = max(0.0, median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(drafted, 2)))
-        at_zero = median(time - slope * size for size, time in drafted)
+        slope, at_zero = median_line(drafted)
 
         def shrink(size: int, time: float) -> float:
             weight = max(MIN_MEASURED, len(self._target.get(size, ())))
@@ -193,8 +196,7 @@ class LatencyRecorder:
         It is shrunk towards the prior, as kernels of neighbouring sizes may differ by more than sizes do. The slope
         from the plain step to the largest size is an upper bound only: a kernel for one token may be much faster.
         """
-        plain, second, largest = self._prior.target.by_tokens(self.rows * np.array([1.0, 2.0, GRID[-1]])).tolist()
-        prior: float = max(0.0, (largest - second) / (GRID[-1] - 2) * seconds[1] / plain)
+        prior = self._prior_slope(seconds)
         drafted = np.array([(size, time) for size, time in seconds.items() if size > 1]).T
         if not drafted.size:
             return prior
@@ -203,6 +205,11 @@ class LatencyRecorder:
         most = max(seconds)
         steepest = (max(0.0, seconds[most] - seconds[1]) + LATENCY_ERROR * seconds[1] / (most - 1)) / (most - 1)
         return float(np.clip(slope, 0.0, steepest))
+
+    def _prior_slope(self, seconds: Mapping[int, float]) -> float:
+        """Seconds of one more token per row by the prior, from the second token on."""
+        plain, second, largest = self._prior.target.by_tokens(self.rows * np.array([1.0, 2.0, GRID[-1]])).tolist()
+        return float(max(0.0, (largest - second) / (GRID[-1] - 2) * seconds[1] / plain))
 
     def _drafter(self, latency: DraftLatency) -> DraftLatency:
         """The given latency of drafting, with measured values where there are any."""
@@ -218,30 +225,3 @@ class LatencyRecorder:
         if self._prefills:
             latency = replace(latency, prefill=median_low(self._prefills))
         return latency
-
-
-def _medians(measured: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """Median latencies by size; neighbouring sizes are taken together until they have `MIN_MEASURED` measurements.
-
-    Sizes that are taken together get their lower median as size; what is left at the end joins the last ones.
-
-    Args:
-        measured: latencies by size.
-
-    Example:
-        >>> _medians({4: [1.2, 9.0], 8: [1.5], 12: [9.0]})
-        {4: 1.2, 8: 1.5}
-    """
-    groups: list[list[tuple[int, float]]] = [[]]
-    for size, times in sorted(measured.items()):
-        groups[-1] += [(size, time) for time in times]
-        if len(groups[-1]) >= MIN_MEASURED:
-            groups.append([])
-    *complete, rest = groups
-    if complete:
-        complete[-1] += rest
-    return {
-        median_low(size for size, _ in group): median_low(time for _, time in group)
-        for group in complete or [rest]
-        if group
-    }

@@ -18,6 +18,7 @@ from hf_specgen.depth.recorder import (
     DRAFTED_NEEDED,
     PLAIN_NEEDED,
     PLAIN_NEEDED_AGAIN,
+    SELDOM_DRAFTED,
     STEPS_NEEDED,
     LatencyRecorder,
 )
@@ -361,9 +362,30 @@ def test_recorder_asks_for_plain_steps_until_it_knows_them(measured: bool) -> No
         width = 1 if recorder.wants_plain_step else 4
         recorder.add(_step(width, 0.010), unread=0)
         plain, steps = plain + (width == 1), steps + 1
-        assert steps < 100
+        assert steps < 150
     needed = PLAIN_NEEDED_AGAIN if measured else PLAIN_NEEDED
     assert needed < plain <= needed + 1
     assert steps - plain >= DRAFTED_NEEDED
-    assert steps >= STEPS_NEEDED
     assert not recorder.wants_plain_step
+
+
+def test_recorder_is_complete_after_fewer_drafts_where_they_are_rare() -> None:
+    recorder, drafted = _recorder(), 0
+    for step in range(STEPS_NEEDED):
+        assert not recorder.complete
+        drafted += step % 6 == 5
+        recorder.add(_step(4 if step % 6 == 5 else 1, 0.010), unread=0)
+    assert recorder.complete
+    assert SELDOM_DRAFTED < drafted < DRAFTED_NEEDED
+
+
+def test_fixed_latency_of_sizes_that_were_not_measured_is_not_extrapolated_from_noise() -> None:
+    """Would catch: trees of 64 nodes for good, since 12 tokens happened to be as fast as 3 while they were measured."""
+    recorder = _recorder()
+    for width, seconds in ((1, 0.010), (3, 0.0115), (5, 0.011), (7, 0.0116), (12, 0.0105)):
+        for _ in range(12):
+            recorder.add(_step(width, seconds), unread=0)
+    seconds = {final: recorder.estimate(final=final).target.seconds_of(64) for final in (False, True)}
+    assert seconds[False] < 0.014
+    assert seconds[True] > 0.020
+    assert recorder.estimate(final=True).target.seconds_of(12) == recorder.estimate().target.seconds_of(12)
