@@ -160,7 +160,7 @@ class _CombinedSession(DraftSession):
 
     def _is_network_used(self, member: Member, shape: FastestSize, budget: Sequence[int], is_prefill: bool) -> bool:
         """Whether a member drafts in addition to those without a network; if so, it receives what they propose."""
-        without = DraftTree.empty(len(budget))  # no member proposes much from the prompt alone
+        without = DraftTree.empty(len(budget))  # at prefill networks always draft
         if not is_prefill:
             without = self._ranked(shape, budget, is_prefill)
             if not member.has_gain(without, shape.latency):

@@ -37,7 +37,7 @@ def _latency(draft_token: float) -> LatencyModel:
 
 @pytest.mark.parametrize("network", [DraftModelCandidates(str(EMBEDDED_DRAFT)), EagleCandidates(str(EMBEDDED_EAGLE))])
 def test_slow_network_is_left_out_of_copied_text(network: Candidates, reference_model: Any, tokenizer: Any) -> None:
-    """Would catch: a network that drafts in every step, and one whose state is wrong after steps without it."""
+    """Would catch: a network that drafts in every step, and other tokens after steps in which it did not."""
     lines = "".join(f"    total += weights[{one}] * values[{one}]  # term {one}\n" for one in range(12))
     prompt = f"def weighted(weights, values):\n    total = 0\n{lines}    return total\n\n\n" * 2
     settings = {**tokenizer(prompt, return_tensors="pt"), "min_new_tokens": 200, "max_new_tokens": 200}

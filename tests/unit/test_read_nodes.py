@@ -95,7 +95,7 @@ def test_read_ahead_no_other_number_of_nodes_saves_more(token_seconds: float, re
 
 
 def test_fewer_passes_per_level_expand_more_nodes() -> None:
-    """A pass that is expected to read two levels is worth making where one that reads a single level is not."""
+    """A pass that is expected to read two levels is made where one that reads a single level is not."""
     latency = StepLatency(CostCurve((1, 65), (1.0, 1.01), 256, 1), DraftLatency((1.0,), (0.8,)))
     beams = []
     for passes_per_level in (1.0, 0.5):
