@@ -44,8 +44,8 @@ LATENCY_ERROR = 0.05
 of two tokens that was measured to be as fast as a plain one makes the next tree as large as possible."""
 PLAIN_NEEDED, DRAFTED_NEEDED = 8, 48
 """Measured plain steps, and steps with a draft, after which a slice is fixed. On two shared cores, T(8) was then 1.1 to
-1.4 T(1) in ten of eleven processes, and the latencies of a drafter's further token differed by a factor of 4; after 5 and
-12 steps they differed by a factor of 8."""
+1.4 T(1) in ten of eleven processes, and the latencies of a drafter's further token differed by a factor of 4. After 5
+and 12 steps they differed by a factor of 8."""
 STEPS_NEEDED, SELDOM_DRAFTED = 96, 12
 """Where drafts are rare, so many steps with so many drafts are enough."""
 PLAIN_NEEDED_AGAIN = 2
