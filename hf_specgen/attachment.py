@@ -27,9 +27,9 @@ from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.patch import ATTACHMENT, install
 from hf_specgen.speculation import Speculation, as_candidates
 from hf_specgen.state import Call
-from hf_specgen.target.compilable import Compile
-from hf_specgen.target.model_parts import unwrapped_model
-from hf_specgen.target.support import check_architecture
+from hf_specgen.targets.compilable import Compile
+from hf_specgen.targets.model_parts import unwrapped_model
+from hf_specgen.targets.support import check_architecture
 from hf_specgen.totals import CallTotals
 from hf_specgen.verification import Verifier
 

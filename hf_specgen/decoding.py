@@ -28,15 +28,15 @@ from hf_specgen.padding import PaddingReader
 from hf_specgen.policy_runner import PolicyRunner
 from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, SpeculativeOutput, call_output
 from hf_specgen.state import Call, GenerationState
-from hf_specgen.target.compilable import Compile
-from hf_specgen.target.cudnn_attention import without_cudnn_attention
-from hf_specgen.target.encoder import EncoderInput
-from hf_specgen.target.model_parts import mask_name
-from hf_specgen.target.packed_weights import packed_weights
-from hf_specgen.target.packing import pack_target
-from hf_specgen.target.requirements import make_target
-from hf_specgen.target.self_check import check_computation
-from hf_specgen.target.support import check_length
+from hf_specgen.targets.compilable import Compile
+from hf_specgen.targets.cudnn_attention import without_cudnn_attention
+from hf_specgen.targets.encoder import EncoderInput
+from hf_specgen.targets.model_parts import mask_name
+from hf_specgen.targets.packed_weights import packed_weights
+from hf_specgen.targets.packing import pack_target
+from hf_specgen.targets.requirements import make_target
+from hf_specgen.targets.self_check import check_computation
+from hf_specgen.targets.support import check_length
 from hf_specgen.timer import StepTimer
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier

@@ -15,7 +15,7 @@ import torch
 from hf_specgen.candidates.merged_tree import merge_trees
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.state import Call
-from hf_specgen.target.base import Target
+from hf_specgen.targets.base import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 

@@ -9,9 +9,9 @@ from hf_specgen.depth.schedules import context_length
 from hf_specgen.monitoring.monitor import MonitorSession
 from hf_specgen.state import Call
 from hf_specgen.steps import RowStep, StepPasses
-from hf_specgen.target.base import Target
-from hf_specgen.target.cache_layer import MAX_PREFILL_DRAFT
-from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
+from hf_specgen.targets.base import Target
+from hf_specgen.targets.cache_layer import MAX_PREFILL_DRAFT
+from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.timer import StepTimer
 from hf_specgen.tree import DraftTree
 

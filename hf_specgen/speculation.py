@@ -19,10 +19,10 @@ from hf_specgen.depth import Policy
 from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.state import Call
-from hf_specgen.target.compilable import Compile, check_setting
-from hf_specgen.target.encoder import check_cache
-from hf_specgen.target.packable import check_packable, is_packable
-from hf_specgen.target.support import check_model
+from hf_specgen.targets.compilable import Compile, check_setting
+from hf_specgen.targets.encoder import check_cache
+from hf_specgen.targets.packable import check_packable, is_packable
+from hf_specgen.targets.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
 VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from hf_specgen.candidates.base import Candidates
     from hf_specgen.counters import Statistics
     from hf_specgen.depth.policy import PolicySession
-    from hf_specgen.target.base import Target
-    from hf_specgen.target.encoder import EncoderInput
+    from hf_specgen.targets.base import Target
+    from hf_specgen.targets.encoder import EncoderInput
     from hf_specgen.verification.base import VerificationSession
     from hf_specgen.verification.processors import LogitsPipeline
 

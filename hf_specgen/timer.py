@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from hf_specgen.target.compile_time import compile_seconds
+from hf_specgen.targets.compile_time import compile_seconds
 
 PARTS = ("prefill", "draft", "forward", "verify", "policy")
 STEP_PARTS = ("draft", "forward", "verify")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from answers import answer_batch, batches_by_domain
 from corpus import Batch, collate, encode_row, rows_by_domain
 from distillation import target_states
-from hf_specgen.target.model_parts import output_logits
+from hf_specgen.targets.model_parts import output_logits
 
 Predictor = Callable[[Batch], torch.Tensor]
 """Returns the logits `[positions, vocab]` at the predicting positions of a batch."""

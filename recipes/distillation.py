@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from answers import DEFAULT_GENERATION
 from common import Options, option
 from corpus import Batch, conversations
-from hf_specgen.target.model_parts import decoder, layer_outputs, output_logits
+from hf_specgen.targets.model_parts import decoder, layer_outputs, output_logits
 from training_setup import TrainingSettings, shared_batches
 
 Logits = Callable[[torch.Tensor], torch.Tensor]

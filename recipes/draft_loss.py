@@ -22,7 +22,7 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
 from distillation import CHUNK
-from hf_specgen.target.model_parts import output_logits
+from hf_specgen.targets.model_parts import output_logits
 
 DECAY = 0.8
 """Weight of each depth relative to the one before."""

@@ -14,7 +14,7 @@ from corpus import Batch, collate, encode_row, rows_by_domain
 from draft_loss import later_pairs
 from head_training import DraftPass, HeadSettings, read_target
 from hf_specgen.heads.base import AttachedHead
-from hf_specgen.target.model_parts import output_logits
+from hf_specgen.targets.model_parts import output_logits
 
 NEW_TOKENS = 96
 """Longest answer."""

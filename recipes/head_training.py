@@ -16,7 +16,7 @@ from distillation import DistillationSettings
 from draft_loss import draft_loss
 from hf_specgen.heads.base import AttachedHead
 from hf_specgen.heads.layers import LayerConfig
-from hf_specgen.target.model_parts import decoder, decoder_layers
+from hf_specgen.targets.model_parts import decoder, decoder_layers
 
 
 @dataclass(kw_only=True)

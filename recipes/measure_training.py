@@ -18,7 +18,7 @@ import torch
 from common import parse_config
 from distillation import answers, load_target, target_states
 from hf_specgen.evaluation.measure import wait
-from hf_specgen.target.model_parts import output_logits
+from hf_specgen.targets.model_parts import output_logits
 from train_medusa import HeadsTraining, Settings, make_heads
 from training_setup import start
 

@@ -14,7 +14,7 @@ from corpus import Batch
 from distillation import CHUNK
 from draft_loss import draft_loss, gradient_at_once
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.target.model_parts import output_logits, output_matrix
+from hf_specgen.targets.model_parts import output_logits, output_matrix
 
 
 def medusa_loss(

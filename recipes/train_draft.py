@@ -26,7 +26,7 @@ from cards import push, write_card
 from common import Options, option, parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, draft_states, kl_sum, load_target, target_states
-from hf_specgen.target.model_parts import output_logits
+from hf_specgen.targets.model_parts import output_logits
 from training import train
 from training_setup import start
 

@@ -39,7 +39,7 @@ from hf_specgen.heads.base import AttachedHead
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
 from hf_specgen.heads.loading import load_head
 from hf_specgen.heads.taps import eagle_taps
-from hf_specgen.target.model_parts import output_matrix
+from hf_specgen.targets.model_parts import output_matrix
 
 
 @dataclass(kw_only=True)

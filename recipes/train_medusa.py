@@ -25,7 +25,7 @@ from distillation import DistillationSettings, answers, draft_states, load_targe
 from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora, new_lora, output_of
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.target.model_parts import output_matrix
+from hf_specgen.targets.model_parts import output_matrix
 from medusa_evaluation import Evaluation
 from medusa_loss import answer_loss, following_tokens, medusa_loss
 from medusa_saving import Trained, save_card, save_weights

@@ -33,8 +33,8 @@ from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.projection import latency_for, project
 from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load
-from hf_specgen.target.packed_weights import packed_weights
-from hf_specgen.target.packing import pack_target
+from hf_specgen.targets.packed_weights import packed_weights
+from hf_specgen.targets.packing import pack_target
 
 
 @dataclass

@@ -29,9 +29,9 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig
 
 from hf_specgen.evaluation.provenance import provenance
-from hf_specgen.target.attention import grouped_attention
-from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.chain_masks import ChainMasks
+from hf_specgen.targets.attention import grouped_attention
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.chain_masks import ChainMasks
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 64

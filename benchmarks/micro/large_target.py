@@ -3,7 +3,7 @@
 The target is the embedded model in bfloat16, deepened and widened without changing its function.
 
 PyTorch's attention kernels are chosen alike for all sides: without those of cuDNN, which plan anew for each length of
-the text (see `hf_specgen.target.cudnn_attention`). Plain `generate` is measured with PyTorch's own choice too.
+the text (see `hf_specgen.targets.cudnn_attention`). Plain `generate` is measured with PyTorch's own choice too.
 """
 
 from __future__ import annotations

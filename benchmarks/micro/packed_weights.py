@@ -30,7 +30,7 @@ from hf_specgen.evaluation.workloads import (
     encode,
     load,
 )
-from hf_specgen.target.packable import packable_dtypes
+from hf_specgen.targets.packable import packable_dtypes
 
 PARAMETERS, QUICK_PARAMETERS, NEW_TOKENS = 300 * 10**6, 20 * 10**6, 64
 

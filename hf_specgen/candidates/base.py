@@ -17,7 +17,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from hf_specgen.counters import Statistics
 from hf_specgen.depth import Controller, FixedDepth, Policy
 from hf_specgen.state import Call, GenerationState
-from hf_specgen.target.requirements import TargetRequirements
+from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.tree import DraftTree
 
 if TYPE_CHECKING:

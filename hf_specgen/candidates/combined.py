@@ -21,8 +21,8 @@ from hf_specgen.candidates.union_tree import UnionTree, unite
 from hf_specgen.depth import Policy
 from hf_specgen.depth.calibration import calibration_memory
 from hf_specgen.state import Call
-from hf_specgen.target.early_exit import EarlyExitTarget
-from hf_specgen.target.requirements import TargetRequirements
+from hf_specgen.targets.early_exit import EarlyExitTarget
+from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, judged_nodes, result_for
 

@@ -16,7 +16,7 @@ from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.block_reader import BlockReader
 from hf_specgen.state import Call
-from hf_specgen.target.hidden_states import HiddenStateTarget
+from hf_specgen.targets.hidden_states import HiddenStateTarget
 
 
 class DFlashCandidates(HeadCandidates):

@@ -29,14 +29,14 @@ from hf_specgen.candidates.translated import translated_session
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
 from hf_specgen.state import Call
-from hf_specgen.target.compilable import Compile, check_setting, named
-from hf_specgen.target.encoder import reads_encoder
-from hf_specgen.target.model_parts import text_config
-from hf_specgen.target.packing import pack_drafter
-from hf_specgen.target.requirements import TargetRequirements, make_target
-from hf_specgen.target.self_check import check_computation
-from hf_specgen.target.state_layers import keeps_state
-from hf_specgen.target.support import check_model, is_causal_kernel, position_table
+from hf_specgen.targets.compilable import Compile, check_setting, named
+from hf_specgen.targets.encoder import reads_encoder
+from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.packing import pack_drafter
+from hf_specgen.targets.requirements import TargetRequirements, make_target
+from hf_specgen.targets.self_check import check_computation
+from hf_specgen.targets.state_layers import keeps_state
+from hf_specgen.targets.support import check_model, is_causal_kernel, position_table
 
 MAX_DEPTH = 16
 """Maximum depth of k="auto": drafts of copied text are accepted that far; elsewhere trees stop growing earlier."""

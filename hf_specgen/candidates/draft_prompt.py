@@ -13,7 +13,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_specgen import compat
 from hf_specgen.state import Call
-from hf_specgen.target.encoder import EncoderInput, reads_encoder
+from hf_specgen.targets.encoder import EncoderInput, reads_encoder
 
 _same_encoders: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, bool]] = WeakKeyDictionary()
 

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from hf_specgen.candidates.draft_prompt import draft_prompt, embedding_size, known_tokens
 from hf_specgen.candidates.reencoding import Reencoder
 from hf_specgen.state import Call
-from hf_specgen.target.compilable import Compile
-from hf_specgen.target.model_parts import text_config
-from hf_specgen.target.own_cache import MAX_DRAFT_SLOTS
-from hf_specgen.target.requirements import TargetRequirements, make_target
-from hf_specgen.target.support import position_table
+from hf_specgen.targets.compilable import Compile
+from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
+from hf_specgen.targets.requirements import TargetRequirements, make_target
+from hf_specgen.targets.support import position_table
 from hf_specgen.tree import DraftTree
 
 

@@ -8,7 +8,7 @@ import torch
 
 from hf_specgen.heads.base import AttachedHead
 from hf_specgen.state import Call
-from hf_specgen.target.hidden_states import HiddenStateTarget
+from hf_specgen.targets.hidden_states import HiddenStateTarget
 
 
 class UnreadFeatures:

@@ -16,7 +16,7 @@ from hf_specgen.heads.assistant_reader import AssistantReader
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.gemma_assistant import AssistantHead
 from hf_specgen.state import Call
-from hf_specgen.target.hidden_states import HiddenStateTarget
+from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 
 

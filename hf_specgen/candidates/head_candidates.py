@@ -15,10 +15,10 @@ from hf_specgen.depth import Policy
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.loading import load_head
 from hf_specgen.state import Call
-from hf_specgen.target.hidden_states import HiddenStateTarget
-from hf_specgen.target.model_parts import output_matrix
-from hf_specgen.target.packing import pack_drafter
-from hf_specgen.target.requirements import TargetRequirements, check_decoder_only
+from hf_specgen.targets.hidden_states import HiddenStateTarget
+from hf_specgen.targets.model_parts import output_matrix
+from hf_specgen.targets.packing import pack_drafter
+from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
 
 
 class HeadCandidates(Candidates):

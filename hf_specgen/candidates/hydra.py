@@ -14,8 +14,8 @@ from hf_specgen.candidates.marginals import DEFAULT_NODES
 from hf_specgen.candidates.tree_shape import MAX_CHILDREN, TreeShape
 from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.state import Call
-from hf_specgen.target.hidden_states import HiddenStateTarget
-from hf_specgen.target.requirements import OUTPUT_STATE
+from hf_specgen.targets.hidden_states import HiddenStateTarget
+from hf_specgen.targets.requirements import OUTPUT_STATE
 from hf_specgen.tree import DraftTree
 
 

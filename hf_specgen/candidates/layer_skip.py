@@ -17,8 +17,8 @@ from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, ch
 from hf_specgen.depth import Policy
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.state import Call
-from hf_specgen.target.early_exit import EarlyExitTarget
-from hf_specgen.target.requirements import TargetRequirements, check_decoder_only
+from hf_specgen.targets.early_exit import EarlyExitTarget
+from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
 from hf_specgen.tree import DraftTree
 
 

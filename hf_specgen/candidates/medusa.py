@@ -32,10 +32,10 @@ from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.state import Call
-from hf_specgen.target.hidden_states import HiddenStateTarget
-from hf_specgen.target.model_parts import output_matrix
-from hf_specgen.target.packing import pack_drafter
-from hf_specgen.target.requirements import OUTPUT_STATE, TargetRequirements, check_decoder_only
+from hf_specgen.targets.hidden_states import HiddenStateTarget
+from hf_specgen.targets.model_parts import output_matrix
+from hf_specgen.targets.packing import pack_drafter
+from hf_specgen.targets.requirements import OUTPUT_STATE, TargetRequirements, check_decoder_only
 from hf_specgen.tree import DraftTree
 
 Paths = Sequence[Sequence[int]]

@@ -21,7 +21,7 @@ from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.mtp import MTPHead
 from hf_specgen.heads.mtp_format import load_mtp
 from hf_specgen.state import Call
-from hf_specgen.target.hidden_states import HiddenStateTarget
+from hf_specgen.targets.hidden_states import HiddenStateTarget
 
 OWN_CHECKPOINT = ""
 """The name that stands for the checkpoint from which the target was loaded."""

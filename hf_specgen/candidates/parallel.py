@@ -12,7 +12,7 @@ from hf_specgen.candidates.marginals import MarginalSession
 from hf_specgen.heads.acceptance import RANKS
 from hf_specgen.heads.base import AttachedHead
 from hf_specgen.state import Call
-from hf_specgen.target.hidden_states import HiddenStateTarget
+from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 

@@ -15,7 +15,7 @@ from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.eagle import Eagle3Head
 from hf_specgen.heads.parallel_reader import ParallelReader
 from hf_specgen.state import Call
-from hf_specgen.target.hidden_states import HiddenStateTarget
+from hf_specgen.targets.hidden_states import HiddenStateTarget
 
 
 class PEagleCandidates(HeadCandidates):

@@ -26,7 +26,7 @@ from hf_specgen.candidates.reencoding import Codec, Reencoder, load_tokenizer
 from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_vocabulary
 from hf_specgen.depth.schedules import context_length
 from hf_specgen.state import Call
-from hf_specgen.target.compilable import Compile
+from hf_specgen.targets.compilable import Compile
 from hf_specgen.tree import DraftTree
 
 MIN_SHARED = 0.5

@@ -32,7 +32,7 @@ from hf_specgen.evaluation.workloads import (
     first_difference,
     load,
 )
-from hf_specgen.target.packable import is_packable
+from hf_specgen.targets.packable import is_packable
 
 WARM_UP, WARM_UP_TOKENS = "Write a function that adds two numbers.", 8
 """An uncounted call of each variant, in which models are loaded and checked, and the speed of plain `generate`."""

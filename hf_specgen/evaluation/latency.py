@@ -23,7 +23,7 @@ from hf_specgen.depth.latency import LatencyModel, Slice, slice_of
 from hf_specgen.depth.policy import Policy, PolicySession, StepRecord
 from hf_specgen.depth.recorder import GRID, MEDIAN_WINDOW, LatencyRecorder
 from hf_specgen.state import Call
-from hf_specgen.target.packing import is_packed_by_default
+from hf_specgen.targets.packing import is_packed_by_default
 from hf_specgen.tree import DraftTree
 
 PATTERN = 32

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hf_specgen.heads.active_rows import ActiveRows
 from hf_specgen.heads.base import AttachedHead
 from hf_specgen.heads.block import BlockConfig
-from hf_specgen.target.cache import RaggedCache
+from hf_specgen.targets.cache import RaggedCache
 
 
 class BlockReader:

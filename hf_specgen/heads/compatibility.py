@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specgen.target.model_parts import decoder_layers, output_matrix
+from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 
 Fingerprint = dict[str, Any]
 COMPARED = {

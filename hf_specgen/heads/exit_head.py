@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.heads.files import find_file, number_field, offline_hint, read_json
 from hf_specgen.heads.lora import load_adapter, shared_linear
-from hf_specgen.target.model_parts import decoder_layers, final_norm, output_matrix
+from hf_specgen.targets.model_parts import decoder_layers, final_norm, output_matrix
 
 EXIT_CONFIG = "exit_config.json"
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.heads.lora import load_lora, stacked_deltas
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.target.model_parts import output_matrix
+from hf_specgen.targets.model_parts import output_matrix
 
 FORMATS = ("medusa", "tgi", "vllm")
 Tensors = dict[str, torch.Tensor]

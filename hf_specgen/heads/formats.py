@@ -33,7 +33,7 @@ from hf_specgen.heads.files import (
     tensor_shapes,
 )
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specgen.target.model_parts import output_matrix
+from hf_specgen.targets.model_parts import output_matrix
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 
 from hf_specgen.heads.acceptance import Acceptance
 from hf_specgen.heads.compatibility import fingerprint
-from hf_specgen.target.model_parts import output_matrix
+from hf_specgen.targets.model_parts import output_matrix
 
 
 class MedusaConfig(PreTrainedConfig):

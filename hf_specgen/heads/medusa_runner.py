@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.heads.lora import stacked_deltas
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.target.model_parts import output_logits, output_matrix
+from hf_specgen.targets.model_parts import output_logits, output_matrix
 
 
 class MedusaRunner:

@@ -21,7 +21,7 @@ from hf_specgen.heads.base import AttachedHead
 from hf_specgen.heads.eagle import EagleConfig
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.heads.reader import READ_CHUNK
-from hf_specgen.target.cache import RaggedCache
+from hf_specgen.targets.cache import RaggedCache
 
 
 class ParallelReader:

@@ -23,8 +23,8 @@ from hf_specgen.heads.active_rows import ActiveRows
 from hf_specgen.heads.base import AttachedHead, HeadOutput
 from hf_specgen.heads.captured_head import CapturedHead, HeadInputs, run_eagerly
 from hf_specgen.heads.layers import causal_mask
-from hf_specgen.target import masks
-from hf_specgen.target.cache import RaggedCache
+from hf_specgen.targets import masks
+from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.tree import DraftTree
 
 READ_CHUNK = 512

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_specgen import attached, speculate
-from hf_specgen.target.packed_weights import is_packable
+from hf_specgen.targets.packed_weights import is_packable
 from tests.fuzz import strategies
 from tests.fuzz.cases import Case
 

@@ -8,7 +8,7 @@ import pytest
 from torch.utils import _pytree as pytree
 
 from hf_specgen.candidates import eagle
-from hf_specgen.target import captured, compilable, compiled
+from hf_specgen.targets import captured, compilable, compiled
 
 
 def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

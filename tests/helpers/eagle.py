@@ -12,7 +12,7 @@ from hf_specgen.candidates.eagle import EagleSession
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.heads.loading import load_head
-from hf_specgen.target.cache import RaggedCache
+from hf_specgen.targets.cache import RaggedCache
 from tests.helpers.head_fixtures import Fixture
 from tests.helpers.models import SHARED
 

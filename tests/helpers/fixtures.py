@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specgen  # noqa: F401  (installs the keyword)
-from hf_specgen.target import attention
-from hf_specgen.target.attention import grouped_sdpa
+from hf_specgen.targets import attention
+from hf_specgen.targets.attention import grouped_sdpa
 from tests.helpers import shared_draft, tiny_model
 from tests.helpers.comparison import seed
 from tests.helpers.encoder_decoder import encoder_decoder

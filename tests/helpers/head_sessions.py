@@ -13,7 +13,7 @@ import torch
 
 from hf_specgen.heads.base import AttachedHead, HeadOutput
 from hf_specgen.heads.layers import causal_mask
-from hf_specgen.target.cache import RaggedCache
+from hf_specgen.targets.cache import RaggedCache
 
 
 def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:

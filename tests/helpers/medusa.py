@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_specgen.heads import MedusaHeads
-from hf_specgen.target.model_parts import output_matrix
+from hf_specgen.targets.model_parts import output_matrix
 from tests.helpers.comparison import plain_output
 
 

@@ -10,7 +10,7 @@ import torch
 from hf_specgen import Call, DraftSession
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.heads.layers import causal_mask
-from hf_specgen.target.cache import RaggedCache
+from hf_specgen.targets.cache import RaggedCache
 
 RAISED = 50.0
 """Added to the logit of a token that is to be drafted."""

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from hf_specgen.candidates import ngram_odds as tuning
-from hf_specgen.target.model_parts import output_logits
+from hf_specgen.targets.model_parts import output_logits
 
 # Trees
 

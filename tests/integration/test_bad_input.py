@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates, NgramHistory, attach, speculate
-from hf_specgen.target.cache import RaggedCache
+from hf_specgen.targets.cache import RaggedCache
 from tests.helpers import FailingOracle, Oracle, fresh_model, prompts, tiny_model
 
 

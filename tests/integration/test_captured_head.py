@@ -11,7 +11,7 @@ import torch
 
 from hf_specgen import EagleCandidates
 from hf_specgen.heads.loading import load_head
-from hf_specgen.target import captured
+from hf_specgen.targets import captured
 from tests.helpers import SAMPLING, prompts
 from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.eagle import predictable_pair
@@ -83,7 +83,7 @@ def test_captured_head_in_later_calls_uses_the_same_graphs(pair: Any, captures: 
 def test_captured_head_of_a_text_that_outgrows_its_buffers_same_drafts(
     pair: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_specgen.target.graph_buffers.CAPACITY_BLOCK", 8)
+    monkeypatch.setattr("hf_specgen.targets.graph_buffers.CAPACITY_BLOCK", 8)
     target, head = pair
     eager = steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=100)
     assert steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=100, compile="graphs") == eager

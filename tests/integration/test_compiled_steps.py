@@ -21,7 +21,7 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
-from hf_specgen.target import captured, compiled
+from hf_specgen.targets import captured, compiled
 from tests.helpers import SAMPLING, perturbed_copy, prompts
 from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.medusa import fitted_heads

@@ -26,7 +26,7 @@ from hf_specgen.evaluation.workloads import (
     read_prompts,
     torch_dtype,
 )
-from hf_specgen.target.packable import packable_dtypes
+from hf_specgen.targets.packable import packable_dtypes
 from tests.helpers.paths import REFERENCE_LM
 
 

@@ -31,7 +31,7 @@ from hf_specgen import (
     statistics,
 )
 from hf_specgen.heads import MedusaConfig, MedusaHeads
-from hf_specgen.target import common_length
+from hf_specgen.targets import common_length
 from tests.helpers import SAMPLING, PrefixReader, RecordingStreamer, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import SEED

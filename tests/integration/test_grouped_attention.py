@@ -13,8 +13,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_specgen.target import attention as module_under_test
-from hf_specgen.target.attention import fold_mask, grouped_attention, grouped_sdpa
+from hf_specgen.targets import attention as module_under_test
+from hf_specgen.targets.attention import fold_mask, grouped_attention, grouped_sdpa
 from tests.helpers import (
     Oracle,
     plain_and_speculative,

@@ -13,7 +13,7 @@ from hf_specgen.candidates.hydra import HydraSession
 from hf_specgen.evaluation.calibration import measure_acceptance
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.medusa import MedusaConfig
-from hf_specgen.target.requirements import OUTPUT_STATE
+from hf_specgen.targets.requirements import OUTPUT_STATE
 from hf_specgen.tree import DraftTree
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.medusa import fitted_heads, random_heads

@@ -20,7 +20,7 @@ from hf_specgen.candidates import pair_speed, translated
 from hf_specgen.candidates.reencoding import Codec, Reencoder
 from hf_specgen.depth import AdaptiveDepth, CostCurve, LatencyModel
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
-from hf_specgen.target import compiled
+from hf_specgen.targets import compiled
 from tests.helpers import SAMPLING, assert_same_tokens
 from tests.helpers.goodness_of_fit import goodness_of_fit
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen import LayerSkipCandidates, NgramCandidates
-from hf_specgen.target.cache import RaggedCache
+from hf_specgen.targets.cache import RaggedCache
 from tests.helpers import Oracle, prompts, tiny_model
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}

@@ -16,9 +16,9 @@ from torch.nn.functional import linear
 
 import hf_specgen
 from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
-from hf_specgen.target import packed_weights as packing
-from hf_specgen.target import packing as choice
-from hf_specgen.target.checksum import checksum
+from hf_specgen.targets import packed_weights as packing
+from hf_specgen.targets import packing as choice
+from hf_specgen.targets.checksum import checksum
 from tests.helpers import SAMPLING, Oracle, assert_same_tokens, fresh_model, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
 

@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
-from hf_specgen.target.requirements import TargetRequirements
+from hf_specgen.targets.requirements import TargetRequirements
 from tests.fuzz.models import tiny_model
 
 SMALL = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

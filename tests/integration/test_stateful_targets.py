@@ -22,7 +22,7 @@ from hf_specgen import (
     Policy,
     PolicySession,
 )
-from hf_specgen.target import unread
+from hf_specgen.targets import unread
 from hf_specgen.tree import DraftTree
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.cases import ORACLES
@@ -90,7 +90,7 @@ def test_strategies_draft_chains_for_stateful_targets(kind: str, strategy: str) 
 
 def test_many_unread_tokens_are_read_in_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: passes that grow without end where no draft is accepted whole, or tokens read twice."""
-    monkeypatch.setattr("hf_specgen.target.base.MAX_UNREAD", 2)
+    monkeypatch.setattr("hf_specgen.targets.base.MAX_UNREAD", 2)
     model, widths = stateful_model("qwen3_5_text"), []
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True

@@ -17,7 +17,7 @@ from hf_specgen.heads import load_exit_head, load_medusa
 from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.heads.files import source_errors, tensor_shapes
 from hf_specgen.heads.lora import load_lora
-from hf_specgen.target.model_parts import output_matrix
+from hf_specgen.targets.model_parts import output_matrix
 
 HUGE = 10**9
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_specgen import DraftModelCandidates
-from hf_specgen.target.compilable import CPU_COMPILER
+from hf_specgen.targets.compilable import CPU_COMPILER
 from tests.helpers import perturbed_copy, prompts
 from tests.helpers.models import fresh_model
 

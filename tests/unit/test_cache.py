@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_specgen.target import cache_layer as module
-from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.cache_layer import RaggedLayer
+from hf_specgen.targets import cache_layer as module
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.cache_layer import RaggedLayer
 from tests.helpers import reference
 
 thorough = settings(max_examples=100, deadline=None, derandomize=True)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.target.chain_masks import ChainMasks
+from hf_specgen.targets.chain_masks import ChainMasks
 from tests.helpers import reference
 
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.compile_time import compile_seconds
-from hf_specgen.target.fixed_shapes import fixed_mask, padded_width
-from hf_specgen.target.graph_buffers import CAPACITY_BLOCK, GraphBuffers
-from hf_specgen.target.step_cache import StepLayer
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.compile_time import compile_seconds
+from hf_specgen.targets.fixed_shapes import fixed_mask, padded_width
+from hf_specgen.targets.graph_buffers import CAPACITY_BLOCK, GraphBuffers
+from hf_specgen.targets.step_cache import StepLayer
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2, 4), (4, 4), (5, 8), (16, 16), (17, 32), (65, 128)])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hf_specgen.target.cudnn_attention import without_cudnn_attention
+from hf_specgen.targets.cudnn_attention import without_cudnn_attention
 
 kernels = torch.backends.cuda
 

@@ -14,9 +14,9 @@ from hf_specgen.evaluation.measure import Total, Variant, interleave
 from hf_specgen.evaluation.strategies import Strategy
 from hf_specgen.evaluation.taps import TapsResult, compare_taps
 from hf_specgen.evaluation.workloads import PLAIN, encode, load_model
-from hf_specgen.target.packable import is_packable
-from hf_specgen.target.packed_weights import packed_weights
-from hf_specgen.target.packing import is_packed_by_default, pack_target
+from hf_specgen.targets.packable import is_packable
+from hf_specgen.targets.packed_weights import packed_weights
+from hf_specgen.targets.packing import is_packed_by_default, pack_target
 
 QUERIES = (1, 2, 4, 8, 16)
 """Tokens per row of the timed passes."""

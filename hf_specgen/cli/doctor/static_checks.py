@@ -15,7 +15,7 @@ from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.formats import inspect_medusa
 from hf_specgen.heads.loading import holds_medusa, load_head
 from hf_specgen.heads.mtp_format import has_mtp_layers
-from hf_specgen.target.support import check_model
+from hf_specgen.targets.support import check_model
 
 SMALL_DRAFT, LARGE_DRAFT = 0.12, 0.35
 """Bytes of a draft model relative to the target: up to the first it is cheap, above the second rarely faster."""

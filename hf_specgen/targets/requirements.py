@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.target.base import Target
-from hf_specgen.target.common_length import CommonLengthTarget
-from hf_specgen.target.compilable import Compile, named
-from hf_specgen.target.compiled import compiled_passes
-from hf_specgen.target.early_exit import EarlyExitTarget
-from hf_specgen.target.encoder import takes_positions
-from hf_specgen.target.hidden_states import HiddenStateTarget
+from hf_specgen.targets.base import Target
+from hf_specgen.targets.common_length import CommonLengthTarget
+from hf_specgen.targets.compilable import Compile, named
+from hf_specgen.targets.compiled import compiled_passes
+from hf_specgen.targets.early_exit import EarlyExitTarget
+from hf_specgen.targets.encoder import takes_positions
+from hf_specgen.targets.hidden_states import HiddenStateTarget
 
 OUTPUT_STATE = -1
 """The tap of the output matrix's input (after the final norm)."""

@@ -15,8 +15,8 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.step_inputs import StepInputs
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)

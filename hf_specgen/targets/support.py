@@ -2,7 +2,7 @@
 
 What a model must do: place tokens by `position_ids`, take a 4-D attention mask, and keep all its state in the cache, so
 that it can be rolled back when a draft token is rejected. What the configuration does not show is checked by
-`hf_specgen.target.self_check`.
+`hf_specgen.targets.self_check`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target.encoder import reads_encoder
-from hf_specgen.target.masks import layer_kinds
-from hf_specgen.target.model_parts import decoder, text_config
-from hf_specgen.target.state_layers import INDEXED_TYPES, STATE_TYPES, WITHOUT_CACHE
+from hf_specgen.targets.encoder import reads_encoder
+from hf_specgen.targets.masks import layer_kinds
+from hf_specgen.targets.model_parts import decoder, text_config
+from hf_specgen.targets.state_layers import INDEXED_TYPES, STATE_TYPES, WITHOUT_CACHE
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
 """Implementations that take any mask. FlashAttention takes none: it verifies chains, of one row."""

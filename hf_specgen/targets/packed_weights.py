@@ -4,7 +4,7 @@ PyTorch's `linear` rearranges the whole weight matrix in every call. For a few t
 itself: with weights that were rearranged once, 2 to 16 tokens take a quarter to a half of the time in float32, and a
 third to two thirds in bfloat16. The packed copy takes as much memory as the weights, and is kept as long as the model.
 
-Which models of a call are packed is decided in `hf_specgen.target.packing`.
+Which models of a call are packed is decided in `hf_specgen.targets.packing`.
 
 During a call the layers have an instance `forward`, which uses packed weights only in the threads that asked for it.
 
@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from hf_specgen.target.checksum import checksum
-from hf_specgen.target.packable import is_packable
+from hf_specgen.targets.checksum import checksum
+from hf_specgen.targets.packable import is_packable
 
 EXPECTED_TOKENS = 8
 """Tokens of a pass that the layout is chosen for: from 2 to 256 tokens it is as fast as the best layout, for one token

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from hf_specgen.target.packed_weights import packed_layers
+from hf_specgen.targets.packed_weights import packed_layers
 
 _library = torch.library.Library("hf_specgen", "DEF")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")

@@ -3,7 +3,7 @@
 A draft has another number of tokens in every step, and a compiled function wants the same shapes every time. So a pass
 over n tokens is padded to the next of the widths 1, 4, 8, 16, 32, …, and there is one compiled function for each width
 and number of rows. It reads and writes the buffers of the call's `RaggedCache` in place, see
-`hf_specgen.target.step_cache`: rollback and accepted paths work as without compilation.
+`hf_specgen.targets.step_cache`: rollback and accepted paths work as without compilation.
 
 A function is compiled by `torch.compile`, or on a GPU captured as a CUDA graph without being compiled. Before it is
 used its logits are compared with those of an ordinary pass over the same tokens.
@@ -22,17 +22,17 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target.agreement import difference, is_rounding
-from hf_specgen.target.attention import grouped_attention
-from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.captured import GraphMemory, fingerprint, graph_memory
-from hf_specgen.target.compilable import GRAPH_DEVICES, Compile, check_compilable, named
-from hf_specgen.target.compile_time import add_compile_seconds, compile_seconds
-from hf_specgen.target.fixed_shapes import fixed_mask
-from hf_specgen.target.graph_buffers import GraphBuffers
-from hf_specgen.target.packable import is_packable
-from hf_specgen.target.packed_weights import packed_model
-from hf_specgen.target.pass_functions import PassFunction, captured_function, compiled_function
+from hf_specgen.targets.agreement import difference, is_rounding
+from hf_specgen.targets.attention import grouped_attention
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.captured import GraphMemory, fingerprint, graph_memory
+from hf_specgen.targets.compilable import GRAPH_DEVICES, Compile, check_compilable, named
+from hf_specgen.targets.compile_time import add_compile_seconds, compile_seconds
+from hf_specgen.targets.fixed_shapes import fixed_mask
+from hf_specgen.targets.graph_buffers import GraphBuffers
+from hf_specgen.targets.packable import is_packable
+from hf_specgen.targets.packed_weights import packed_model
+from hf_specgen.targets.pass_functions import PassFunction, captured_function, compiled_function
 
 logger = logging.getLogger("hf_specgen")
 COLUMN_BLOCK = 64

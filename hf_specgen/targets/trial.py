@@ -19,10 +19,10 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target.agreement import difference, is_rounding
-from hf_specgen.target.base import Target
-from hf_specgen.target.early_exit import EarlyExitTarget
-from hf_specgen.target.requirements import TargetRequirements, make_target
+from hf_specgen.targets.agreement import difference, is_rounding
+from hf_specgen.targets.base import Target
+from hf_specgen.targets.early_exit import EarlyExitTarget
+from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.tree import DraftTree, Parents, chain_parents
 
 PROMPT, PADDING, STEPS = 6, 2, 5

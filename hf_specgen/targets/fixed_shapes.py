@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from hf_specgen.target.attention import fold_mask
+from hf_specgen.targets.attention import fold_mask
 from hf_specgen.tree import DraftTree
 
 FIRST_WIDTHS = (1, 4)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_specgen.target.compile_time import add_compile_seconds
+from hf_specgen.targets.compile_time import add_compile_seconds
 
 WARM_UP_RUNS = 2
 """Runs before a capture, in which libraries allocate their workspaces and choose kernels."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from hf_specgen.target.attention import grouped_attention
-from hf_specgen.target.captured import Buffers, CapturedPass, GraphMemory
-from hf_specgen.target.packable import is_packable
-from hf_specgen.target.packed_graphs import with_packed_linears
-from hf_specgen.target.step_cache import step
+from hf_specgen.targets.attention import grouped_attention
+from hf_specgen.targets.captured import Buffers, CapturedPass, GraphMemory
+from hf_specgen.targets.packable import is_packable
+from hf_specgen.targets.packed_graphs import with_packed_linears
+from hf_specgen.targets.step_cache import step
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which linear layers can run with packed weights on this machine; see `hf_specgen.target.packed_weights`."""
+"""Which linear layers can run with packed weights on this machine; see `hf_specgen.targets.packed_weights`."""
 
 from __future__ import annotations
 

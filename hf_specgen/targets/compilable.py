@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target.state_layers import has_special_layers
+from hf_specgen.targets.state_layers import has_special_layers
 
 Compile = bool | Literal["graphs"]
 """Whether passes are compiled with `torch.compile`, or on a GPU captured as CUDA graphs without being compiled."""

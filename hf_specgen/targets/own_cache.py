@@ -7,9 +7,9 @@ from typing import Any
 from transformers import DynamicCache, GenerationConfig
 
 from hf_specgen import compat
-from hf_specgen.target import masks
-from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.state_layers import has_special_layers, make_layers
+from hf_specgen.targets import masks
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.state_layers import has_special_layers, make_layers
 
 MAX_DRAFT_SLOTS = 64
 """Slots for draft tokens beyond the maximum length of the text."""

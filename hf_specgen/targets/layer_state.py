@@ -2,7 +2,7 @@
 
 A convolution reads the last few columns of its input. A `StateLayer` keeps some more of them, so that each row's window
 can be cut again where its accepted tokens end. A recurrent state mixes all that was read: it can only return to where
-the last pass began. `hf_specgen.target.unread` then reads the accepted tokens again, in front of the next draft.
+the last pass began. `hf_specgen.targets.unread` then reads the accepted tokens again, in front of the next draft.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_specgen.target.cache_layer import MAX_ROLLBACK
+from hf_specgen.targets.cache_layer import MAX_ROLLBACK
 
 
 class StateLayer(LinearAttentionLayer):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.target.base import Target
-from hf_specgen.target.compiled import CompiledPasses
-from hf_specgen.target.model_parts import decoder, decoder_layers, output_matrix
+from hf_specgen.targets.base import Target
+from hf_specgen.targets.compiled import CompiledPasses
+from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix
 from hf_specgen.tree import DraftTree
 
 

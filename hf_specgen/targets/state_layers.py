@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin, get_layer_types_and_kwargs
 
-from hf_specgen.target.cache_layer import RaggedLayer
-from hf_specgen.target.layer_state import StateLayer
+from hf_specgen.targets.cache_layer import RaggedLayer
+from hf_specgen.targets.layer_state import StateLayer
 
 STATE_TYPES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 """Types of layers with a state, as Transformers' configurations name them."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_specgen.target.cache import RaggedCache
+from hf_specgen.targets.cache import RaggedCache
 
 Buffers = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hf_specgen.target.base import Target
+from hf_specgen.targets.base import Target
 from hf_specgen.tree import DraftTree
 
 MAX_LEAD = 8

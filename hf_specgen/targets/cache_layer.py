@@ -95,7 +95,7 @@ class RaggedLayer(CacheLayerMixin):
             self.values = _resized(self.values, 0, capacity)
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffers themselves, for passes that write to given slots, see `hf_specgen.target.step_cache`."""
+        """The buffers themselves, for passes that write to given slots, see `hf_specgen.targets.step_cache`."""
         self._leave_inference_mode()
         assert self.keys is not None and self.values is not None
         return self.keys, self.values

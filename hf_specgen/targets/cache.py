@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_specgen.target.cache_layer import RaggedLayer
+from hf_specgen.targets.cache_layer import RaggedLayer
 
 
 class RaggedCache(Cache):
@@ -35,7 +35,7 @@ class RaggedCache(Cache):
         Args:
             windows: the sliding window of each layer, None for full attention; further layers have full attention.
             max_slots: the number of slots that the call can fill, if known.
-            layers: the layers themselves, for models with recurrent states (`hf_specgen.target.state_layers`).
+            layers: the layers themselves, for models with recurrent states (`hf_specgen.targets.state_layers`).
         """
         given = [RaggedLayer(window, max_slots) for window in windows] if layers is None else list(layers)
         super().__init__(layers=given)

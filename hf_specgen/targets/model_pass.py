@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target.attention import grouped_attention
-from hf_specgen.target.cache import RaggedCache
-from hf_specgen.target.compiled import CompiledPasses
-from hf_specgen.target.fixed_shapes import padded_pass
-from hf_specgen.target.row_layout import RowLayout
-from hf_specgen.target.step_inputs import StepInputs, on_device
-from hf_specgen.target.step_masks import StepMasks
+from hf_specgen.targets.attention import grouped_attention
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.compiled import CompiledPasses
+from hf_specgen.targets.fixed_shapes import padded_pass
+from hf_specgen.targets.row_layout import RowLayout
+from hf_specgen.targets.step_inputs import StepInputs, on_device
+from hf_specgen.targets.step_masks import StepMasks
 from hf_specgen.tree import DraftTree
 
 

@@ -1,4 +1,4 @@
-"""Decides which models of a call run with packed weights; see `hf_specgen.target.packed_weights`.
+"""Decides which models of a call run with packed weights; see `hf_specgen.targets.packed_weights`.
 
 With `pack_weights=True` target and drafter do, with `pack_weights=False` neither does. By default they do unless that
 takes much memory: packed weights make a pass over a few tokens up to four times as fast on a CPU. Results differ by
@@ -12,8 +12,8 @@ from typing import cast
 
 from torch import nn
 
-from hf_specgen.target.packable import is_packable
-from hf_specgen.target.packed_weights import leave_unpacked, pack, runs_packed
+from hf_specgen.targets.packable import is_packable
+from hf_specgen.targets.packed_weights import leave_unpacked, pack, runs_packed
 
 MAX_BYTES = 2**30
 """A target is packed by default if its linear layers take at most so many bytes. Packing so many takes 0.5 s in

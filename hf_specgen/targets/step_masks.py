@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target import masks
-from hf_specgen.target.chain_masks import ChainMasks
-from hf_specgen.target.model_parts import text_config
-from hf_specgen.target.support import is_causal_kernel
+from hf_specgen.targets import masks
+from hf_specgen.targets.chain_masks import ChainMasks
+from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.support import is_causal_kernel
 from hf_specgen.tree import DraftTree, chain_parents
 
 UNMASKED = ("conv", "linear_attention")

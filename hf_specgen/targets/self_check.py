@@ -1,7 +1,7 @@
 """Checks once per model that verification computes what plain `generate` computes, and refuses the model otherwise.
 
 No interface guarantees that a model places tokens by `position_ids`, respects a 4-D mask, keeps all its state in the
-cache, or can be divided at a layer. So a short text is decoded both ways (`hf_specgen.target.trial`); for a prompt with
+cache, or can be divided at a layer. So a short text is decoded both ways (`hf_specgen.targets.trial`); for a prompt with
 images or audio, and for an encoder-decoder, the prompt of the call is.
 """
 
@@ -16,13 +16,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target import trial
-from hf_specgen.target.early_exit import divisible_layers
-from hf_specgen.target.encoder import reads_encoder
-from hf_specgen.target.model_parts import text_config
-from hf_specgen.target.requirements import TargetRequirements
-from hf_specgen.target.step_inputs import accompanying_inputs
-from hf_specgen.target.support import is_causal_kernel
+from hf_specgen.targets import trial
+from hf_specgen.targets.early_exit import divisible_layers
+from hf_specgen.targets.encoder import reads_encoder
+from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.requirements import TargetRequirements
+from hf_specgen.targets.step_inputs import accompanying_inputs
+from hf_specgen.targets.support import is_causal_kernel
 
 ENCODER_DECODER_MASKS = ("attention_mask", "decoder_attention_mask")
 

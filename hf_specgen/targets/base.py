@@ -9,18 +9,18 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.target.compiled import CompiledPasses
-from hf_specgen.target.encoder import EncoderStepInputs
-from hf_specgen.target.model_parts import mask_name, text_config
-from hf_specgen.target.model_pass import ModelPass
-from hf_specgen.target.own_cache import CallCache
-from hf_specgen.target.prompt import Prompt
-from hf_specgen.target.row_layout import RowLayout
-from hf_specgen.target.state_layers import keeps_state
-from hf_specgen.target.step_inputs import StepInputs, step_tokens
-from hf_specgen.target.step_masks import StepMasks
-from hf_specgen.target.support import last_position, slot_limit
-from hf_specgen.target.unread import MAX_UNREAD, UnreadTokens
+from hf_specgen.targets.compiled import CompiledPasses
+from hf_specgen.targets.encoder import EncoderStepInputs
+from hf_specgen.targets.model_parts import mask_name, text_config
+from hf_specgen.targets.model_pass import ModelPass
+from hf_specgen.targets.own_cache import CallCache
+from hf_specgen.targets.prompt import Prompt
+from hf_specgen.targets.row_layout import RowLayout
+from hf_specgen.targets.state_layers import keeps_state
+from hf_specgen.targets.step_inputs import StepInputs, step_tokens
+from hf_specgen.targets.step_masks import StepMasks
+from hf_specgen.targets.support import last_position, slot_limit
+from hf_specgen.targets.unread import MAX_UNREAD, UnreadTokens
 from hf_specgen.tree import DraftTree
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.target.base import Target
-from hf_specgen.target.model_parts import decoder, decoder_layers
-from hf_specgen.target.replaceable_layers import ReplaceableLayers
-from hf_specgen.target.state_layers import keeps_state
+from hf_specgen.targets.base import Target
+from hf_specgen.targets.model_parts import decoder, decoder_layers
+from hf_specgen.targets.replaceable_layers import ReplaceableLayers
+from hf_specgen.targets.state_layers import keeps_state
 from hf_specgen.tree import DraftTree
 
 
