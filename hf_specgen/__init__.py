@@ -18,6 +18,7 @@ from hf_specgen.version import __version__
 
 if TYPE_CHECKING:
     from hf_specgen.attachment import attach, attached, detach, statistics
+    from hf_specgen.call import Call
     from hf_specgen.candidates import (
         AutoCandidates,
         Candidates,
@@ -36,22 +37,19 @@ if TYPE_CHECKING:
         RecyclingCandidates,
         RecyclingTable,
     )
-    from hf_specgen.counters import Statistics
+    from hf_specgen.candidates.base import DraftCall
+    from hf_specgen.counters import CallTotals, Statistics, StepRecord
     from hf_specgen.depth import (
         AdaptiveDepth,
-        Controller,
         FixedDepth,
         MovingWindow,
         Policy,
         PolicySession,
         Schedule,
-        StepRecord,
     )
+    from hf_specgen.generate import speculate
     from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
-    from hf_specgen.speculation import speculate
-    from hf_specgen.speculative_output import SpeculativeOutput
-    from hf_specgen.state import Call
-    from hf_specgen.totals import CallTotals
+    from hf_specgen.outputs import SpeculativeOutput
     from hf_specgen.tree import DraftTree
     from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
 
@@ -62,8 +60,8 @@ __all__ = [
     "CallTotals",
     "Candidates",
     "CombinedCandidates",
-    "Controller",
     "DFlashCandidates",
+    "DraftCall",
     "DraftModelCandidates",
     "DraftSession",
     "DraftTree",
@@ -106,13 +104,13 @@ _MODULES = {
     "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
     "EagleCandidates GemmaAssistantCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates "
     "NgramHistory PEagleCandidates RecyclingCandidates RecyclingTable",
-    "depth": "AdaptiveDepth Controller FixedDepth MovingWindow Policy PolicySession Schedule StepRecord",
-    "speculation": "speculate",
+    "call": "Call",
+    "candidates.base": "DraftCall",
+    "counters": "CallTotals Statistics StepRecord",
+    "depth": "AdaptiveDepth FixedDepth MovingWindow Policy PolicySession Schedule",
+    "generate": "speculate",
     "monitoring.monitor": "Monitor MonitorSession SpeculationMonitor",
-    "speculative_output": "SpeculativeOutput",
-    "state": "Call",
-    "counters": "Statistics",
-    "totals": "CallTotals",
+    "outputs": "SpeculativeOutput",
     "tree": "DraftTree",
     "verification": "VerificationResult VerificationSession Verifier",
 }

@@ -11,27 +11,24 @@ import copy
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextvars import ContextVar
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen.candidates.base import Candidates
-from hf_specgen.depth import Policy
-from hf_specgen.generate import by_name, generate_speculatively, unsupported_argument
-from hf_specgen.monitoring.monitor import Monitor
+from hf_specgen import compat
+from hf_specgen.counters import CallTotals, Statistics
+from hf_specgen.generate import CALL_SETTINGS, Settings, Speculation, by_name, run, unsupported_argument
 from hf_specgen.patch import ATTACHMENT, install
-from hf_specgen.speculation import Speculation, as_candidates
-from hf_specgen.state import Call
-from hf_specgen.targets.compilable import Compile
+from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.model_parts import unwrapped_model
 from hf_specgen.targets.support import check_architecture
-from hf_specgen.totals import CallTotals
-from hf_specgen.verification import Verifier
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -41,25 +38,22 @@ def attach(
     candidate_generator: CandidateGenerator | Literal["auto"] = "auto",
     *,
     strict: bool = False,
-    verification: str | Verifier = "exact",
-    policy: Policy | None = None,
-    monitor: Monitor | None = None,
-    compile: Compile = False,
-    pack_weights: bool | None = None,
+    **settings: Any,
 ) -> M:
     """Make every `model.generate()` speculate, whoever calls it, until `detach(model)`.
 
     The tokens are those of plain `generate`. The strategy stays with the model when it is wrapped (PEFT, DDP,
     `accelerate.prepare`, `torch.compile`), copied or pickled; a copy counts its own statistics, and a pickled model
     loses the monitor. `generate(candidate_generator=…)` takes precedence for one call, and None there generates
-    plainly.
+    plainly; `verification=`, `policy=` and the other settings of `speculate` may be given for one call too. Calls that
+    `generate` itself makes for the same model, as with `assistant_early_exit`, are plain and not counted.
 
     Args:
         model: a causal language model, or a wrapper of one. A strategy that is attached to it already is replaced.
         candidate_generator: proposes draft tokens; "auto" for the default strategy.
         strict: raise for a call that cannot speculate (beam search, an assistant model, an unsupported cache). By
             default it falls back to plain generation, with one warning for each reason.
-        verification, policy, monitor, compile, pack_weights: as for `speculate`.
+        settings: `verification`, `policy`, `monitor`, `compile`, `pack_weights` and `memory`, as for `speculate`.
 
     Returns:
         `model`, the same object.
@@ -76,14 +70,25 @@ def attach(
         >>> statistics(model).calls
         1
     """
-    target, candidates = _target(model), as_candidates(candidate_generator)
-    settings = AttachedSettings(candidates, verification, policy, monitor, strict, compile, pack_weights)
-    Speculation(candidates, verification, policy=policy, monitor=monitor)  # raises for an unsuitable setting
-    check_architecture(target)
-    candidates.target_requirements(target)
+    target = _target(model)
+    attachment = _attachment(target, candidate_generator, strict, settings)
     install()
-    setattr(target, ATTACHMENT, Attachment(settings))
+    setattr(target, ATTACHMENT, attachment)
     return model
+
+
+def _attachment(target: PreTrainedModel, candidate_generator: Any, strict: Any, settings: dict[str, Any]) -> Attachment:
+    """A strategy to attach; raises for one that does not fit the model."""
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict must be True or False, got {strict!r}")
+    if unknown := settings.keys() - set(CALL_SETTINGS):
+        raise TypeError(f"attach takes {', '.join(CALL_SETTINGS)} and strict, got {sorted(unknown)[0]}=")
+    checked = Settings.of(candidate_generator, **settings)
+    check_architecture(target)
+    requirements = checked.candidates.target_requirements(target)
+    if requirements.exit_layer is not None:
+        divisible_layers(target, requirements.exit_layer)
+    return Attachment(checked, strict)
 
 
 def detach(model: M) -> M:
@@ -117,14 +122,33 @@ def attached(
         (1, 4)
     """
     target = _target(model)
-    before = vars(target).get(ATTACHMENT)
-    attach(model, candidate_generator, **settings)
+    attachment = _attachment(target, candidate_generator, settings.pop("strict", False), settings)
+    install()
+    with _blocks_lock:
+        attachment.below = vars(target).get(ATTACHMENT)
+        setattr(target, ATTACHMENT, attachment)
+    token = _own_blocks.set({**_own_blocks.get(), id(target): attachment})
     try:
-        yield vars(target)[ATTACHMENT].totals
+        yield attachment.totals
     finally:
-        detach(model)
-        if before is not None:
-            setattr(target, ATTACHMENT, before)
+        _own_blocks.reset(token)
+        with _blocks_lock:
+            _remove(target, attachment)
+
+
+def _remove(target: PreTrainedModel, attachment: Attachment) -> None:
+    """Remove the attachment of a block, which blocks of other threads may lie above."""
+    above, current = None, vars(target).get(ATTACHMENT)
+    while current is not None and current is not attachment:
+        above, current = current, current.below
+    if current is None:
+        return
+    if above is not None:
+        above.below = attachment.below
+    elif attachment.below is not None:
+        setattr(target, ATTACHMENT, attachment.below)
+    else:
+        vars(target).pop(ATTACHMENT, None)
 
 
 def statistics(model: nn.Module) -> CallTotals:
@@ -143,26 +167,29 @@ def statistics(model: nn.Module) -> CallTotals:
         return copy.deepcopy(attachment.totals)
 
 
-@dataclass(frozen=True)
-class AttachedSettings:
-    """What `attach` was given; shared by copies of the model."""
-
-    candidates: Candidates
-    verification: str | Verifier
-    policy: Policy | None
-    monitor: Monitor | None
-    strict: bool
-    compile: Compile = False
-    pack_weights: bool | None = None
+_blocks_lock = threading.Lock()
+_own_blocks: ContextVar[Mapping[int, Attachment]] = ContextVar("hf_specgen_own_blocks", default=MappingProxyType({}))
+"""By model, the innermost `attached` block of this thread: its calls count there, whatever other threads attach."""
+_running: ContextVar[frozenset[int]] = ContextVar("hf_specgen_running", default=frozenset())
+"""Models of which a `generate` call runs in this thread: calls inside it are plain."""
 
 
 class Attachment:
-    """An attached strategy and the statistics of its calls. May be used by several threads."""
+    """An attached strategy and the statistics of its calls. May be used by several threads.
 
-    def __init__(self, settings: AttachedSettings):
-        self.settings = settings
+    Args:
+        settings: of its calls; shared by copies of the model.
+        strict: whether a call that cannot speculate raises.
+
+    Attributes:
+        below: what was attached before the `attached` block that this belongs to.
+    """
+
+    def __init__(self, settings: Settings, strict: bool = False):
+        self.settings, self.strict = settings, strict
         self.totals = CallTotals()
         self.lock = threading.Lock()
+        self.below: Attachment | None = None
         self._reasons: dict[str, str] = {}  # without numbers -> as first given
 
     def generate(self, original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,28 +199,54 @@ class Attachment:
             original: `GenerationMixin.generate` as it was before it was patched.
             model, args, kwargs: of the call.
         """
-        kwargs = by_name(original, args, kwargs)
+        if id(model) in _running.get():
+            return original(model, *args, **kwargs)
+        token = _running.set(_running.get() | {id(model)})
+        try:
+            attachment = _own_blocks.get().get(id(model), self)
+            return attachment._generate(original, model, by_name(original, args, kwargs))
+        finally:
+            _running.reset(token)
+
+    def _generate(self, original: Callable[..., Any], model: Any, kwargs: dict[str, Any]) -> Any:
+        settings = self._settings_of_call(kwargs)
         reason = unsupported_argument(kwargs)
         if kwargs.get("custom_generate") is not None:
             reason = "custom_generate= names another decoding method"
         if reason is None:
-            attempt = _Attempt(self.settings, kwargs.get("streamer"))
-            arguments = {**kwargs, "custom_generate": attempt, "streamer": None}
+            attempt = _Attempt(settings, kwargs.get("streamer"))
             try:
-                output = generate_speculatively(original, model, (), arguments)
+                output = run(original, model, {**kwargs, "streamer": None}, attempt)
             except ValueError as error:
-                if attempt.call is not None or not attempt.reached or self.settings.strict:
+                if attempt.statistics is not None or not attempt.reached or self.strict:
                     raise
                 reason = str(error)
             else:
-                if attempt.call is not None:
+                if attempt.statistics is not None:
                     with self.lock:
-                        self.totals.add(attempt.call.statistics)
+                        self.totals.add(attempt.statistics)
                 return output
-        if self.settings.strict:
+        if self.strict:
             raise ValueError(reason)
         self._report_plain(reason)
         return original(model, **kwargs)
+
+    def _settings_of_call(self, kwargs: dict[str, Any]) -> Settings:
+        """The attached settings, and those that are given for this call, which are removed from its arguments."""
+        given = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
+        if not given:
+            return self.settings
+        fixed = {name: getattr(self.settings, name) for name in CALL_SETTINGS[1:]}
+        return Settings.of(self.settings.candidates, **{"verification": self.settings.verifier, **fixed, **given})
+
+    def report_generate_batch(self, model: Any) -> None:
+        """Count a `generate_batch` call, which is plain; raises a ValueError if the attachment is strict."""
+        if id(model) in _running.get():
+            return
+        reason = "generate_batch (continuous batching) does not speculate"
+        if self.strict:
+            raise ValueError(f"{reason}; use generate(), or detach the strategy")
+        self._report_plain(reason)
 
     def _report_plain(self, reason: str) -> None:
         """Count a call that falls back, and warn of a new reason; those that differ in a number are one reason."""
@@ -203,38 +256,30 @@ class Attachment:
             self.totals.add_plain(self._reasons.setdefault(kind, reason))
         if is_new:
             warnings.warn(
-                f"a strategy is attached to this model, but this generate() runs without speculation: {reason}",
-                stacklevel=4,  # the line that calls generate()
+                f"a strategy is attached to this model, but this call runs without speculation: {reason}",
+                stacklevel=compat.stacklevel_of_user(),
             )
 
     def __deepcopy__(self, memo: Any) -> Attachment:
-        return Attachment(self.settings)
+        return Attachment(self.settings, self.strict)
 
     def __reduce__(self) -> Any:
-        return Attachment, (replace(self.settings, monitor=None),)
+        return Attachment, (replace(self.settings, monitor=None), self.strict)
 
 
 class _Attempt(Speculation):
-    """One attached call. A ValueError after `reached` and before `call` is set means that it cannot speculate."""
+    """One attached call. A ValueError after `reached` and before `statistics` is set means that it cannot speculate."""
 
-    def __init__(self, settings: AttachedSettings, streamer: Any):
-        super().__init__(
-            settings.candidates,
-            settings.verification,
-            streamer,
-            settings.policy,
-            settings.monitor,
-            settings.compile,
-            settings.pack_weights,
-        )
+    def __init__(self, settings: Settings, streamer: Any):
+        super().__init__(settings, streamer)
         self.reached = False
-        self.call: Call | None = None
+        self.statistics: Statistics | None = None
 
-    def checking(self, model: PreTrainedModel) -> None:
+    def checking(self) -> None:
         self.reached = True
 
-    def starting(self, call: Call) -> None:
-        self.call = call
+    def starting(self, statistics: Statistics) -> None:
+        self.statistics = statistics
 
 
 def _target(model: Any) -> PreTrainedModel:

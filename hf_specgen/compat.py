@@ -121,16 +121,6 @@ def cached_file_or_none(source: str, name: str, **hub: Any) -> str | None:
     return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
 
 
-def local_of_generate(name: str) -> Any:
-    """A local variable of the `GenerationMixin.generate` call that called our caller; None if there is none.
-
-    Symbol: the local variables of `generate`. It drops `streamer` before it calls a `custom_generate` callable, so a
-    streamer given to `generate` would never be ended and its reader would wait forever.
-    """
-    frame = sys._getframe(2)
-    return frame.f_locals.get(name) if frame.f_code.co_name == "generate" else None
-
-
 def stacklevel_of_user() -> int:
     """The `stacklevel` with which a warning of our caller names the line that called `generate`.
 

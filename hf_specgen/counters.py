@@ -1,14 +1,13 @@
-"""Counters of one speculative `generate` call: draft tokens proposed and accepted, forward passes, wall time."""
+"""Counters of speculative decoding: of one step, of one `generate` call, and of many calls."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
-from hf_specgen.steps import RowStep, StepPasses
 from hf_specgen.tree import DraftTree, depths
 from hf_specgen.verification import VerificationResult
 
@@ -25,6 +24,71 @@ REPORTED = (  # properties that `Statistics.to_dict` contains
     "accepted_per_position",
     "acceptance_rate_per_position",
 )
+
+
+@dataclass
+class RowStep:
+    """One row in one verification step: draft nodes, the depth they reached, tokens accepted and emitted."""
+
+    drafted: int
+    depth: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPasses:
+    """The forward passes of one decoding step, for all rows together: what its latency depends on.
+
+    Args:
+        rows: rows that took part.
+        context: tokens in the longest row, prompt included.
+        target: tokens in the target's pass without the prompt: per row the pending token and as many nodes as the
+            largest draft has.
+        drafter: tokens in each forward pass of the drafter, without its prefill. Empty if drafting needed no forward
+            pass; None if no draft was requested.
+    """
+
+    rows: int
+    context: int
+    target: int
+    drafter: tuple[int, ...] | None
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """The outcome of one decoding step.
+
+    Args:
+        requested: `[rows]` maximum draft depth of each row, after it was cut to the row's room.
+        rows: `[rows]` drafted, accepted and emitted tokens; None for a row that took no part.
+        tokens_per_row: tokens of each row in the target's forward pass: the pending token, the largest draft, padding.
+        seconds: wall time by part: "draft", "forward", "verify". No "forward" where drafts were verified together
+            with the prompt.
+        drafter_passes: tokens in each forward pass of the drafter, over all rows. None if unknown: then one pass with
+            one token per row is assumed for each level of the deepest draft.
+    """
+
+    requested: Sequence[int]
+    rows: Sequence[RowStep | None]
+    tokens_per_row: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    drafter_passes: Sequence[int] | None = None
+
+    @property
+    def batch(self) -> int:
+        """Number of rows that took part."""
+        return sum(row is not None for row in self.rows)
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest draft."""
+        return max((row.depth for row in self.rows if row is not None), default=0)
+
+    @property
+    def passes(self) -> Sequence[int]:
+        """Tokens in each forward pass of the drafter."""
+        return [self.batch] * self.depth if self.drafter_passes is None else self.drafter_passes
 
 
 @dataclass
@@ -224,16 +288,6 @@ class Statistics:
             f"time: {times or '(not measured)'}"
         )
 
-    def plot(self, path: str | Path) -> None:
-        """Save a figure of acceptance by position and of accepted tokens along the text (PNG, SVG, PDF).
-
-        Raises:
-            ImportError: without matplotlib (`pip install hf-specgen[plot]`).
-        """
-        from hf_specgen.monitoring.plots import plot_statistics
-
-        plot_statistics(self, path)
-
     def __str__(self) -> str:
         return self.summary()
 
@@ -242,9 +296,103 @@ class Statistics:
         return json.dumps(self.to_dict(), indent=2)
 
 
+@dataclass
+class CallTotals:
+    """Sums over the `generate` calls of a model that a strategy is attached to; see `hf_specgen.attach`.
+
+    Args:
+        calls: calls that speculated.
+        plain_calls: calls that fell back to plain generation, by reason.
+        steps: verifications, summed over rows.
+        drafts: steps with a draft.
+        drafted: draft tokens (tree nodes) that the target verified.
+        accepted: draft tokens that are part of the output.
+        emitted: tokens in the output, over all rows.
+        emitted_in_steps: the same without first tokens from a prefill that verified no draft.
+        drafted_per_position, accepted_per_position: how many drafts reached, and were accepted at, position 1, 2, …
+        seconds: wall time of the calls.
+
+    Example:
+        >>> totals = CallTotals()
+        >>> totals.add(Statistics.of_steps([3, 3], [3, 1]))
+        >>> totals.calls, totals.drafted, totals.accepted, totals.tokens_per_step
+        (1, 6, 4, 3.0)
+    """
+
+    calls: int = 0
+    plain_calls: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    emitted_in_steps: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, call: Statistics) -> None:
+        """Add a call that speculated."""
+        self.calls += 1
+        self.steps += call.steps
+        self.drafts += call.drafts
+        self.drafted += call.drafted
+        self.accepted += call.accepted
+        self.emitted += call.emitted
+        self.emitted_in_steps += sum(step.emitted for row in call.rows for step in row)
+        self.drafted_per_position = _sums(self.drafted_per_position, call.drafted_per_position)
+        self.accepted_per_position = _sums(self.accepted_per_position, call.accepted_per_position)
+        self.seconds += call.seconds.get("total", 0.0)
+
+    def add_plain(self, reason: str) -> None:
+        """Count a call that fell back to plain generation."""
+        self.plain_calls[reason] = self.plain_calls.get(reason, 0) + 1
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean accepted length over all steps, the bonus token included (Spec-Bench's definition)."""
+        return self.emitted_in_steps / self.steps if self.steps else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts: only steps with a draft (vLLM's definition)."""
+        return 1 + (self.accepted / self.drafts if self.drafts else 0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers and lists, ready for JSON."""
+        rates = ("acceptance_rate", "tokens_per_step", "mean_acceptance_length")
+        return {**asdict(self), **{name: getattr(self, name) for name in rates}}
+
+    def summary(self) -> str:
+        """The main counters in a few lines of text."""
+        lines = [
+            f"{_calls(self.calls)}, {self.emitted} tokens in {self.seconds:.2f} s, "
+            f"{self.tokens_per_step:.2f} tokens per step",
+            f"drafted {self.drafted}, accepted {self.accepted} ({self.acceptance_rate:.0%})",
+        ]
+        lines += [f"{_calls(count)} without speculation: {reason}" for reason, count in self.plain_calls.items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
 def _reached(values: Sequence[int]) -> list[int]:
     return [sum(value >= position for value in values) for position in range(1, max(values, default=0) + 1)]
 
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def _calls(count: int) -> str:
+    return f"{count} call{'' if count == 1 else 's'}"
+
+
+def _sums(a: list[int], b: list[int]) -> list[int]:
+    return [x + y for x, y in zip_longest(a, b, fillvalue=0)]

@@ -10,173 +10,133 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.candidates.base import Candidates
+from hf_specgen.call import Call
+from hf_specgen.candidates.base import Candidates, DraftCall
 from hf_specgen.candidates.chains import ChainSession
-from hf_specgen.counters import Statistics
-from hf_specgen.depth import Policy
-from hf_specgen.monitoring.monitor import Monitor
-from hf_specgen.outputs import OutputCollector
-from hf_specgen.padding import PaddingReader
-from hf_specgen.policy_runner import PolicyRunner
-from hf_specgen.speculative_output import EncoderDecoderSpeculativeOutput, SpeculativeOutput, call_output
-from hf_specgen.state import Call, GenerationState
-from hf_specgen.targets.compilable import Compile
-from hf_specgen.targets.cudnn_attention import without_cudnn_attention
-from hf_specgen.targets.encoder import EncoderInput
-from hf_specgen.targets.model_parts import mask_name
-from hf_specgen.targets.packed_weights import packed_weights
-from hf_specgen.targets.packing import pack_target
-from hf_specgen.targets.requirements import make_target
+from hf_specgen.counters import RowStep, Statistics, StepPasses, StepRecord
+from hf_specgen.depth import Policy, PolicySession
+from hf_specgen.monitoring.monitor import Monitor, MonitorSession
+from hf_specgen.outputs import OutputCollector, Padding
+from hf_specgen.targets.cache_layer import MAX_PREFILL_DRAFT
+from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
+from hf_specgen.targets.requirements import Target, make_target
 from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import check_length
-from hf_specgen.timer import StepTimer
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
-from hf_specgen.verification.processors import LogitsPipeline
 from hf_specgen.verification.top_tokens import TopTokens
+
+UNLIMITED = 2**31
+"""Draft tokens of a row that no position table limits."""
+STEP_PARTS = ("draft", "forward", "verify")
+"""Parts of a call's wall time that make up the latency of a step."""
 
 
 def speculative_decode(
-    model: PreTrainedModel,
+    call: Call,
     input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
     *,
     candidates: Candidates,
     verifier: Verifier,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
     monitor: Monitor | None = None,
-    on_start: Callable[[Call], None] | None = None,
-    inputs_tensor: torch.Tensor | None = None,
-    compile: Compile = False,
-    pack_weights: bool | None = None,
-    **model_kwargs: Any,
-) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
+    criteria: StoppingCriteriaList,
+    streamer: BaseStreamer | None = None,
+    on_start: Callable[[Statistics], None] | None = None,
+) -> Any:
     """Generate as plain `generate` does, several tokens per forward pass of the target.
 
     Args:
-        model: the target.
+        call: the call; its state holds the prompt.
         input_ids: `[batch, prompt]`, left-padded.
+        model_kwargs: attention mask, positions, cache, as prepared by `generate`.
         candidates: proposes draft tokens.
         verifier: decides which draft tokens are accepted.
-        logits_processor, stopping_criteria, generation_config, streamer: as prepared by `generate`.
         policy: chooses draft depths; `candidates.policy` if None.
         monitor: receives the record of every step.
-        on_start: called once everything has been checked, before the first forward pass.
-        inputs_tensor: the input of the encoder of an encoder-decoder target; `input_ids` is the prompt of its decoder.
-        compile: run the target's forward passes after the prefill as compiled functions.
-        pack_weights: whether linear layers run with packed weights; None for those of small models.
-        model_kwargs: attention mask, positions, cache.
+        criteria: stopping criteria, as prepared by `generate`.
+        streamer: receives every emitted column.
+        on_start: called once everything has been checked, before the first forward pass, with the call's statistics.
 
     Returns:
         `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
     """
-    mask, pad_token = model_kwargs.get(mask_name(model)), compat.pad_token(generation_config)
-    state = GenerationState.of_call(input_ids, mask, stopping_criteria, pad_token)
-    encoder = EncoderInput.of_call(inputs_tensor, state.batch, model_kwargs)
-    call = _make_call(model, state, candidates, logits_processor, generation_config, encoder)
-    call = replace(call, compiled=compile, pack_weights=pack_weights)
-    outputs = OutputCollector(call, stopping_criteria, streamer)
-    with compat.without_compilation(model), without_cudnn_attention(), packed_weights(), ExitStack() as stack:
-        loop = _Loop(call, outputs, verifier, policy or candidates.policy, monitor, input_ids, model_kwargs, stack)
+    assert call.model is not None
+    outputs = OutputCollector(call, criteria, streamer)
+    with compat.without_compilation(call.model), ExitStack() as stack:
+        loop = _Loop(call, outputs, candidates, verifier, policy or candidates.policy, monitor, stack)
+        loop.begin(input_ids, model_kwargs)
         if on_start is not None:
-            on_start(call)
+            on_start(loop.statistics)
         loop.prefill()
-        with compat.optimized_for_decoding(model):
+        with compat.optimized_for_decoding(call.model):
             loop.decode()
-            loop.padding.read_all()
+            loop.padding.process_rest()
         past_key_values = loop.target.finish() if loop.padding.is_visible else None
     if streamer is not None:
         streamer.end()
-    candidates.speculation = call.statistics
-    return call_output(call, outputs, past_key_values)
-
-
-def _make_call(
-    model: PreTrainedModel,
-    state: GenerationState,
-    candidates: Candidates,
-    logits_processor: LogitsProcessorList,
-    config: GenerationConfig,
-    encoder: EncoderInput | None,
-) -> Call:
-    """The call that the sessions receive, before the first step."""
-    returns_dict = bool(config.return_dict_in_generate)
-    return Call(
-        model,
-        state,
-        config,
-        candidates,
-        Statistics([[] for _ in range(state.batch)]),
-        processors=LogitsPipeline(logits_processor, state),
-        keeps_scores=returns_dict and bool(config.output_scores),
-        keeps_logits=returns_dict and bool(config.output_logits),
-        encoder=encoder,
-    )
+    candidates.speculation = loop.statistics
+    return outputs.returned(loop.statistics, past_key_values)
 
 
 class _Loop:
-    """Runs the steps of one call, with the target and the sessions of drafter, verifier, policy and monitor.
+    """Runs the steps of one call, with the target and the sessions of drafter, verifier, policy and monitor."""
 
-    Args:
-        call, outputs: the call and its output collector.
-        verifier, policy, monitor: their sessions are started here.
-        input_ids, model_kwargs: the prompt.
-        stack: ends the sessions when it closes, also after an exception.
-    """
+    target: Target
+    padding: Padding
 
     def __init__(
         self,
         call: Call,
         outputs: OutputCollector,
+        candidates: Candidates,
         verifier: Verifier,
         policy: Policy,
         monitor: Monitor | None,
-        input_ids: torch.Tensor,
-        model_kwargs: dict[str, Any],
         stack: ExitStack,
     ):
-        assert call.model is not None
         self.timer = StepTimer()
         self.call, self.state, self.outputs = call, call.state, outputs
-        requirements, model = call.candidates.target_requirements(call.model), call.model
+        self.statistics = Statistics([[] for _ in range(call.state.batch)])
+        self._candidates, self._verifier, self._policy, self._monitor = candidates, verifier, policy, monitor
+        self._stack = stack  # ends the sessions when it closes, also after an exception
+        self._tokens_from_prefill = [1] * call.state.batch
+
+    def begin(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Check the model, and start the target and the sessions; `ValueError` for what cannot speculate."""
+        call, model, stack, outputs = self.call, self.call.model, self._stack, self.outputs
+        assert model is not None
+        requirements = self._candidates.target_requirements(model)
         check_computation(model, requirements, input_ids, call.config, model_kwargs)
-        if not call.compiled:
-            self.call = call = replace(call, packed=pack_target(model, call.pack_weights))
         self.target = make_target(requirements, model, input_ids, call.config, model_kwargs, call.compiled)
         stack.push(lambda kind, *_: self.target.abandon() if kind else None)
         check_length(model, self.target.first_positions, call.max_new_tokens)
-        self.verification = verifier.start(call)
+        self.verification = self._verifier.start(call)
         stack.callback(lambda: self.verification.end(outputs.columns))
-        depth = policy.start(call)
-        monitoring = None if monitor is None else monitor.start(call)
+        depth = self._policy.start(call)
+        monitoring = None if self._monitor is None else self._monitor.start(call)
         if monitoring is not None:
             stack.callback(monitoring.end)
-        self.policy = PolicyRunner(call, self.target, depth, monitoring, self.timer)
-        self.drafter = call.candidates.start(
-            replace(call, target=self.target, verification=self.verification, depth=depth)
-        )
+        self.policy = PolicyRunner(call, self.target, depth, monitoring, self.timer, self.statistics)
+        self.drafter = self._candidates.start(DraftCall.of(call, self.target, self.verification, depth))
         if self.target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
-        self.padding = PaddingReader(call, self.target, outputs)
-        self._tokens_from_prefill = [1] * self.state.batch
+        self.padding = Padding(call, self.target, self.verification, outputs)
 
     def prefill(self) -> None:
-        """The first step: process the prompt, and verify chains drafted from it where the strategy supplies them."""
-        active = [True] * self.state.batch
-        tree = DraftTree.empty(self.state.batch)
-        # Without prompt tokens: what models compute for a row of padding only depends on the number of columns.
+        """Run the prompt through the target, with draft tokens that are proposed from the prompt alone."""
+        active, tree = [True] * self.state.batch, DraftTree.empty(self.state.batch)
+        # What plain decoding computes for a row of padding only depends on the number of columns.
         if self.target.supports_prefill_drafts and all(self.state.prompts):
             tree = self._propose(self.drafter.draft_at_prefill, active).leftmost_chain()
         with self.timer.part("prefill"):
@@ -188,35 +148,38 @@ class _Loop:
         if tree.nodes or self.drafter.top_tokens:
             self.drafter.observe(result)
         if tree.nodes:
-            steps = self.call.statistics.record_prefill_draft(tree, result)
-            self.policy.observe(tree, steps, self.drafter.passes)
+            self.policy.observe(tree, self.statistics.record_prefill_draft(tree, result), self.drafter.passes)
 
     def decode(self) -> None:
         """Run steps until every row has stopped, then complete the statistics."""
-        state, statistics = self.state, self.call.statistics
+        state, padding = self.state, self.padding
         while not state.all_stopped:
             active = self._active_rows()
-            tree = self.padding.add_to(self._propose(self.drafter.draft, active))
+            tree = self._propose(self.drafter.draft, active)
+            pending, processed = state.pending(), active
+            if padding.in_steps:
+                tree, processed = padding.add_to_step(tree, pending), [True] * state.batch
             with self.timer.part("forward"):
-                logits = self.target.forward(tree, self.padding.pending(), self.padding.processed_rows(active))
+                logits = self.target.forward(tree, pending, processed)
             with self.timer.part("verify"):
                 result = self._verify(tree, logits, active)
                 self._commit(result)
             self.drafter.observe(result)
-            steps = statistics.record(tree, result)
+            rows = self.statistics.record(tree, result)
             with self.timer.part("policy"):
-                self.policy.observe(tree, steps, self.drafter.passes)
-            if state.batch > 1 and not self.padding.is_visible:
+                self.policy.observe(tree, rows, self.drafter.passes)
+            if state.batch > 1 and not padding.is_visible:
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
-        statistics.finish([len(tokens) for tokens in state.generated], self._tokens_from_prefill)
-        statistics.seconds = self.timer.stop()
+        self.statistics.finish([len(tokens) for tokens in state.generated], self._tokens_from_prefill)
+        self.statistics.seconds = self.timer.stop()
 
     def _propose(self, draft: Callable[[Sequence[int]], DraftTree], active: Sequence[bool]) -> DraftTree:
         """Draft tokens for the active rows, as deep as the policy chooses."""
         with self.timer.part("policy"):
-            budget = self.policy.budget([False] * len(active) if self.padding.needs_plain_steps else active)
+            may_draft = [False] * len(active) if self.padding.needs_plain_steps else active
+            max_depths = self.policy.max_depths(may_draft, self._candidates.k)
         with self.timer.part("draft"):
-            return draft(budget)
+            return draft(max_depths)
 
     def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
         """Which draft tokens are accepted, and which token follows them."""
@@ -227,7 +190,7 @@ class _Loop:
         return result
 
     def _commit(self, result: VerificationResult) -> None:
-        """Append the tokens to the rows, roll the cache back to the accepted ones, and confirm columns."""
+        """Append the tokens to the rows, roll the cache back to the accepted ones, and emit complete columns."""
         for row, tokens in enumerate(result.tokens):
             self.state.append(row, tokens)
         self.target.commit(self.padding.paths(result))
@@ -235,8 +198,134 @@ class _Loop:
         self.verification.confirm(self.outputs.columns)
 
     def _active_rows(self) -> list[bool]:
-        """Rows that take part in the next step: not ended, and less than `max_lead` ahead of the confirmed columns."""
-        furthest = self.outputs.columns + min(self.verification.max_lead(), self.target.max_lead)
+        """Rows that take part in the next step: not ended, and within the allowed row skew of the emitted columns."""
+        furthest = self.outputs.columns + min(self.verification.max_row_skew(), self.target.max_row_skew)
         return [
             not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in enumerate(self.state.generated)
         ]
+
+
+class PolicyRunner:
+    """Limits the depths of a policy to what each row can use; reports steps to the policy and to a monitor.
+
+    Args:
+        call: the call.
+        target: limits how far a row can be drafted.
+        session: the policy's session.
+        monitor: the monitor's session, if any; receives every step too.
+        timer: of the call.
+        statistics: of the call; the forward passes of each step are added.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        target: Target,
+        session: PolicySession,
+        monitor: MonitorSession | None,
+        timer: StepTimer,
+        statistics: Statistics,
+    ):
+        self._call, self._target, self._timer, self._statistics = call, target, timer, statistics
+        self._session, self._monitor = session, monitor
+        self._requested: list[int] = []
+
+    def max_depths(self, may_draft: Sequence[bool], k: int) -> list[int]:
+        """The maximum draft depth of each row in this step.
+
+        Args:
+            may_draft: whether there may be a draft for the row.
+            k: the strategy's maximum depth.
+
+        Raises:
+            ValueError: if the policy returns another number of rows.
+        """
+        limits = self._max_draft_tokens(may_draft)
+        depths = self._session.depths(limits)
+        if len(depths) != len(limits):
+            raise ValueError(
+                f"{self._session!r} returned {len(depths)} depths for {len(limits)} rows; return one per row"
+            )
+        self._requested = [max(0, min(depth, limit, k)) for depth, limit in zip(depths, limits, strict=True)]
+        return self._requested
+
+    def _max_draft_tokens(self, may_draft: Sequence[bool]) -> list[int]:
+        """How many draft tokens each row can use: one less than it has tokens left, since the bonus token follows them.
+
+        Draft tokens also stay within `target.last_position`, unless the row itself has passed it, and within the slots
+        that the target can attend to.
+        """
+        state, target = self._call.state, self._target
+        columns = state.prompt_length + max(map(len, state.generated))
+        if columns + MAX_DRAFT_SLOTS > target.slot_limit:
+            return [0] * state.batch
+        limits = []
+        for row, tokens in enumerate(state.generated):
+            if not may_draft[row]:
+                limits.append(0)
+                continue
+            pending = target.first_positions[row] + len(tokens) - 1
+            positions = target.last_position - pending if pending <= target.last_position else UNLIMITED
+            draft_limit = positions if tokens else min(positions, MAX_PREFILL_DRAFT)
+            limits.append(int(max(0, min(state.remaining(row) - 1, draft_limit))))
+        return limits
+
+    def observe(self, tree: DraftTree, rows: list[RowStep | None], drafter_passes: Sequence[int] | None) -> None:
+        """Report a step, and count its forward passes.
+
+        Args:
+            tree: the draft.
+            rows: the outcome for each row.
+            drafter_passes: tokens in each forward pass of the drafter; None if unknown.
+        """
+        step = StepRecord(self._requested, rows, 1 + tree.nodes, self._timer.step_seconds(), drafter_passes)
+        self._session.observe(step)
+        if self._monitor is not None:
+            self._monitor.observe(step)
+        drafter, batch = tuple(step.passes) if any(step.requested) else None, step.batch
+        passes = StepPasses(batch, self._call.context_length, batch * step.tokens_per_row, drafter)
+        self._statistics.passes.append(passes)
+
+
+class StepTimer:
+    """Measures the wall time of a call by part.
+
+    Attributes:
+        seconds: of each part so far.
+    """
+
+    def __init__(self) -> None:
+        self._started = perf_counter()
+        self.seconds = dict.fromkeys(("prefill", *STEP_PARTS, "policy"), 0.0)
+        self._before_step = dict.fromkeys(STEP_PARTS, 0.0)
+        self._parts = {name: _Part(self.seconds, name) for name in self.seconds}
+
+    def part(self, name: str) -> _Part:
+        """A context whose time is added to a part; a part is not entered again inside itself."""
+        return self._parts[name]
+
+    def step_seconds(self) -> dict[str, float]:
+        """Seconds of each part since the last call of this method; parts that took no time are left out."""
+        seconds, before = self.seconds, self._before_step
+        self._before_step = {part: seconds[part] for part in STEP_PARTS}
+        return {part: seconds[part] - before[part] for part in STEP_PARTS if seconds[part] > before[part]}
+
+    def stop(self) -> dict[str, float]:
+        """The seconds of all parts, and of the call in `total`."""
+        self.seconds["total"] = perf_counter() - self._started
+        return self.seconds
+
+
+class _Part:
+    """Adds the time inside the context to a part: a class, since a generator would take longer than some parts."""
+
+    __slots__ = ("_begin", "_name", "_seconds")
+
+    def __init__(self, seconds: dict[str, float], name: str):
+        self._seconds, self._name = seconds, name
+
+    def __enter__(self) -> None:
+        self._begin = perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._seconds[self._name] += perf_counter() - self._begin

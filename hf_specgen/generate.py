@@ -1,18 +1,213 @@
-"""The keyword `generate(candidate_generator=…)`: the arguments of such a call, and those that cannot accompany it."""
+"""The keyword `generate(candidate_generator=…)` and `speculate()`: checks a call, then runs the decoding loop."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from transformers import GenerationConfig, StoppingCriteriaList
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 
-from hf_specgen.speculation import speculate
+from hf_specgen import compat
+from hf_specgen.call import Call, Compile, EncoderInput
+from hf_specgen.candidates.base import Candidates
+from hf_specgen.candidates.default import default_candidates
+from hf_specgen.candidates.native import NativeCandidates
+from hf_specgen.counters import Statistics
+from hf_specgen.decoding import speculative_decode
+from hf_specgen.depth import Policy
+from hf_specgen.monitoring.monitor import Monitor
+from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
+from hf_specgen.state import GenerationState
+from hf_specgen.targets.encoder import check_cache
+from hf_specgen.targets.model_parts import mask_name
+from hf_specgen.targets.support import check_model
+from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
-CALL_SETTINGS = ("verification", "policy", "monitor", "compile", "pack_weights")
+VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
+ASSISTANT_SETTINGS = {
+    "num_assistant_tokens": "give k= to the strategy, or policy=",
+    "num_assistant_tokens_schedule": "give policy=, such as MovingWindow()",
+    "assistant_confidence_threshold": "give confidence_threshold= to DraftModelCandidates",
+    "max_matching_ngram_size": "NgramCandidates weighs matches of all lengths",
+    "assistant_lookbehind": "other tokenizers need no such setting here",
+    "target_lookbehind": "other tokenizers need no such setting here",
+    "assistant_tokenizer": "DraftModelCandidates loads the tokenizer with the draft model",
+}
+"""Settings of Transformers' assisted generation that have no effect here, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a call that speculates; immutable, so that calls and threads can share them.
+
+    Args:
+        candidates: proposes draft tokens.
+        verifier: decides which of them are accepted.
+        policy: chooses draft depths; None for that of the strategy.
+        monitor: receives every step.
+        compile: how the target's forward passes run.
+        pack_weights: whether the call runs inside `hf_specgen.prepacked(model)`.
+        memory: whether acceptance observed in earlier calls is used, and that of the call kept.
+    """
+
+    candidates: Candidates
+    verifier: Verifier
+    policy: Policy | None = None
+    monitor: Monitor | None = None
+    compile: Compile = False
+    pack_weights: bool = False
+    memory: bool = True
+
+    @classmethod
+    def of(cls, candidate_generator: Any, verification: Any = "exact", **settings: Any) -> Settings:
+        """The settings as a user gives them.
+
+        Raises:
+            ValueError, TypeError: for a value that is none of those documented in `speculate`.
+        """
+        made = cls(as_candidates(candidate_generator), _as_verifier(verification), **settings)
+        if made.policy is not None and not isinstance(made.policy, Policy):
+            raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {made.policy!r}")
+        if made.monitor is not None and not isinstance(made.monitor, Monitor):
+            raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {made.monitor!r}")
+        if made.compile is not False and made.compile != "graphs":
+            raise ValueError(f'compile must be False or "graphs", got {made.compile!r}')
+        for name in ("pack_weights", "memory"):
+            if not isinstance(getattr(made, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(made, name)!r}")
+        return made
+
+
+CALL_SETTINGS = ("verification", *(field.name for field in fields(Settings)[2:]))
 """Keywords of `generate` that may accompany `candidate_generator=`."""
+
+
+class Speculation:
+    """A decoding method for `generate(custom_generate=…)`; made by `speculate`.
+
+    Args:
+        settings: of the calls that use it.
+        streamer: receives the tokens; None for none.
+        has_prompt: whether the streamer has received the prompt already, as that of `generate` has.
+    """
+
+    _hf_specgen_speculation = True  # how `hf_specgen.patch` recognises it without importing this module
+
+    def __init__(self, settings: Settings, streamer: BaseStreamer | None = None, has_prompt: bool = False):
+        self.settings, self.streamer, self._has_prompt = settings, streamer, has_prompt
+
+    def checking(self) -> None:
+        """Called when `generate` has prepared a call, before it is checked."""
+
+    def starting(self, statistics: Statistics) -> None:
+        """Called when a call has passed all checks, before the first forward pass."""
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: GenerationConfig | None = None,
+        inputs_tensor: torch.Tensor | None = None,  # `generate` passes the encoder's input under this name
+        **model_kwargs: Any,
+    ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
+        assert generation_config is not None
+        self.checking()
+        check_model(model)
+        _check_call(model, input_ids, generation_config, model_kwargs)
+        settings, config = self.settings, generation_config
+        mask, pad_token = model_kwargs.get(mask_name(model)), compat.pad_token(config)
+        state = GenerationState.of_call(input_ids, mask, stopping_criteria, pad_token)
+        call = Call(
+            model,
+            state,
+            config,
+            settings.candidates.settings(),
+            logits_processor,
+            keeps_scores=bool(config.return_dict_in_generate and config.output_scores),
+            keeps_logits=bool(config.return_dict_in_generate and config.output_logits),
+            encoder=EncoderInput.of_call(inputs_tensor, state.batch, model_kwargs),
+            compiled=settings.compile,
+            remembers=settings.memory,
+        )
+
+        def start(statistics: Statistics) -> None:
+            self.starting(statistics)
+            if self.streamer is not None and not self._has_prompt:
+                self.streamer.put(input_ids.cpu())
+
+        return speculative_decode(
+            call,
+            input_ids,
+            model_kwargs,
+            candidates=settings.candidates,
+            verifier=settings.verifier,
+            policy=settings.policy,
+            monitor=settings.monitor,
+            criteria=stopping_criteria,
+            streamer=self.streamer,
+            on_start=start,
+        )
+
+
+def speculate(
+    candidate_generator: CandidateGenerator | Literal["auto"],
+    *,
+    verification: str | Verifier = "exact",
+    streamer: BaseStreamer | None = None,
+    policy: Policy | None = None,
+    monitor: Monitor | None = None,
+    compile: Compile = False,
+    pack_weights: bool = False,
+    memory: bool = True,
+) -> Speculation:
+    """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
+
+    Args:
+        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; "auto" for `CombinedCandidates()`, the
+            best strategy that needs neither a model nor training.
+        verification: "exact" (the tokens of plain `generate`, also when sampling with a seed), "rejection" (the same
+            distribution, but not the same seed), "typical" (LOSSY: accepts what the target finds plausible), or a
+            `Verifier`.
+        streamer: receives the prompt, then every emitted column, as a streamer given to `generate` does.
+        policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
+        monitor: receives every step.
+        compile: "graphs" captures the target's forward passes as CUDA graphs, in a second for each of a few shapes.
+        pack_weights: run the call inside `hf_specgen.prepacked(model)`: on a CPU, linear layers that were timed to be
+            faster with prepacked weights use them. They may round differently from plain decoding.
+        memory: whether the acceptance observed in earlier calls with the same target and strategy is used, and that of
+            this call kept. It decides how much is drafted, never which tokens are generated.
+
+    Returns:
+        a callable for `custom_generate=`.
+
+    Raises:
+        ValueError, TypeError: for an unknown verification, or something that is no candidate generator, policy or
+            monitor.
+
+    Example:
+        >>> from hf_specgen import NgramCandidates, speculate
+        >>> method = speculate(NgramCandidates(k=5))  # model.generate(**inputs, custom_generate=method)
+    """
+    settings = Settings.of(
+        candidate_generator,
+        verification,
+        policy=policy,
+        monitor=monitor,
+        compile=compile,
+        pack_weights=pack_weights,
+        memory=memory,
+    )
+    return Speculation(settings, streamer)
 
 
 def generate_speculatively(
@@ -30,22 +225,30 @@ def generate_speculatively(
         if method is not None:
             raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
         settings = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
-        method = speculate(generator, **settings)
-    return _generate(original, model, args, kwargs, method)
-
-
-def _generate(
-    original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], method: Any
-) -> Any:
-    """Call `generate` with our decoding method, handling the arguments that it does not pass on to that."""
+        method = Speculation(Settings.of(generator, **settings))
     kwargs = by_name(original, args, kwargs)
     if reason := unsupported_argument(kwargs):
         raise ValueError(reason)
-    kwargs.pop("synced_gpus", None)
-    tokenizer = kwargs.pop("tokenizer", None)
-    if tokenizer is not None:
-        kwargs.update(_stop_strings_as_criteria(model, kwargs.get("generation_config"), tokenizer, kwargs))
-    return original(model, **{**kwargs, "custom_generate": method})
+    if (streamer := kwargs.get("streamer")) is not None:
+        # `generate` gives it the prompt, and does not pass it on.
+        if method.streamer is not None:
+            raise ValueError("both generate(streamer=…) and speculate(streamer=…) were given; leave one out")
+        method = Speculation(method.settings, streamer, has_prompt=True)
+    return run(original, model, kwargs, method)
+
+
+def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method: Speculation) -> Any:
+    """Call `generate` with our decoding method, handling the arguments that it does not pass on to that."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("synced_gpus", "tokenizer")} | (
+        _with_tokenizer(model, kwargs)
+    )
+    kwargs["custom_generate"] = method
+    if not method.settings.pack_weights:
+        return original(model, **kwargs)
+    from hf_specgen.prepacked_weights import prepacked
+
+    with prepacked(model):
+        return original(model, **kwargs)
 
 
 def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -69,21 +272,104 @@ def unsupported_argument(arguments: dict[str, Any]) -> str | None:
     config = arguments.get("generation_config")
     if "paged" in (arguments.get("cache_implementation"), getattr(config, "cache_implementation", None)):
         return "candidate_generator= does not work with continuous batching (cache_implementation='paged')"
+    for name, remedy in ASSISTANT_SETTINGS.items():
+        if arguments.get(name) is not None:
+            return f"{name}= belongs to assistant_model= and has no effect with candidate_generator=; {remedy}"
     return None
 
 
-def _stop_strings_as_criteria(
-    model: Any, config: GenerationConfig | None, tokenizer: Any, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The stop strings of a call as a stopping criterion, whose tokenizer `generate` drops with `custom_generate`.
-
-    Returns:
-        the arguments of `generate` to replace; none without stop strings.
-    """
-    given = [kwargs.get("stop_strings"), config and config.stop_strings, model.generation_config.stop_strings]
-    stop_strings = next((strings for strings in given if strings is not None), None)
-    if stop_strings is None:
+def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments to replace where `generate` needs a tokenizer, which it drops with `custom_generate`."""
+    tokenizer, config = arguments.get("tokenizer"), arguments.get("generation_config")
+    if tokenizer is None:
         return {}
-    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    return {"stop_strings": None, "stopping_criteria": criteria}
+
+    def setting(name: str) -> Any:
+        values = [arguments.get(name), getattr(config, name, None), getattr(model.generation_config, name, None)]
+        return next((value for value in values if value is not None), None)
+
+    replaced: dict[str, Any] = {}
+    if (stop_strings := setting("stop_strings")) is not None:
+        criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+        replaced = {"stop_strings": None, "stopping_criteria": criteria}
+    if setting("token_healing"):
+        name = "inputs" if arguments.get("inputs") is not None else "input_ids"
+        if arguments.get(name) is not None:
+            replaced |= {name: model.heal_tokens(arguments[name], tokenizer), "token_healing": False}
+    return replaced
+
+
+def as_candidates(generator: Any) -> Candidates:
+    """The strategy that a user gave: one of ours, a generator of Transformers, or "auto".
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(generator, str) and generator == "auto":
+        return default_candidates()
+    if isinstance(generator, Candidates):
+        return generator
+    if isinstance(generator, CandidateGenerator):
+        return NativeCandidates(generator)
+    expected = '"auto" or a CandidateGenerator such as NgramCandidates(k=5)'
+    if isinstance(generator, nn.Module):
+        expected += "; for a draft model give DraftModelCandidates(model)"
+        raise TypeError(f"candidate_generator must be {expected}; got a model of type {type(generator).__name__}")
+    raise TypeError(f"candidate_generator must be {expected}, got {generator!r}")
+
+
+def _as_verifier(verification: Any) -> Verifier:
+    if isinstance(verification, Verifier):
+        return verification
+    if isinstance(verification, str) and verification in VERIFIERS:
+        return VERIFIERS[verification]()
+    modes = ", ".join(map(repr, VERIFIERS))
+    raise ValueError(f"verification must be {modes} or a Verifier, got {verification!r}")
+
+
+def _remedy(mode: GenerationMode) -> str:
+    """What to change in a call that asks for a decoding method other than greedy search, sampling and beam search."""
+    settings = {
+        GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
+        GenerationMode.DOLA_GENERATION: "dola_layers",
+        GenerationMode.ASSISTED_GENERATION: "assistant_early_exit",
+    }
+    return f"leave out {settings[mode]}=" if mode in settings else "choose one of them"
+
+
+def _check_call(
+    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
+    """Raise for everything that would otherwise be ignored or go wrong later."""
+    embeddings = "decoder_inputs_embeds" if model.config.is_encoder_decoder else "inputs_embeds"
+    if model_kwargs.get(embeddings) is not None:
+        raise ValueError("candidate_generator= needs the prompt as input_ids, not as " + embeddings)
+    if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
+        raise ValueError(
+            f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"
+        )
+    mode = config.get_generation_mode()
+    if config.prompt_lookup_num_tokens is not None:
+        raise ValueError("both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out")
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        remedy = f"set num_beams=1 instead of {config.num_beams}" if config.num_beams > 1 else _remedy(mode)
+        raise ValueError(
+            f"candidate_generator= works with greedy search and sampling, not with {mode.value}; {remedy} or leave "
+            "candidate_generator out"
+        )
+    if not model_kwargs.get("use_cache", True):
+        raise ValueError("candidate_generator= needs the key/value cache; leave out use_cache=False")
+    if config.output_attentions or config.output_hidden_states:
+        raise ValueError(
+            "output_attentions and output_hidden_states are not available with candidate_generator=; leave them out"
+        )
+    position_ids = model_kwargs.get("position_ids")
+    if model.config.is_encoder_decoder:
+        check_cache(model_kwargs.get("past_key_values"), type(model).__name__)
+        return
+    if position_ids is None or position_ids.dim() not in (2, 3):
+        raise ValueError(
+            "candidate_generator= works with models that take position_ids of shape [batch, tokens] or "
+            f"[axes, batch, tokens], got {'none' if position_ids is None else tuple(position_ids.shape)}"
+        )

@@ -1,37 +1,63 @@
-"""Assembles the outputs of a call column by column, and applies stopping criteria and the streamer to each column.
+"""Assembles the outputs of a call column by column: stopping criteria, streamer, scores, padding, the returned object.
 
-Speculation extends rows at different speeds. A column is *confirmed* once every row that has not ended has a token in
-it; only then do the stopping criteria and the streamer receive it, in the order in which plain `generate` passes it.
+Speculation extends rows at different speeds. A generated position is *emitted* once every row that has not ended has a
+token in it; only then do the stopping criteria and the streamer receive it, in the order in which plain `generate`
+passes it.
+
+Plain `generate` feeds padding to ended rows until the last row ends. The results appear only in the returned cache and
+scores, so here one forward pass at the end of the call processes all padding. There is one exception: processors that
+need all rows of a column at once (`LogitsPipeline.lockstep`) need the padding's logits in the step that decides the
+column, if their scores are returned. Then an ended row takes part in every step with a chain of padding as its draft.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from hf_specgen.state import Call
-from hf_specgen.verification.result import VerificationResult
+from hf_specgen.call import Call
+from hf_specgen.counters import Statistics
+from hf_specgen.targets.requirements import Target
+from hf_specgen.tree import DraftTree, chain_parents
+from hf_specgen.verification import VerificationResult, VerificationSession
 
 BUILT_IN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
-"""Criteria that are not called: `GenerationState.stop_ids` and `max_length` say the same."""
+"""Criteria that are not called: `GenerationState.stop_ids` and `max_length` have the same effect."""
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """The output of plain `generate`, with the statistics of the call in `speculation`."""
+
+    speculation: Statistics | None = None
+
+
+@dataclass
+class EncoderDecoderSpeculativeOutput(GenerateEncoderDecoderOutput):
+    """The same for an encoder-decoder target."""
+
+    speculation: Statistics | None = None
 
 
 class OutputCollector:
-    """Confirms columns, stops rows where plain `generate` stops them, and collects scores if they were asked for.
+    """Emits complete columns, stops rows where plain `generate` stops them, and collects scores if they were asked for.
 
     Args:
         call: the call; its state holds the tokens.
         criteria: as prepared by `generate`.
-        streamer: receives every confirmed column.
+        streamer: receives every emitted column.
 
     Attributes:
-        columns: how many columns are confirmed.
-        scores, logits: `[batch, vocab]` of each confirmed column, if asked for.
+        columns: how many columns are emitted.
+        scores, logits: `[batch, vocab]` of each emitted column, if asked for.
     """
 
     def __init__(self, call: Call, criteria: StoppingCriteriaList, streamer: BaseStreamer | None = None):
@@ -52,15 +78,15 @@ class OutputCollector:
         return bool(self._custom)
 
     def add(self, result: VerificationResult) -> None:
-        """Add a step whose tokens have been appended to the state, and confirm the columns that it completes."""
-        for row in range(self._state.batch):
-            self._row_scores[row].extend(result.scores[row] if result.scores else ())
-            self._row_logits[row].extend(result.logits[row] if result.logits else ())
+        """Add a step whose tokens have been appended to the state, and emit the columns that it completes."""
+        for rows, values in ((self._row_scores, result.scores), (self._row_logits, result.logits)):
+            for row, new in enumerate(values):
+                rows[row].extend(new)
         if self._needs_columns:
             while not self._state.all_stopped and self._column_is_complete():
-                self._confirm_column()
+                self._emit_column()
         else:
-            self._confirm_complete()
+            self._emit_complete()
         if self._state.all_stopped:
             for row, tokens in enumerate(self._state.generated):
                 if len(tokens) > self.columns:
@@ -70,6 +96,27 @@ class OutputCollector:
         """`[batch, prompt + generated]` the ids that plain `generate` returns."""
         return self._state.prefix(self._state.prompt_length + self.columns)
 
+    def returned(
+        self, statistics: Statistics, past_key_values: Any
+    ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
+        """The return value of the call: its ids, or with `return_dict_in_generate=True` an output object."""
+        call = self._call
+        if not call.config.return_dict_in_generate:
+            return self.output_ids()
+        assert call.model is not None
+        fields: dict[str, Any] = {
+            "sequences": self.output_ids(),
+            "scores": tuple(self.scores) if call.keeps_scores else None,
+            "logits": tuple(self.logits) if call.keeps_logits else None,
+            "past_key_values": past_key_values,
+        }
+        if not call.model.config.is_encoder_decoder:
+            return SpeculativeOutput(**fields, speculation=statistics)
+        output = EncoderDecoderSpeculativeOutput(**fields)
+        # An attribute, and no item: `generate` of Whisper takes items apart by rows.
+        object.__setattr__(output, "speculation", statistics)
+        return output
+
     def _column_is_complete(self) -> bool:
         state = self._state
         return all(
@@ -77,8 +124,8 @@ class OutputCollector:
             for row, tokens in enumerate(state.generated)
         )
 
-    def _confirm_complete(self) -> None:
-        """Confirm all complete columns at once: rows end where `GenerationState.append` has cut their tokens off."""
+    def _emit_complete(self) -> None:
+        """Emit all complete columns at once: rows end where `GenerationState.append` has cut their tokens off."""
         state = self._state
         lengths = [len(tokens) for tokens in state.generated]
         ended = [state.has_ended(row) for row in range(state.batch)]
@@ -88,7 +135,7 @@ class OutputCollector:
             if ended[row] and length <= self.columns:
                 state.stop(row)
 
-    def _confirm_column(self) -> None:
+    def _emit_column(self) -> None:
         state, column = self._state, self.columns
         self.columns += 1
         if self._call.keeps_scores:
@@ -121,3 +168,95 @@ def _next_column(rows: list[deque[torch.Tensor]]) -> torch.Tensor:
     """`[batch, vocab]` the first entry of each row, which is removed; zeros for rows that have none."""
     blank = torch.zeros_like(next(row[0] for row in rows if row))
     return torch.stack([row.popleft() if row else blank for row in rows])
+
+
+class Padding:
+    """Runs the target on the padding of ended rows, where the returned cache or scores contain the results.
+
+    Args:
+        call: the call.
+        target: runs the forward passes.
+        verification: of the call; tells whether padding takes part in the steps.
+        outputs: receives the scores and logits of the padding.
+    """
+
+    def __init__(self, call: Call, target: Target, verification: VerificationSession, outputs: OutputCollector):
+        self._call, self._state, self._target, self._outputs = call, call.state, target, outputs
+        self._processors, self.in_steps = verification.processors, verification.processes_padding
+        self.is_visible = bool(call.config.return_dict_in_generate) or target.returns_cache
+
+    @property
+    def needs_plain_steps(self) -> bool:
+        """Whether steps must not draft, because what the user sees besides the tokens could not be computed.
+
+        Where padding takes part in the steps, a custom stopping criterion may end a row inside its draft, and an
+        early-exit target would start from hidden states that the drafter has computed for other tokens. In a batch such
+        a criterion may also cut off tokens of an earlier step, which a recurrent state cannot forget.
+        """
+        state, target, criteria = self._state, self._target, self._outputs.has_custom_criteria
+        if self.in_steps:
+            ended = any(state.has_ended(row) for row in range(state.batch))
+            return criteria or (target.reuses_drafter_states and ended)
+        return criteria and self.is_visible and state.batch > 1 and target.has_recurrent_state
+
+    def add_to_step(self, tree: DraftTree, pending: list[int]) -> DraftTree:
+        """The draft and, in place, the pending tokens of a step in which padding takes part.
+
+        Ended rows get a chain of padding as deep as the deepest draft.
+        """
+        state = self._state
+        assert state.pad_id is not None
+        depth = max(max(tree.depths(row)) for row in range(tree.batch))
+        tokens, parents = tree.tokens.clone(), list(tree.parents)
+        for row in range(tree.batch):
+            if len(state.generated[row]) < self._outputs.columns:
+                pending[row] = state.pad_id
+            if state.has_ended(row):
+                tokens[row, :depth] = state.pad_id
+                parents[row] = chain_parents(depth)
+        return DraftTree(tokens, tuple(parents), tree.q)
+
+    def paths(self, result: VerificationResult) -> list[list[int] | None]:
+        """The nodes of each row to keep in the cache: accepted ones; in an ended row, padding of decided columns."""
+        if not self.in_steps:
+            return result.paths
+        columns = [len(scores) for scores in result.scores]
+        return [
+            list(range(count - 1)) if path is None and count else path
+            for path, count in zip(result.paths, columns, strict=True)
+        ]
+
+    def process_rest(self) -> None:
+        """At the end of a call with a visible cache: cut it to the output, process all padding, add its scores."""
+        if not self.is_visible:
+            return
+        state, columns = self._state, self._outputs.columns
+        if self.in_steps and self._target.has_recurrent_state:
+            # The steps have processed the padding, and such a state cannot return to the end of a row's text.
+            self._target.rewind([columns - 1] * state.batch)
+            return
+        self._target.rewind([len(text) - 1 for text in state.generated])
+        missing = [columns - len(text) for text in state.generated]
+        if not any(missing):
+            return
+        assert state.pad_id is not None
+        tree = DraftTree.chains([[state.pad_id] * max(0, count - 1) for count in missing])
+        logits = self._target.forward(tree, state.pending(), [count > 0 for count in missing]).float()
+        self._target.commit([list(range(count - 1)) if count else None for count in missing])
+        if (self._call.keeps_scores or self._call.keeps_logits) and not self.in_steps:
+            self._fill_in_scores(logits, missing)
+
+    def _fill_in_scores(self, logits: torch.Tensor, missing: Sequence[int]) -> None:
+        rows = torch.arange(len(missing), device=logits.device)
+        outputs = self._outputs
+        for column in range(outputs.columns - max(missing), outputs.columns):
+            places = [column - (outputs.columns - count) for count in missing]
+            nodes = torch.tensor([max(place, 0) for place in places], device=logits.device)
+            column_logits = logits[rows, nodes].to(self._state.device)
+            scores = self._processors.column(column, column_logits) if self._call.keeps_scores else column_logits
+            for row, place in enumerate(places):
+                if place >= 0 and missing[row]:
+                    if self._call.keeps_scores:
+                        outputs.scores[column][row] = scores[row]
+                    if self._call.keeps_logits:
+                        outputs.logits[column][row] = column_logits[row]

@@ -40,26 +40,31 @@ def uninstall() -> None:
     """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _PatchOnImport)]
     mixin = getattr(sys.modules.get(GENERATION), "GenerationMixin", None)
-    patched = getattr(getattr(mixin, "generate", None), "_hf_specgen_patched", None)
-    if patched is None:
-        return
-    patched._hf_specgen_enabled = False
-    if mixin.generate is patched:  # type: ignore[union-attr]
-        mixin.generate = patched._hf_specgen_original  # type: ignore[union-attr]
+    for name in WRAPPERS:
+        patched = getattr(getattr(mixin, name, None), "_hf_specgen_patched", None)
+        if patched is not None:
+            patched._hf_specgen_enabled = False
+            if getattr(mixin, name) is patched:
+                setattr(mixin, name, patched._hf_specgen_original)
 
 
 def _patch(mixin: Any) -> None:
-    # `functools.wraps` copies attributes, so this finds our function inside other wrappers too.
-    patched = getattr(mixin.generate, "_hf_specgen_patched", None)
-    if patched is None:
-        patched = mixin.generate = _with_keyword(mixin.generate)
-    patched._hf_specgen_enabled = True
+    for name, wrap in WRAPPERS.items():
+        if (original := getattr(mixin, name, None)) is None:
+            continue
+        # `functools.wraps` copies attributes, so this finds our function inside other wrappers too.
+        patched = getattr(original, "_hf_specgen_patched", None)
+        if patched is None:
+            patched = wrap(original)
+            patched._hf_specgen_original, patched._hf_specgen_patched = original, patched
+            setattr(mixin, name, patched)
+        patched._hf_specgen_enabled = True
 
 
 def _with_keyword(original: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not patched._hf_specgen_enabled:
+        if not generate._hf_specgen_enabled:  # type: ignore[attr-defined]
             return original(self, *args, **kwargs)
         _check_configs(getattr(self, "generation_config", None), kwargs.get("generation_config"), *args[1:2])
         if kwargs.get("candidate_generator") is not None or _is_speculation(kwargs.get("custom_generate")):
@@ -72,9 +77,29 @@ def _with_keyword(original: Callable[..., Any]) -> Any:
             return original(self, *args, **kwargs)
         return attachment.generate(original, self, args, kwargs)
 
-    patched: Any = generate
-    patched._hf_specgen_original, patched._hf_specgen_patched = original, patched
-    return patched
+    return generate
+
+
+def _without_speculation(original: Callable[..., Any]) -> Any:
+    """`generate_batch` (continuous batching), which does not speculate and reports that."""
+
+    @functools.wraps(original)
+    def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if generate_batch._hf_specgen_enabled:  # type: ignore[attr-defined]
+            if kwargs.get("candidate_generator") is not None:
+                raise ValueError(
+                    "generate_batch (continuous batching) does not speculate; use generate(candidate_generator=…)"
+                )
+            attachment = getattr(self, ATTACHMENT, None)
+            if attachment is not None:
+                attachment.report_generate_batch(self)
+        return original(self, *args, **kwargs)
+
+    return generate_batch
+
+
+WRAPPERS = {"generate": _with_keyword, "generate_batch": _without_speculation}
+"""The methods of `GenerationMixin` that are patched, and what makes their wrappers."""
 
 
 def _check_configs(*configs: Any) -> None:
@@ -89,9 +114,8 @@ def _check_configs(*configs: Any) -> None:
 
 
 def _is_speculation(method: Any) -> bool:
-    """Whether this is what `speculate` returns; if its module was never imported, nothing is."""
-    module = sys.modules.get("hf_specgen.speculation")
-    return module is not None and isinstance(method, module.Speculation)
+    """Whether this is what `speculate` returns. Imports nothing: other threads may be importing its module now."""
+    return getattr(type(method), "_hf_specgen_speculation", False)
 
 
 class _PatchOnImport(MetaPathFinder):

@@ -1,24 +1,13 @@
-"""The state of one `generate` call: the tokens of every row, which rows have ended, and the settings of the call."""
+"""The state of one `generate` call: the tokens of every row, and which rows have ended."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
-
-if TYPE_CHECKING:
-    from hf_specgen.candidates.base import Candidates
-    from hf_specgen.counters import Statistics
-    from hf_specgen.depth.policy import PolicySession
-    from hf_specgen.targets.base import Target
-    from hf_specgen.targets.encoder import EncoderInput
-    from hf_specgen.verification.base import VerificationSession
-    from hf_specgen.verification.processors import LogitsPipeline
 
 
 class GenerationState:
@@ -171,80 +160,17 @@ class GenerationState:
         return torch.full((self.batch, columns), self._padding, dtype=torch.long)
 
 
-@dataclass(frozen=True)
-class Call:
-    """One `generate` call: what candidates, verifier, policy and monitor receive in `start`. Read-only.
-
-    Args:
-        model: the target; None in simulations and inside Transformers' own assisted decoding.
-        state: the tokens of every row, updated by every step.
-        config: the generation config, as prepared by `generate`.
-        candidates: the candidate strategy in use.
-        statistics: the counters of the steps so far.
-        processors: applies the logits processors of the call; None inside Transformers' own loop.
-        keeps_scores, keeps_logits: whether the caller asked for the processed scores, and for the raw logits.
-        target: runs the forward passes of the model. Set for draft sessions only.
-        verification: the verification session; see `VerificationSession.draft_weights`. Set for draft sessions only;
-            None inside Transformers' own loop.
-        depth: the policy's session; its `latency` is the latency model. Set for draft sessions only.
-        encoder: what the encoder of an encoder-decoder target reads; None for other targets.
-        compiled: whether the target's forward passes after the prefill are compiled, or captured as graphs.
-        pack_weights: as given by the caller: whether target and drafter run with packed weights; None for the default.
-        packed: whether the target's linear layers run with packed weights.
-    """
-
-    model: PreTrainedModel | None
-    state: GenerationState
-    config: GenerationConfig
-    candidates: Candidates
-    statistics: Statistics
-    processors: LogitsPipeline | None = None
-    keeps_scores: bool = False
-    keeps_logits: bool = False
-    target: Target | None = None
-    verification: VerificationSession | None = None
-    depth: PolicySession | None = None
-    encoder: EncoderInput | None = None
-    compiled: bool | Literal["graphs"] = False
-    pack_weights: bool | None = None
-    packed: bool = False
-
-    @property
-    def do_sample(self) -> bool:
-        """Whether tokens are sampled."""
-        return bool(self.config.do_sample)
-
-    @property
-    def temperature(self) -> float:
-        """The sampling temperature; 0.0 for greedy decoding."""
-        temperature = self.config.temperature
-        return float(1.0 if temperature is None else temperature) if self.do_sample else 0.0
-
-    @property
-    def processes_padding(self) -> bool:
-        """Whether each step also runs the target on the padding of ended rows, as plain `generate` does.
-
-        Needed only if scores are returned and some processor needs all rows of a column at once.
-        """
-        lockstep = self.processors is not None and self.processors.lockstep
-        return self.keeps_scores and lockstep and self.state.pad_id is not None
-
-    def encoder_texts(self) -> list[list[int]]:
-        """The token ids that the target's encoder read, by row; empty without an encoder, and for audio or images."""
-        if self.encoder is None or self.model is None:
-            return [[] for _ in range(self.state.batch)]
-        embeddings = cast(Any, self.model).get_output_embeddings()
-        return self.encoder.texts(0 if embeddings is None else len(embeddings.weight))
-
-    @property
-    def max_new_tokens(self) -> float:
-        """How many tokens the call may generate per row; may be infinite."""
-        return self.state.max_length - self.state.prompt_length
-
-
 def _without_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
     rows = input_ids.tolist()
     if attention_mask is None:
         return rows
     kept = attention_mask[:, -input_ids.shape[1] :].bool().tolist()
     return [[token for token, keep in zip(*pair, strict=True) if keep] for pair in zip(rows, kept, strict=True)]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Call":
+        from hf_specgen.call import Call
+
+        return Call
+    raise AttributeError(name)

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_specgen.call import Call, DraftingSettings
 from hf_specgen.counters import Statistics
-from hf_specgen.depth import Controller, FixedDepth, Policy
-from hf_specgen.state import Call, GenerationState
-from hf_specgen.targets.requirements import TargetRequirements
+from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy, PolicySession
+from hf_specgen.state import GenerationState
+from hf_specgen.targets.requirements import Target, TargetRequirements
 from hf_specgen.tree import DraftTree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from hf_specgen.verification import VerificationResult
+from hf_specgen.verification import VerificationResult, VerificationSession
 
 Depth = int | Literal["auto"]
 """Maximum depth of a draft; "auto" adapts it to acceptance and latency."""
@@ -40,6 +38,27 @@ def check_tree(tree: Tree, k: Depth) -> Tree:
     if tree is not None and tree != "auto" and (not isinstance(tree, int) or isinstance(tree, bool) or tree < 1):
         raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
     return "auto" if tree is None and k == "auto" else tree
+
+
+@dataclass(frozen=True)
+class DraftCall(Call):
+    """The call as a draft session receives it: `Call`, and what runs beside the session.
+
+    Args:
+        target: runs the forward passes of the model; None inside Transformers' own assisted decoding.
+        verification: the verification session; see `VerificationSession.draft_weights`. None where target is None.
+        depth: the policy's session; its `latency` is the latency model. None where target is None.
+    """
+
+    target: Target | None = None
+    verification: VerificationSession | None = None
+    depth: PolicySession | None = None
+
+    @classmethod
+    def of(cls, call: Call, target: Target, verification: VerificationSession, depth: PolicySession) -> DraftCall:
+        """The call with its target and sessions."""
+        settings = {field.name: getattr(call, field.name) for field in fields(Call)}
+        return cls(**settings, target=target, verification=verification, depth=depth)
 
 
 class DraftSession(ABC):
@@ -66,7 +85,7 @@ class DraftSession(ABC):
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after a prefill without a draft too."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: DraftCall):
         self.call = call
 
     @property
@@ -78,7 +97,7 @@ class DraftSession(ABC):
         """
         call = self.call
         samples_draft = call.verification is not None and call.verification.wants_q
-        return not samples_draft and (call.depth is None or call.depth.remembers)
+        return call.remembers and not samples_draft and (call.depth is None or call.depth.remembers)
 
     @abstractmethod
     def draft(self, budget: Sequence[int]) -> DraftTree:
@@ -139,7 +158,7 @@ class Candidates(CandidateGenerator, ABC):
     `get_candidates`.
 
     Args:
-        k: maximum depth of a draft, in tokens; "auto" for `max_k` with the policy `Controller()`.
+        k: maximum depth of a draft, in tokens; "auto" for `max_k` with the policy `AdaptiveDepth()`.
         policy: chooses before each step how much of k is used; None for the one that belongs to k.
         max_k: maximum depth of k="auto".
 
@@ -158,18 +177,23 @@ class Candidates(CandidateGenerator, ABC):
     """Whether the strategy sizes each draft itself, so that a policy only decides whether to draft."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
-    _native_call: tuple[Call, DraftSession] | None = None
+    _native_call: tuple[DraftCall, DraftSession] | None = None
 
     def __init__(self, k: Depth = "auto", policy: Policy | None = None, *, max_k: int = 16):
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
         if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
             raise ValueError(f'k must be at least 1, got {k!r}; or give "auto"')
-        self.policy = policy or (Controller() if k == "auto" else FixedDepth())
+        self.policy = policy or (AdaptiveDepth() if k == "auto" else FixedDepth())
         self.k = max_k if k == "auto" else k
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings alone, so that copies and fingerprints of a strategy do not depend on earlier calls."""
+        transient = ("speculation", "_native_call")
+        return {name: value for name, value in vars(self).items() if name not in transient}
+
     @abstractmethod
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         """Begin a call. `call.model` is None inside Transformers' own assisted decoding."""
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
@@ -187,6 +211,10 @@ class Candidates(CandidateGenerator, ABC):
         matter, such as the name of its draft model.
         """
         return (type(self).__qualname__,)
+
+    def settings(self) -> DraftingSettings:
+        """What the policy and monitor of a call may know of the strategy."""
+        return DraftingSettings(self.k, self.profile_key(), self.negligible_draft_cost, self.adaptive_tree, repr(self))
 
     def _show_policy(self) -> str:
         """The end of a strategy's repr: its policy, unless that is the strategy's own depth in every step."""
@@ -210,13 +238,11 @@ class Candidates(CandidateGenerator, ABC):
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Transformers' interface: the text after verification, and how many draft tokens were accepted."""
-        from hf_specgen.verification import VerificationResult
-
         call, session = self._continue_native_call(input_ids[0].tolist())
         emitted = call.state.generated[0][-num_matches - 1 :]
         session.observe(VerificationResult([list(range(len(emitted) - 1))], [emitted], [len(emitted) - 1]))
 
-    def _continue_native_call(self, text: list[int]) -> tuple[Call, DraftSession]:
+    def _continue_native_call(self, text: list[int]) -> tuple[DraftCall, DraftSession]:
         """The session of the previous `get_candidates` call if `text` continues its text, otherwise a new one."""
         if self._native_call is not None:
             call, session = self._native_call
@@ -227,6 +253,6 @@ class Candidates(CandidateGenerator, ABC):
         # The last token counts as generated: as in our own loop, it is not in the target's cache yet.
         state = GenerationState(torch.tensor([text[:-1] or text]))
         state.append(0, text[-1:])
-        call = Call(None, state, GenerationConfig(), self, Statistics([[]]))
+        call = DraftCall(None, state, GenerationConfig(), self.settings())
         self._native_call = call, self.start(call)
         return self._native_call

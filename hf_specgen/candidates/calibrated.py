@@ -29,7 +29,7 @@ class CalibratedSession(DraftSession):
     def __init__(self, call: Call, calibrations: int = 1):
         super().__init__(call)
         temperature = round(call.temperature, 2)
-        self._keys = [(call.candidates.profile_key(), self._mode, temperature, index) for index in range(calibrations)]
+        self._keys = [(call.drafting.key, self._mode, temperature, index) for index in range(calibrations)]
         known = call.model if self.remembers else None
         self.calibrations: list[Calibration] = [calibration_memory.recall(known, key) for key in self._keys]
         self._tree = DraftTree.empty(call.state.batch)

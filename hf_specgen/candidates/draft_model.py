@@ -32,7 +32,6 @@ from hf_specgen.state import Call
 from hf_specgen.targets.compilable import Compile, check_setting, named
 from hf_specgen.targets.encoder import reads_encoder
 from hf_specgen.targets.model_parts import text_config
-from hf_specgen.targets.packing import pack_drafter
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.state_layers import keeps_state
@@ -133,11 +132,9 @@ class DraftModelCandidates(Candidates):
         prompts = [known_tokens(prompt, embedding_size(draft)) for prompt in call.state.prompts]
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
         check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
-        if not self.compile:
-            pack_drafter(draft, call.model, call.pack_weights)
         if not is_same_vocabulary:
             # In a combination the policy observes all members together.
-            warns = call.candidates is self
+            warns = False
             return translated_session(
                 call, draft, self.k, self.tree, self.confidence_threshold, compile=self.compile, warns=warns
             )

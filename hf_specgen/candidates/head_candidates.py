@@ -17,7 +17,6 @@ from hf_specgen.heads.loading import load_head
 from hf_specgen.state import Call
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
-from hf_specgen.targets.packing import pack_drafter
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
 
 
@@ -88,7 +87,6 @@ class HeadCandidates(Candidates):
         if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError(f"{type(self).__name__} works with generate(candidate_generator=…) only")
         attached = self._on(call.model)
-        pack_drafter(attached.head, call.model, call.pack_weights)
         return self.begin(call, call.target, attached)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:

@@ -79,9 +79,9 @@ class MarginalSession(CalibratedSession):
             `[batch, depths, vocab]` scores after the score-only processors; `[batch, depths, ranks]` tokens, the most
             preferred first; `[batch, depths, ranks]` confidences.
         """
-        verification, processors = self.call.verification, self.call.processors
-        assert verification is not None and processors is not None
-        scores = processors.warp(logits.flatten(0, 1)).view(logits.shape)
+        verification = self.call.verification
+        assert verification is not None
+        scores = verification.processors.warp(logits.flatten(0, 1)).view(logits.shape)
         steps = [range(len(text), len(text) + logits.shape[1]) for text in self.call.state.generated]
         weights = verification.draft_weights(scores, steps)
         best, tokens = weights.topk(self.ranks, dim=-1)

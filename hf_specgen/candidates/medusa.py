@@ -34,7 +34,6 @@ from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.state import Call
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
-from hf_specgen.targets.packing import pack_drafter
 from hf_specgen.targets.requirements import OUTPUT_STATE, TargetRequirements, check_decoder_only
 from hf_specgen.tree import DraftTree
 
@@ -97,7 +96,6 @@ class MedusaCandidates(Candidates):
         if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError("MedusaCandidates works with generate(candidate_generator=…) only")
         reader = self._on(call.model)
-        pack_drafter(reader.heads, call.model, call.pack_weights)
         if isinstance(self.tree, str | int) and reader.heads.config.reads_path:
             return HydraSession(call, call.target, reader, self.tree)
         return MedusaSession(call, call.target, reader, self.tree)

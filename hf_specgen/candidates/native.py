@@ -31,7 +31,8 @@ class NativeCandidates(Candidates):
         super().__init__(64, FixedDepth())
         if generator.requires_model_outputs:
             raise ValueError(
-                f"{type(generator).__name__} reads the target's outputs, which only Transformers' own loop provides"
+                f"{type(generator).__name__} reads the target's outputs, which only Transformers' own loop provides; "
+                "pass it to Transformers' assisted generation, or use a strategy of hf_specgen"
             )
         self.generator = generator
 

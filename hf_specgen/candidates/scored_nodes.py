@@ -74,8 +74,8 @@ class NodeScorer:
         """
         call, vocab = self._call, self._vocab
         scores = logits[..., :vocab].float()
-        if call.processors is not None:
-            scores = call.processors.warp(scores.flatten(0, 1)).view(scores.shape)
+        if call.verification is not None:
+            scores = call.verification.processors.warp(scores.flatten(0, 1)).view(scores.shape)
         texts = zip(call.state.generated, depth.tolist(), strict=True)
         steps = [[len(text) + below for below in row] for text, row in texts]
         weights = (

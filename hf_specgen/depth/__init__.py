@@ -37,12 +37,13 @@ Example:
     >>> by_rule = DisableWhen(temperature_above=1.0, otherwise=Schedule({1: 8, 4: 4, 16: 0}))
 """
 
+from hf_specgen.counters import StepRecord
 from hf_specgen.depth.acceptance import AcceptanceEstimator
 from hf_specgen.depth.controller import AdaptiveDepth, Controller
 from hf_specgen.depth.cost import CostCurve
 from hf_specgen.depth.latency import DraftLatency, LatencyModel, Slice
 from hf_specgen.depth.planner import Plan, plan_depths
-from hf_specgen.depth.policy import DraftingSpeed, Fixed, FixedDepth, Policy, PolicySession, StepRecord
+from hf_specgen.depth.policy import DraftingSpeed, FixedDepth, Policy, PolicySession
 from hf_specgen.depth.schedules import DisableWhen, MovingWindow, OffAbove, OffForShort, Schedule
 
 __all__ = [
@@ -53,7 +54,6 @@ __all__ = [
     "DisableWhen",
     "DraftLatency",
     "DraftingSpeed",
-    "Fixed",
     "FixedDepth",
     "LatencyModel",
     "MovingWindow",

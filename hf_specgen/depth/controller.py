@@ -90,9 +90,9 @@ class AdaptiveSession(PolicySession):
     drafting_speed: DraftingSpeed
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
-        self._call, self._candidates, self._margin = call, call.candidates, policy.margin
-        key, negligible_cost = call.candidates.profile_key(), call.candidates.negligible_draft_cost
-        self._key, self._k = (key, call.temperature), min(call.candidates.k, MAX_DRAFT_DEPTH)
+        self._call, self._candidates, self._margin = call, call.drafting, policy.margin
+        key, negligible_cost = call.drafting.key, call.drafting.negligible_cost
+        self._key, self._k = (key, call.temperature), min(call.drafting.k, MAX_DRAFT_DEPTH)
         self._acceptance = AcceptanceEstimator(call.state.batch, self._k, PROPOSED_PRIOR if negligible_cost else 1.0)
         self._speed, self.drafting_speed = ObservedSpeed(), DraftingSpeed()
         self._profile: Profile | None = None
@@ -128,7 +128,7 @@ class AdaptiveSession(PolicySession):
             self._make_plan(room, active)
         self._plan_age += 1
         depths, prefill = self._plan.depths, self._prefill_cost * self._unread
-        speedup = self._speed.speedup if self._candidates.adaptive_tree else self._plan.speedup
+        speedup = self._speed.speedup if self._candidates.sizes_trees else self._plan.speedup
         # Expected time of the remaining tokens, relative to plain steps, with the drafter's prefill.
         if 1 / speedup + prefill / max(room) >= 1 / (1 + self._margin):
             depths = [self._explore(prefill, max(room))] * len(room)
@@ -140,7 +140,7 @@ class AdaptiveSession(PolicySession):
         A trial is one level deep; a strategy that sizes its trees itself proposes nothing that is not expected to be
         faster, so its trial is an ordinary draft, which costs a pass of the drafter at least.
         """
-        adaptive = self._candidates.adaptive_tree
+        adaptive = self._candidates.sizes_trees
         cost = self._pass_cost if adaptive else float(self._cost[1]) - 1
         cost = max(MIN_TRIAL_COST, cost + self._empty_draft_cost) + prefill
         self._exploration = min(self._exploration + EXPLORATION_SHARE, max(cost, MAX_EXPLORATION))
@@ -203,14 +203,14 @@ class AdaptiveSession(PolicySession):
         else:
             accepted, proposed = self._acceptance.accepted(), self._acceptance.proposed()
             plan = plan_depths(accepted, proposed, self._cost, room, self._empty_draft_cost)
-        if self._candidates.adaptive_tree:  # it sizes its trees itself
+        if self._candidates.sizes_trees:  # it sizes its trees itself
             chosen = plan.depths if any(plan.depths) else active
             plan = plan._replace(depths=[self._candidates.k if drafts else 0 for drafts in chosen])
         self._plan, self._plan_age, self._active, self._renew = plan, 0, active, False
 
     def _needs_no_plan(self, active: Sequence[bool]) -> bool:
         """Whether a single row drafts, with a strategy that sizes its tree in every step."""
-        return self._candidates.adaptive_tree and sum(active) == 1
+        return self._candidates.sizes_trees and sum(active) == 1
 
     def _remember(self) -> None:
         if self._profile is not None:

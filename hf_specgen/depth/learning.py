@@ -132,12 +132,12 @@ _profiles_lock = Lock()
 
 def profile_of(call: Call) -> Profile:
     """The profile of a call's target and strategy, shared by all such calls of the process."""
-    strategy = call.candidates.profile_key()
+    strategy = call.drafting.key
     device = getattr(getattr(call.model, "device", None), "type", "cpu")
-    default = LatencyModel.default(device, str(strategy[0]), call.candidates.negligible_draft_cost)
+    default = LatencyModel.default(device, str(strategy[0]), call.drafting.negligible_cost)
     if call.model is None:
         return Profile(default)
-    description = profiles.describe(call.model, strategy, call.temperature > 0, call.compiled, call.packed)
+    description = profiles.describe(call.model, strategy, call.temperature > 0, call.compiled, False)
     file = str(profiles.directory()), profiles.key_of(description)
     with _profiles_lock:
         profile = _profiles.pop(file, None) or Profile(default, description)

@@ -3,51 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from hf_specgen.call import Call
+from hf_specgen.counters import StepRecord
 from hf_specgen.depth.latency import LatencyModel
-from hf_specgen.steps import RowStep
-
-if TYPE_CHECKING:
-    from hf_specgen.state import Call
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """The outcome of one decoding step.
-
-    Args:
-        requested: `[rows]` maximum draft depth of each row, after it was cut to the row's room.
-        rows: `[rows]` drafted, accepted and emitted tokens; None for a row that took no part.
-        tokens_per_row: tokens of each row in the target's forward pass: the pending token, the largest draft, padding.
-        seconds: wall time by part: "draft", "forward", "verify". No "forward" where drafts were verified together
-            with the prompt.
-        drafter_passes: tokens in each forward pass of the drafter, over all rows. None if unknown: then one pass with
-            one token per row is assumed for each level of the deepest draft.
-    """
-
-    requested: Sequence[int]
-    rows: Sequence[RowStep | None]
-    tokens_per_row: int
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    drafter_passes: Sequence[int] | None = None
-
-    @property
-    def batch(self) -> int:
-        """Number of rows that took part."""
-        return sum(row is not None for row in self.rows)
-
-    @property
-    def depth(self) -> int:
-        """Depth of the deepest draft."""
-        return max((row.depth for row in self.rows if row is not None), default=0)
-
-    @property
-    def passes(self) -> Sequence[int]:
-        """Tokens in each forward pass of the drafter."""
-        return [self.batch] * self.depth if self.drafter_passes is None else self.drafter_passes
 
 
 class DraftingSpeed(NamedTuple):
@@ -139,10 +101,7 @@ class FixedDepth(Policy):
             raise ValueError(f"k must be at least 0, got {self.k}")
 
     def start(self, call: Call) -> PolicySession:
-        return _FixedSession(call.candidates.k if self.k is None else self.k)
-
-
-Fixed = FixedDepth
+        return _FixedSession(call.drafting.k if self.k is None else self.k)
 
 
 class _FixedSession(PolicySession):

@@ -54,7 +54,7 @@ class _ScheduleSession(PolicySession):
         self._schedule, self._call = schedule, call
 
     def depths(self, room: Sequence[int]) -> list[int]:
-        k, active = self._call.candidates.k, sum(free > 0 for free in room)
+        k, active = self._call.drafting.k, sum(free > 0 for free in room)
         by_batch = _look_up(self._schedule.by_batch, active, k)
         return [min(by_batch, _look_up(self._schedule.by_context, context_length(self._call), k), k)] * len(room)
 
@@ -100,7 +100,7 @@ class MovingWindow(Policy):
 
 class _WindowSession(PolicySession):
     def __init__(self, policy: MovingWindow, call: Call):
-        self._policy, self._k, batch = policy, call.candidates.k, call.state.batch
+        self._policy, self._k, batch = policy, call.drafting.k, call.state.batch
         first = self._k if policy.first_depth is None else min(policy.first_depth, self._k)
         self._depths = [first] * batch
         self._recent: list[deque[tuple[int, int]]] = [deque(maxlen=policy.window) for _ in range(batch)]

@@ -6,11 +6,11 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
-from hf_specgen.depth import StepRecord
-from hf_specgen.state import Call
+from hf_specgen.call import Call
+from hf_specgen.counters import StepRecord
 
 if TYPE_CHECKING:
     from hf_specgen.monitoring.prometheus import Counters
@@ -100,24 +100,6 @@ class SpeculationMonitor(Monitor):
                 if row.drafted:
                     self._counters.add(row.drafted, row.accepted)
 
-    def finish(self, call: Call) -> None:
-        """Log the statistics of a finished call."""
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        s, steps = call.statistics, max(1, max(map(len, call.statistics.rows)))
-        logger.info(
-            "%s: %d tokens, %d steps, %.2f tokens per step, drafted %d, accepted %d (%.0f%%), %.2f s, policy %.0f us",
-            call.candidates,
-            s.emitted,
-            s.steps,
-            s.tokens_per_step,
-            s.drafted,
-            s.accepted,
-            100 * s.acceptance_rate,
-            s.seconds.get("total", 0.0),
-            1e6 * s.seconds.get("policy", 0.0) / steps,
-        )
-
     @property
     def acceptance_rate(self) -> float:
         """accepted / drafted, in the window."""
@@ -152,26 +134,35 @@ class SpeculationMonitor(Monitor):
         with self._lock:
             return list(self.window)
 
-    def plot(self, path: str | Path) -> None:
-        """Draw the timeline and the histogram into an image (PNG, SVG, PDF).
-
-        Raises:
-            ImportError: without matplotlib (`pip install hf-specgen[plot]`).
-        """
-        from hf_specgen.monitoring.plots import plot_monitor
-
-        plot_monitor(self, path)
-
 
 class _SpeculationMonitorSession(MonitorSession):
+    """Passes the steps of a call on to its monitor, and logs their sums at the end."""
+
     def __init__(self, monitor: SpeculationMonitor, call: Call):
-        self._monitor, self._call = monitor, call
+        self._monitor, self._call, self._started = monitor, call, perf_counter()
+        self._steps = self._rows = self._emitted = self._drafted = self._accepted = 0
 
     def observe(self, step: StepRecord) -> None:
+        rows = [row for row in step.rows if row is not None]
+        self._steps += 1
+        self._rows += len(rows)
+        self._emitted += sum(row.emitted for row in rows)
+        self._drafted += sum(row.drafted for row in rows)
+        self._accepted += sum(row.accepted for row in rows)
         self._monitor.record(self._call, step)
 
     def end(self) -> None:
-        self._monitor.finish(self._call)
+        logger.info(
+            "%s: %d tokens, %d steps, %.2f tokens per step, drafted %d, accepted %d (%.0f%%), %.2f s",
+            self._call.drafting.name,
+            sum(map(len, self._call.state.generated)),
+            self._steps,
+            self._emitted / max(1, self._rows),
+            self._drafted,
+            self._accepted,
+            100 * self._accepted / max(1, self._drafted),
+            perf_counter() - self._started,
+        )
 
 
 def _counters(wanted: bool | None) -> Counters | None:

@@ -40,7 +40,7 @@ class Target:
 
     reuses_drafter_states: bool = False
     """Whether a step starts from hidden states that drafting has computed for its tokens."""
-    max_lead: float = float("inf")
+    max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
     compiled_taps: tuple[int, ...] = ()
     """Hidden states that compiled passes return, as indices into Transformers' `hidden_states`."""

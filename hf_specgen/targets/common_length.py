@@ -91,7 +91,7 @@ class AlignedTexts:
 class CommonLengthTarget(Target):
     """A `Target` for models that take no positions; verifies chains."""
 
-    max_lead = MAX_LEAD
+    max_row_skew = MAX_LEAD
 
     def __init__(self, *args: Any):
         super().__init__(*args)

@@ -1,8 +1,8 @@
 """Checks once per model that verification computes what plain `generate` computes, and refuses the model otherwise.
 
 No interface guarantees that a model places tokens by `position_ids`, respects a 4-D mask, keeps all its state in the
-cache, or can be divided at a layer. So a short text is decoded both ways (`hf_specgen.targets.trial`); for a prompt with
-images or audio, and for an encoder-decoder, the prompt of the call is.
+cache, or can be divided at a layer. So a short text is decoded both ways (`hf_specgen.targets.trial`); for a prompt
+with images or audio, and for an encoder-decoder, the prompt of the call is.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specgen.state import Call
+from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, children
 from hf_specgen.verification.processors import LogitsPipeline
 from hf_specgen.verification.result import VerificationResult, accepted_path
@@ -34,12 +34,17 @@ class VerificationSession(ABC):
     """The state of a verification mode in one `generate` call; a subclass implements `choose`.
 
     Args:
-        call: the call; `call.processors` must be set.
+        call: the call.
+
+    Attributes:
+        processors: applies the logits processors of the call at the nodes of a draft.
+        processes_padding: whether each step also runs the target on the padding of ended rows, as plain `generate`
+            does: where scores are returned and some processor needs all rows of a column at once.
     """
 
     def __init__(self, call: Call):
-        assert call.processors is not None
-        self.call, self.processors = call, call.processors
+        self.call, self.processors = call, LogitsPipeline(call.logits_processor, call.state)
+        self.processes_padding = call.keeps_scores and self.processors.lockstep and call.state.pad_id is not None
 
     @abstractmethod
     def choose(
@@ -95,7 +100,7 @@ class VerificationSession(ABC):
         """
         return self.draft_weights(scores[:, None], [[step] for step in steps])[:, 0].argmax(dim=-1)
 
-    def max_lead(self) -> float:
+    def max_row_skew(self) -> float:
         """How many tokens a row may be ahead of the slowest row."""
         return float("inf")
 
@@ -161,7 +166,7 @@ class _ColumnWalk:
 
     Rows may start at different columns. A column is decided once for all rows that have reached it. The chosen tokens
     are appended to the state tentatively, so that processors see them. Ended rows follow their chain of padding if its
-    scores are returned (`Call.processes_padding`).
+    scores are returned (`VerificationSession.processes_padding`).
     """
 
     def __init__(self, session: VerificationSession, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]):
@@ -170,7 +175,7 @@ class _ColumnWalk:
         self._tree, self._draft_tokens, self._logits = tree, tree.tokens.tolist(), logits
         self._node = [-1] * tree.batch
         self._walking = [row for row in range(tree.batch) if active[row]]
-        padded = self._call.processes_padding
+        padded = session.processes_padding
         self._padding = [row for row in range(tree.batch) if padded and self._call.state.has_ended(row)]
         self._result = VerificationResult(
             [[] if is_active else None for is_active in active], [[] for _ in active], [0] * tree.batch
@@ -215,7 +220,7 @@ class _ColumnWalk:
         result.accepted[row] += child is not None
         if child is None or ended:
             self._walking.remove(row)
-            return ended and not self._call.processes_padding
+            return ended and not self._session.processes_padding
         self._node[row] = child
         path = result.paths[row]
         assert path is not None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specgen.state import Call
+from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier
 from hf_specgen.verification.noise import NoiseBuffer
@@ -65,8 +65,8 @@ class _CoupledSession(VerificationSession):
         vocab = min(scores.shape[-1], noise.shape[-1])
         return scores[..., :vocab].float().softmax(dim=-1) / noise[..., :vocab]
 
-    def max_lead(self) -> float:
-        return self._noise.capacity if self._noise else super().max_lead()
+    def max_row_skew(self) -> float:
+        return self._noise.capacity if self._noise else super().max_row_skew()
 
     def confirm(self, columns: int) -> None:
         self._confirmed = columns

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specgen.state import Call
+from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier
 from hf_specgen.verification.sampling import DraftSampler, argmax, exponential, exponential_race

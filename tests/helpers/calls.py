@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from hf_specgen import Call, Candidates, NgramCandidates, Statistics
+from hf_specgen import Call, Candidates, DraftCall, NgramCandidates
 from hf_specgen.state import GenerationState
-from hf_specgen.verification.processors import LogitsPipeline
 
 AMPLE = 2**31
 """A budget that limits no draft."""
@@ -36,14 +36,15 @@ def make_call(
     processors: LogitsProcessorList | None = None,
     do_sample: bool = False,
     keeps_scores: bool = False,
-) -> Call:
+) -> DraftCall:
     """A call in this state, without model and target."""
-    return Call(
+    strategy = candidates or NgramCandidates(k=4)
+    call = Call(
         None,
         state,
         GenerationConfig(do_sample=do_sample),
-        candidates or NgramCandidates(k=4),
-        Statistics([[] for _ in range(state.batch)]),
-        processors=LogitsPipeline(processors or LogitsProcessorList(), state),
+        strategy.settings(),
+        processors or LogitsProcessorList(),
         keeps_scores=keeps_scores,
     )
+    return DraftCall(**{field.name: getattr(call, field.name) for field in fields(Call)})

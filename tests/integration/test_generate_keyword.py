@@ -101,8 +101,8 @@ def test_speculate_with_skip_prompt_streamer_streams_the_first_token(reference_m
     assert "".join(streamer) == generated_text(reference_model, tokenizer, ids)
 
 
-def test_streamer_of_generate_after_uninstall_receives_the_text_and_its_end(
-    uninstalled: None, reference_model: Any, tokenizer: Any
+def test_streamer_of_generate_with_custom_generate_receives_the_text_and_its_end(
+    reference_model: Any, tokenizer: Any
 ) -> None:
     """Would catch: a reader that waits forever: `generate` does not pass its streamer on to `custom_generate`."""
     ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids

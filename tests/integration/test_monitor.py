@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hf_specgen import Call, Monitor, MonitorSession, NgramCandidates, SpeculationMonitor, Statistics, StepRecord
+from hf_specgen.monitoring.plots import plot_monitor
 from hf_specgen.monitoring.prometheus import PREFIX
 from tests.helpers import FailingOracle, Oracle, prompts, tiny_model
 
@@ -91,13 +92,13 @@ def test_monitor_logs_one_line_per_call(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_monitor_plot_before_the_first_step_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no steps"):
-        SpeculationMonitor(prometheus=False).plot(tmp_path / "monitor.png")
+        plot_monitor(SpeculationMonitor(prometheus=False), tmp_path / "monitor.png")
 
 
 def test_monitor_plot_writes_an_image(tmp_path: Path) -> None:
     monitor = SpeculationMonitor(prometheus=False)
     run_monitored(monitor)
-    monitor.plot(tmp_path / "monitor.png")
+    plot_monitor(monitor, tmp_path / "monitor.png")
     assert (tmp_path / "monitor.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from hf_specgen import NgramCandidates
-from hf_specgen.counters import Statistics
+from hf_specgen import Call
 from hf_specgen.outputs import OutputCollector
-from hf_specgen.state import Call, GenerationState
+from hf_specgen.state import GenerationState
 from hf_specgen.verification import VerificationResult
 
 
@@ -29,7 +28,7 @@ class Streamer:
 def collector(batch: int, pad_id: int | None, streamer: Any) -> tuple[GenerationState, OutputCollector]:
     stop_ids = () if pad_id is None else (1, 2)
     state = GenerationState(torch.zeros(batch, 3, dtype=torch.long), None, stop_ids, max_length=15, pad_id=pad_id)
-    call = Call(None, state, GenerationConfig(), NgramCandidates(k=4), Statistics([[] for _ in range(batch)]))
+    call = Call(None, state, GenerationConfig())
     return state, OutputCollector(call, StoppingCriteriaList(), streamer)
 
 

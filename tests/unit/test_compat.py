@@ -13,12 +13,11 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils import hub
 
 import hf_specgen
 from hf_specgen import compat
-from tests.helpers import RecordingStreamer, prompts, tiny_model
+from tests.helpers import prompts, tiny_model
 from tests.helpers.models import fresh_model
 
 PACKAGE = Path(hf_specgen.__file__).parent
@@ -78,10 +77,10 @@ def seen() -> dict[str, Any]:
     arguments: dict[str, Any] = {}
 
     def record(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        arguments.update(kwargs, streamer=compat.local_of_generate("streamer"))
+        arguments.update(kwargs)
         return input_ids
 
-    inputs = {**prompts(1), "past_key_values": DynamicCache(), "streamer": RecordingStreamer()}
+    inputs = {**prompts(1), "past_key_values": DynamicCache()}
     original = inspect.unwrap(GenerationMixin.generate)
     original(tiny_model("llama"), **inputs, max_new_tokens=4, custom_generate=record)
     return arguments
@@ -127,14 +126,6 @@ def test_cached_file_of_a_missing_entry_returns_none(tmp_path: Path) -> None:
     symbol = "_raise_exceptions_for_missing_entries of transformers.utils.cached_file"
     assert "_raise_exceptions_for_missing_entries" in inspect.getsource(hub.cached_files), missing(symbol)
     assert compat.cached_file_or_none(str(tmp_path), "config.json") is None, missing(symbol)
-
-
-def test_local_of_generate_is_the_streamer_of_the_caller(seen: dict[str, Any]) -> None:
-    assert isinstance(seen["streamer"], BaseStreamer), missing("the local variable `streamer` of generate")
-
-
-def test_local_of_generate_outside_of_generate_is_none() -> None:
-    assert compat.local_of_generate("streamer") is None
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
