@@ -220,7 +220,8 @@ def generate_speculatively(
         model: the model.
         args, kwargs: the arguments of the call.
     """
-    generator, method = kwargs.pop("candidate_generator", None), kwargs.get("custom_generate")
+    generator = kwargs.pop("candidate_generator", None)
+    method: Any = kwargs.get("custom_generate")
     if generator is not None:
         if method is not None:
             raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")

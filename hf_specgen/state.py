@@ -166,11 +166,3 @@ def _without_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | Non
         return rows
     kept = attention_mask[:, -input_ids.shape[1] :].bool().tolist()
     return [[token for token, keep in zip(*pair, strict=True) if keep] for pair in zip(rows, kept, strict=True)]
-
-
-def __getattr__(name: str) -> object:
-    if name == "Call":
-        from hf_specgen.call import Call
-
-        return Call
-    raise AttributeError(name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from hf_specgen import Call, NgramCandidates, Statistics
+from hf_specgen import DraftCall, NgramCandidates
 from hf_specgen.state import GenerationState
 
 CONTEXTS, TREES, DEPTH = (1_000, 10_000, 100_000), (None, 32), 10
@@ -26,7 +26,7 @@ def ngram_lookup(repeats: int, quick: bool) -> list[dict[str, Any]]:
             candidates = NgramCandidates(k=DEPTH, tree=tree)
             state = GenerationState(torch.tensor([text]))
             begin = perf_counter()
-            session = candidates.start(Call(None, state, GenerationConfig(), candidates, Statistics([[]])))
+            session = candidates.start(DraftCall(None, state, GenerationConfig(), candidates.settings()))
             indexing = perf_counter() - begin
             times = []
             for _ in range(200 if quick else 700 * repeats):

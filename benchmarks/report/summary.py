@@ -15,11 +15,11 @@ from benchmarks.harness.journal import Record
 from benchmarks.harness.variants import PLAIN
 from benchmarks.report.tables import Rows
 from hf_specgen import Statistics
+from hf_specgen.counters import RowStep
 from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.analysis import estimated_alpha, expected_accepted, optimal_k, speedup_limit
 from hf_specgen.evaluation.intervals import Interval, speedup_interval
 from hf_specgen.evaluation.projection import Projection
-from hf_specgen.steps import RowStep
 
 ALL = "all"
 MIN_REQUESTS = 3

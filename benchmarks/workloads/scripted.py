@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_specgen import Call, Candidates, DraftSession, DraftTree, Policy
+from hf_specgen import Candidates, DraftCall, DraftSession, DraftTree, Policy
 from hf_specgen.candidates.base import Depth
 
 
@@ -80,14 +80,14 @@ class KnownAcceptance(Candidates):
         super().__init__(k)
         self.script, self.alpha, self.vocab_size, self.seed = script, alpha, vocab_size, seed
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         return _KnownAcceptanceSession(self, call)
 
 
 class _KnownAcceptanceSession(DraftSession):
     passes = ()
 
-    def __init__(self, settings: KnownAcceptance, call: Call):
+    def __init__(self, settings: KnownAcceptance, call: DraftCall):
         super().__init__(call)
         self._settings, self._random = settings, random.Random(settings.seed)
 
@@ -116,7 +116,7 @@ class AlwaysRejected(Candidates):
         super().__init__(k, policy)
         self.token = token
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         return _AlwaysRejectedSession(self.token, call)
 
     def __repr__(self) -> str:
@@ -126,7 +126,7 @@ class AlwaysRejected(Candidates):
 class _AlwaysRejectedSession(DraftSession):
     passes = ()
 
-    def __init__(self, token: int, call: Call):
+    def __init__(self, token: int, call: DraftCall):
         super().__init__(call)
         self._token = token
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.calibrated import CalibratedSession
 from hf_specgen.candidates.draft_growth import DraftGrowth
 from hf_specgen.candidates.read_ahead import MAX_FIRST_STAGE_NODES, ReadAhead, Start, starts_of
@@ -29,7 +29,6 @@ from hf_specgen.candidates.scored_nodes import NodeScorer, ScoredNodes
 from hf_specgen.candidates.tree_builder import Ints
 from hf_specgen.candidates.tree_edges import edges
 from hf_specgen.candidates.tree_shape import MAX_CHILDREN, FastestSize
-from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
@@ -56,7 +55,7 @@ class AutoregressiveSession(CalibratedSession):
     expanded_nodes_first = False
     reads_first_stage_with_text = False
 
-    def __init__(self, call: Call, k: int, tree: str | int | None, confidence_threshold: float, vocab: int):
+    def __init__(self, call: DraftCall, k: int, tree: str | int | None, confidence_threshold: float, vocab: int):
         super().__init__(call)
         chains_only = call.target is not None and call.target.verifies_chains_only
         size = None if chains_only else tree

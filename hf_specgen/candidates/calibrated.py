@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.candidates.tree_shape import MAX_CHILDREN, TreeShape, tree_shape
 from hf_specgen.depth.calibration import Calibration, calibration_memory
-from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, judged_nodes
 
@@ -26,7 +25,7 @@ class CalibratedSession(DraftSession):
         calibrations: how many are kept; one for each depth of heads that draft all depths at once.
     """
 
-    def __init__(self, call: Call, calibrations: int = 1):
+    def __init__(self, call: DraftCall, calibrations: int = 1):
         super().__init__(call)
         temperature = round(call.temperature, 2)
         self._keys = [(call.drafting.key, self._mode, temperature, index) for index in range(calibrations)]

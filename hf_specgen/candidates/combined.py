@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from hf_specgen.candidates.base import Candidates, DraftSession, Tree, check_tree
+from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree, check_tree
 from hf_specgen.candidates.combined_member import Member
 from hf_specgen.candidates.merged_tree import merge_trees
 from hf_specgen.candidates.network_gain import network_gain_memory
@@ -20,7 +20,6 @@ from hf_specgen.candidates.tree_shape import FastestSize, FixedSize, TreeShape, 
 from hf_specgen.candidates.union_tree import UnionTree, unite
 from hf_specgen.depth import Policy
 from hf_specgen.depth.calibration import calibration_memory
-from hf_specgen.state import Call
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.tree import DraftTree
@@ -68,7 +67,7 @@ class CombinedCandidates(Candidates):
         needs = [strategy.target_requirements(model) for strategy in self.strategies]
         return reduce(TargetRequirements.__or__, needs)
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         return _CombinedSession(self, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
@@ -85,7 +84,7 @@ class CombinedCandidates(Candidates):
 class _CombinedSession(DraftSession):
     """The sessions of the members, and the tree of the current step."""
 
-    def __init__(self, settings: CombinedCandidates, call: Call):
+    def __init__(self, settings: CombinedCandidates, call: DraftCall):
         super().__init__(call)
         self._settings = settings
         self._key = (settings.profile_key(), "combined", call.do_sample, round(call.temperature, 2))

@@ -9,13 +9,12 @@ Sources: DFlash (2026), https://arxiv.org/abs/2602.06036; JetSpec (2026), https:
 
 from __future__ import annotations
 
-from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.candidates.parallel import ParallelSession
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.block_reader import BlockReader
-from hf_specgen.state import Call
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 
 
@@ -45,6 +44,6 @@ class DFlashCandidates(HeadCandidates):
                 f"{self._name!r} is a {type(head).__name__}, not a DFlash or JetSpec head; use the strategy made for it"
             )
 
-    def begin(self, call: Call, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
+    def begin(self, call: DraftCall, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
         reader = BlockReader(attached, call.state.batch)
         return ParallelSession(call, target, attached, reader, min(self.k, reader.depth), self.tree)

@@ -22,13 +22,12 @@ from transformers import (
 
 from hf_specgen import compat
 from hf_specgen.candidates.attached import number_of
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
 from hf_specgen.candidates.draft_model_session import DraftModelSession
 from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.candidates.translated import translated_session
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
-from hf_specgen.state import Call
 from hf_specgen.targets.compilable import Compile, check_setting, named
 from hf_specgen.targets.encoder import reads_encoder
 from hf_specgen.targets.model_parts import text_config
@@ -106,7 +105,7 @@ class DraftModelCandidates(Candidates):
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         draft = self._load(call.model)
         check_pair(draft, call)
         check_model(draft)

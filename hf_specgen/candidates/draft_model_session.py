@@ -13,12 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import Tree
+from hf_specgen.candidates.base import DraftCall, Tree
 from hf_specgen.candidates.draft_prompt import embedding_size, known_tokens
 from hf_specgen.candidates.read_ahead import ReadAhead
 from hf_specgen.candidates.read_nodes import LeadingText
 from hf_specgen.candidates.recycling_table import RecyclingTable
-from hf_specgen.state import Call
 from hf_specgen.targets.base import Target
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
@@ -41,7 +40,7 @@ class DraftModelSession(AutoregressiveSession):
 
     def __init__(
         self,
-        call: Call,
+        call: DraftCall,
         draft: PreTrainedModel,
         reader: Target,
         k: int,

@@ -12,13 +12,14 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 from transformers.utils.generic import ModelOutput
 
 from hf_specgen import compat
-from hf_specgen.state import Call
-from hf_specgen.targets.encoder import EncoderInput, reads_encoder
+from hf_specgen.call import EncoderInput
+from hf_specgen.candidates.base import DraftCall
+from hf_specgen.targets.encoder import reads_encoder
 
 _same_encoders: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, bool]] = WeakKeyDictionary()
 
 
-def check_pair(draft: PreTrainedModel, call: Call) -> None:
+def check_pair(draft: PreTrainedModel, call: DraftCall) -> None:
     """Raise unless the draft can read what the target reads: both read what an encoder returns, or none does.
 
     Raises:
@@ -34,7 +35,7 @@ def check_pair(draft: PreTrainedModel, call: Call) -> None:
 
 
 def draft_prompt(
-    draft: PreTrainedModel, call: Call, prompts: list[list[int]], share_encoder: bool | None
+    draft: PreTrainedModel, call: DraftCall, prompts: list[list[int]], share_encoder: bool | None
 ) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
     """The prompts as `generate` of the draft would prepare them.
 
@@ -87,7 +88,7 @@ def known_tokens(tokens: Sequence[int], size: int) -> list[int]:
 
 
 def decoder_prompt(
-    draft: PreTrainedModel, call: Call, prompts: Sequence[Sequence[int]]
+    draft: PreTrainedModel, call: DraftCall, prompts: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
     """The prompts of a decoder-only draft model, its generation config, and the arguments of its forward pass.
 
@@ -102,7 +103,7 @@ def decoder_prompt(
     return input_ids, _draft_config(call, input_ids.shape[1]), arguments
 
 
-def _draft_config(call: Call, prompt: int) -> GenerationConfig:
+def _draft_config(call: DraftCall, prompt: int) -> GenerationConfig:
     """The generation config of a draft model: its `max_length` allows all tokens of the call after its own prompt.
 
     Args:
@@ -115,7 +116,7 @@ def _draft_config(call: Call, prompt: int) -> GenerationConfig:
 
 
 def _encoder_arguments(
-    draft: PreTrainedModel, call: Call, read: EncoderInput, share_encoder: bool | None
+    draft: PreTrainedModel, call: DraftCall, read: EncoderInput, share_encoder: bool | None
 ) -> dict[str, Any]:
     """What `generate` of the draft receives for its encoder: its input, or the outputs of the target's encoder."""
     assert call.model is not None

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.draft_prompt import draft_prompt, embedding_size, known_tokens
 from hf_specgen.candidates.reencoding import Reencoder
-from hf_specgen.state import Call
 from hf_specgen.targets.compilable import Compile
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
@@ -31,7 +31,7 @@ class DraftText:
         ValueError: if a prompt is longer than what the draft can read.
     """
 
-    def __init__(self, call: Call, draft: PreTrainedModel, rows: Sequence[Reencoder], compile: Compile):
+    def __init__(self, call: DraftCall, draft: PreTrainedModel, rows: Sequence[Reencoder], compile: Compile):
         self._state, self._rows = call.state, rows
         self._embedded = embedding_size(draft)
         self._max_positions = position_table(text_config(draft))

@@ -15,14 +15,13 @@ from collections.abc import Sequence
 import torch
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.features import UnreadFeatures, unfinished_rows
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.captured_head import captured_head
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.reader import HeadReader
-from hf_specgen.state import Call
 from hf_specgen.targets.compilable import GRAPH_DEVICES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
@@ -60,7 +59,7 @@ class EagleCandidates(HeadCandidates):
                 f"{self._name!r} is a P-EAGLE head, which drafts all tokens in one pass; use PEagleCandidates"
             )
 
-    def begin(self, call: Call, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
+    def begin(self, call: DraftCall, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
         return EagleSession(call, target, attached, self.k, self.tree)
 
 
@@ -77,7 +76,9 @@ class EagleSession(AutoregressiveSession):
         reader: the head's cache, and its passes.
     """
 
-    def __init__(self, call: Call, target: HiddenStateTarget, attached: AttachedHead, k: int, tree: str | int | None):
+    def __init__(
+        self, call: DraftCall, target: HiddenStateTarget, attached: AttachedHead, k: int, tree: str | int | None
+    ):
         assert call.model is not None
         super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
         head = attached.head

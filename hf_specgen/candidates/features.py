@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_specgen.candidates.base import DraftCall
 from hf_specgen.heads.base import AttachedHead
-from hf_specgen.state import Call
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 
 
@@ -20,7 +20,7 @@ class UnreadFeatures:
         attached: the head on its target.
     """
 
-    def __init__(self, call: Call, target: HiddenStateTarget, attached: AttachedHead):
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, attached: AttachedHead):
         self._state, self._target, self._taps = call.state, target, attached.taps
         config = attached.head.config
         self._width = config.num_taps * config.target_hidden_size
@@ -82,6 +82,6 @@ class UnreadFeatures:
         return prompt[first : first + count] + generated[begin:end]
 
 
-def unfinished_rows(call: Call) -> Sequence[bool]:
+def unfinished_rows(call: DraftCall) -> Sequence[bool]:
     """Which rows of a call have not ended."""
     return [not call.state.has_ended(row) for row in range(call.state.batch)]

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.heads.assistant_reader import AssistantReader
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.gemma_assistant import AssistantHead
-from hf_specgen.state import Call
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 
@@ -45,14 +44,16 @@ class GemmaAssistantCandidates(HeadCandidates):
                 f"{self._name!r} is a {type(head).__name__}, not a Gemma 4 assistant; use the strategy made for it"
             )
 
-    def begin(self, call: Call, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
+    def begin(self, call: DraftCall, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
         return _AssistantSession(call, target, attached, self.k, self.tree)
 
 
 class _AssistantSession(AutoregressiveSession):
     """The state of one call; arguments as for `EagleSession`."""
 
-    def __init__(self, call: Call, target: HiddenStateTarget, attached: AttachedHead, k: int, tree: str | int | None):
+    def __init__(
+        self, call: DraftCall, target: HiddenStateTarget, attached: AttachedHead, k: int, tree: str | int | None
+    ):
         assert call.model is not None
         super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
         self._target, self._taps = target, attached.taps

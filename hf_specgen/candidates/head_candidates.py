@@ -10,11 +10,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.attached import AttachedModules, number_of
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.loading import load_head
-from hf_specgen.state import Call
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
@@ -66,7 +65,7 @@ class HeadCandidates(Candidates):
         """Raise a `ValueError` unless the strategy can draft with this head."""
 
     @abstractmethod
-    def begin(self, call: Call, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
+    def begin(self, call: DraftCall, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
         """The session of a call."""
 
     def load(self, model: PreTrainedModel) -> DraftHead:
@@ -83,7 +82,7 @@ class HeadCandidates(Candidates):
         check_decoder_only(model, type(self).__name__)
         return TargetRequirements(taps=self._on(model).taps)
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError(f"{type(self).__name__} works with generate(candidate_generator=…) only")
         attached = self._on(call.model)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
+from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.marginals import DEFAULT_NODES
 from hf_specgen.candidates.tree_shape import MAX_CHILDREN, TreeShape
 from hf_specgen.heads.medusa_runner import MedusaRunner
-from hf_specgen.state import Call
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.requirements import OUTPUT_STATE
 from hf_specgen.tree import DraftTree
@@ -31,7 +31,7 @@ class HydraSession(AutoregressiveSession):
 
     attends_to_text = False
 
-    def __init__(self, call: Call, target: HiddenStateTarget, reader: MedusaRunner, tree: str | int):
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, reader: MedusaRunner, tree: str | int):
         config = reader.heads.config
         super().__init__(call, config.num_heads, tree, 0.0, config.vocab_size)
         self._target, self._reader, self._heads = target, reader, config.num_heads

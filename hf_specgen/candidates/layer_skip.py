@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.attached import AttachedModules, number_of
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
 from hf_specgen.depth import Policy
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
-from hf_specgen.state import Call
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
 from hf_specgen.tree import DraftTree
@@ -65,7 +64,7 @@ class LayerSkipCandidates(Candidates):
         check_decoder_only(model, "LayerSkipCandidates")
         return TargetRequirements(exit_layer=self.exit_layer)
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         if call.model is None or not isinstance(call.target, EarlyExitTarget):
             raise ValueError("LayerSkipCandidates works with generate(candidate_generator=…) only")
         vocab = vocabulary_size(call.model)
@@ -103,7 +102,13 @@ class _LayerSkipSession(AutoregressiveSession):
     expanded_nodes_first = True  # as `EarlyExitTarget.forward` expects
 
     def __init__(
-        self, call: Call, target: EarlyExitTarget, k: int, tree: str | int | None, vocab: int, head: nn.Module | None
+        self,
+        call: DraftCall,
+        target: EarlyExitTarget,
+        k: int,
+        tree: str | int | None,
+        vocab: int,
+        head: nn.Module | None,
     ):
         super().__init__(call, k, tree, 0.0, vocab)
         self._target, self._head = target, head

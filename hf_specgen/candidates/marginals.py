@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.calibrated import CalibratedSession
 from hf_specgen.candidates.scored_nodes import share_by_rank
 from hf_specgen.candidates.tree_builder import Floats, TreeBuilder
 from hf_specgen.candidates.tree_shape import MAX_NODES, FastestSize, FixedSize
-from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 
 DEFAULT_NODES = 16
@@ -36,7 +36,7 @@ class MarginalSession(CalibratedSession):
         ranks: how many tokens of each depth may be in a tree.
     """
 
-    def __init__(self, call: Call, depth: int, size: str | int | None, ranks: int):
+    def __init__(self, call: DraftCall, depth: int, size: str | int | None, ranks: int):
         super().__init__(call, depth)
         self.ranks = 1 if size is None else ranks
         self._size = size

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.attached import AttachedModules, number_of
-from hf_specgen.candidates.base import Candidates, DraftSession
+from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession
 from hf_specgen.candidates.hydra import HydraSession
 from hf_specgen.candidates.marginals import MarginalSession, with_q
 from hf_specgen.candidates.rank_tree import RankTree
@@ -31,7 +31,6 @@ from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specgen.heads.medusa_runner import MedusaRunner
-from hf_specgen.state import Call
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
 from hf_specgen.targets.requirements import OUTPUT_STATE, TargetRequirements, check_decoder_only
@@ -92,7 +91,7 @@ class MedusaCandidates(Candidates):
         self._on(model)
         return TargetRequirements(taps=(OUTPUT_STATE,))
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError("MedusaCandidates works with generate(candidate_generator=…) only")
         reader = self._on(call.model)
@@ -135,7 +134,7 @@ class MedusaSession(MarginalSession):
 
     passes = ()  # heads run once per draft: the overhead of a draft
 
-    def __init__(self, call: Call, target: HiddenStateTarget, reader: MedusaRunner, tree: str | int | Paths):
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, reader: MedusaRunner, tree: str | int | Paths):
         config = reader.heads.config
         ranks = min(RANKS, config.vocab_size)
         super().__init__(call, config.num_heads, tree if isinstance(tree, str | int) else 0, ranks)

@@ -13,14 +13,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import Depth, DraftSession, Tree
+from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.eagle import EagleSession
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.mtp import MTPHead
 from hf_specgen.heads.mtp_format import load_mtp
-from hf_specgen.state import Call
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 
 OWN_CHECKPOINT = ""
@@ -69,7 +68,7 @@ class MTPCandidates(HeadCandidates):
                 "drafts with checkpoints that have one layer"
             )
 
-    def begin(self, call: Call, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
+    def begin(self, call: DraftCall, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
         return EagleSession(call, target, attached, self.k, self.tree)
 
     def __repr__(self) -> str:

@@ -8,10 +8,9 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import compat
-from hf_specgen.candidates.base import Candidates, DraftSession
+from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession
 from hf_specgen.counters import Statistics
 from hf_specgen.depth import FixedDepth
-from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
@@ -44,7 +43,7 @@ class NativeCandidates(Candidates):
     def speculation(self, statistics: Statistics | None) -> None:
         self.generator.speculation = statistics  # type: ignore[attr-defined]
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         if call.state.batch != 1:
             raise ValueError(
                 f"{type(self.generator).__name__} works on one row, got {call.state.batch}; "
@@ -57,7 +56,7 @@ class NativeCandidates(Candidates):
 
 
 class _NativeSession(DraftSession):
-    def __init__(self, call: Call, generator: CandidateGenerator):
+    def __init__(self, call: DraftCall, generator: CandidateGenerator):
         super().__init__(call)
         self._generator, self._drafted = generator, False
         self._device = compat.input_device(call.model) if call.model is not None else torch.device("cpu")

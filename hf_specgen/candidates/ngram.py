@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
 from hf_specgen.candidates.ngram_history import NgramHistory as NgramHistory
 from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import MatchOdds
@@ -21,7 +21,6 @@ from hf_specgen.candidates.ngram_tree import Limits, NgramTree
 from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
 from hf_specgen.depth import Policy
 from hf_specgen.depth.calibration import CalibrationMemory
-from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
@@ -86,7 +85,7 @@ class NgramCandidates(Candidates):
         self.min_ngram, self.max_ngram, self.history = min_ngram, max_ngram, history
         self.branches = 1 if branches is None and self.tree is None else branches
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         return _NgramSession(self, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
@@ -105,7 +104,7 @@ class _NgramSession(DraftSession):
     passes = ()
     knows_continuations = True
 
-    def __init__(self, settings: NgramCandidates, call: Call):
+    def __init__(self, settings: NgramCandidates, call: DraftCall):
         super().__init__(call)
         self._settings, self._state = settings, call.state
         self._key = (settings.profile_key(), round(call.temperature, 2))

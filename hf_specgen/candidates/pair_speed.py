@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from hf_specgen import compat
+from hf_specgen.candidates.base import DraftCall
 from hf_specgen.depth.policy import DraftingSpeed
-from hf_specgen.state import Call
 
 MIN_DRAFTED_STEPS = 32
 """Steps with a draft, over all calls, before a warning: the standard error of their mean number of tokens is then about
@@ -39,7 +39,7 @@ class DraftTranslation(NamedTuple):
     shared: float
 
 
-def warn_if_slower(call: Call, translation: DraftTranslation) -> None:
+def warn_if_slower(call: DraftCall, translation: DraftTranslation) -> None:
     """Count what the call has observed, and warn, once for each target and draft, if drafting is slower.
 
     Args:

@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
+from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.features import UnreadFeatures, unfinished_rows
 from hf_specgen.candidates.marginals import MarginalSession
 from hf_specgen.heads.acceptance import RANKS
 from hf_specgen.heads.base import AttachedHead
-from hf_specgen.state import Call
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -50,7 +50,7 @@ class ParallelSession(MarginalSession):
 
     def __init__(
         self,
-        call: Call,
+        call: DraftCall,
         target: HiddenStateTarget,
         attached: AttachedHead,
         reader: ParallelDraft,

@@ -8,13 +8,12 @@ Source: P-EAGLE (2026), https://arxiv.org/abs/2602.01469.
 
 from __future__ import annotations
 
-from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.candidates.parallel import ParallelSession
 from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.eagle import Eagle3Head
 from hf_specgen.heads.parallel_reader import ParallelReader
-from hf_specgen.state import Call
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 
 
@@ -45,6 +44,6 @@ class PEagleCandidates(HeadCandidates):
                 "AutoCandidates.from_pretrained, which chooses the strategy"
             )
 
-    def begin(self, call: Call, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
+    def begin(self, call: DraftCall, target: HiddenStateTarget, attached: AttachedHead) -> DraftSession:
         reader = ParallelReader(attached, call.state.batch)
         return ParallelSession(call, target, attached, reader, self.k, self.tree)

@@ -18,13 +18,12 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import vocabulary_size
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, check_tree
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
 from hf_specgen.candidates.recycling_table import SUCCESSORS, RecyclingTable
 from hf_specgen.candidates.tree_builder import MAX_JOINT, TreeBuilder
 from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
 from hf_specgen.depth import Policy
 from hf_specgen.depth.calibration import BIN_CENTERS, RANKS, calibration_memory
-from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree, Parents
 from hf_specgen.verification.result import VerificationResult, judged_nodes
 
@@ -96,7 +95,7 @@ class RecyclingCandidates(Candidates):
             )
         return self._given
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         if call.model is None:
             raise ValueError("RecyclingCandidates works with generate(candidate_generator=…) only")
         if call.verification is not None and call.verification.wants_q:
@@ -126,7 +125,7 @@ class RecyclingSession(DraftSession):
     top_tokens = SUCCESSORS
     knows_successors = knows_continuations = True
 
-    def __init__(self, settings: RecyclingCandidates, call: Call, table: RecyclingTable):
+    def __init__(self, settings: RecyclingCandidates, call: DraftCall, table: RecyclingTable):
         super().__init__(call)
         self._settings, self._table = settings, table
         self._key = (settings.profile_key(), call.do_sample, round(call.temperature, 2))

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad
 
+from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.tree_builder import Floats, Ints
-from hf_specgen.state import Call
 
 MAX_SIBLING_CONFIDENCE = 0.95
 """Assumed limit of a distribution's largest probability, so that later siblings keep a share of what is left."""
@@ -60,7 +60,7 @@ class NodeScorer:
         wants_q: whether verification needs the probabilities.
     """
 
-    def __init__(self, call: Call, vocab: int, threshold: float, wants_q: bool):
+    def __init__(self, call: DraftCall, vocab: int, threshold: float, wants_q: bool):
         self._call, self._vocab, self._threshold, self._wants_q = call, vocab, threshold, wants_q
 
     def score(self, logits: torch.Tensor, depth: Ints, count: int, with_probability: bool = False) -> ScoredNodes:

@@ -18,14 +18,13 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import DraftSession, Tree
+from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
 from hf_specgen.candidates.draft_prompt import embedding_size
 from hf_specgen.candidates.draft_text import DraftText
 from hf_specgen.candidates.pair_speed import DraftTranslation, warn_if_slower
 from hf_specgen.candidates.reencoding import Codec, Reencoder, load_tokenizer
 from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_vocabulary
 from hf_specgen.depth.schedules import context_length
-from hf_specgen.state import Call
 from hf_specgen.targets.compilable import Compile
 from hf_specgen.tree import DraftTree
 
@@ -36,7 +35,7 @@ docs/strategies/draft_model.md."""
 
 
 def translated_session(
-    call: Call,
+    call: DraftCall,
     draft: PreTrainedModel,
     k: int,
     tree: Tree,
@@ -84,7 +83,7 @@ class SharedVocabularySession(AutoregressiveSession):
 
     def __init__(
         self,
-        call: Call,
+        call: DraftCall,
         text: DraftText,
         shared: SharedVocabulary,
         k: int,
@@ -144,7 +143,7 @@ class ReencodingSession(DraftSession):
 
     def __init__(
         self,
-        call: Call,
+        call: DraftCall,
         text: DraftText,
         rows: Sequence[Reencoder],
         k: int,

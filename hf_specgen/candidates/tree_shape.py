@@ -11,11 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
+from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.tree_builder import Floats, TreeBuilder
 from hf_specgen.depth.cost import CostCurve
 from hf_specgen.depth.latency import DraftLatency, StepLatency
 from hf_specgen.depth.schedules import context_length
-from hf_specgen.state import Call
 
 MAX_NODES = 64
 """Maximum number of nodes of a row: beyond, each further one adds to the latency even of a memory-bound target."""
@@ -221,7 +221,7 @@ def _drafter_seconds(drafter: DraftLatency, rows: int, widths: int) -> tuple[Flo
 
 def tree_shape(
     size: str | int | None,
-    call: Call,
+    call: DraftCall,
     depths: Sequence[int],
     children: int = MAX_CHILDREN,
     is_prefill: bool = False,

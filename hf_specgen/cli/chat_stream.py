@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specgen.call import Call
 from hf_specgen.depth import StepRecord
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
-from hf_specgen.state import Call
 
 ACCEPTED = "green"
 """Style of accepted draft tokens."""

@@ -22,8 +22,7 @@ import numpy as np
 from hf_specgen.depth.cost import Array
 
 if TYPE_CHECKING:
-    from hf_specgen.depth.policy import StepRecord
-    from hf_specgen.steps import RowStep
+    from hf_specgen.counters import RowStep, StepRecord
 
 FORGETTING = 0.95
 """Weight of a trial one draft later: a half-life of 14 drafts. Simulated speeds differ by 0.3% between 0.9 and 0.97."""
@@ -109,8 +108,8 @@ class AcceptanceEstimator:
         proposed: probability that a draft has a first token, before any observation.
 
     Example:
-        >>> from hf_specgen.depth.policy import StepRecord
-        >>> from hf_specgen.steps import RowStep
+        >>> from hf_specgen.counters import StepRecord
+        >>> from hf_specgen.counters import RowStep
         >>> estimator = AcceptanceEstimator(rows=1, k=3)
         >>> estimator.accepted().round(2).tolist()
         [[0.7, 0.49, 0.34]]

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hf_specgen.counters import StepRecord
 from hf_specgen.depth.acceptance import AcceptanceEstimator, ObservedSpeed, recall, remember
 from hf_specgen.depth.latency import LatencyModel, slice_of
 from hf_specgen.depth.learning import Profile, profile_of
 from hf_specgen.depth.planner import Plan, plan_depths
-from hf_specgen.depth.policy import DraftingSpeed, Policy, PolicySession, StepRecord
+from hf_specgen.depth.policy import DraftingSpeed, Policy, PolicySession
 from hf_specgen.depth.ranks import from_first_rank, is_first_rank, lockstep_group
 from hf_specgen.depth.schedules import context_length
 
 if TYPE_CHECKING:
-    from hf_specgen.state import Call
+    from hf_specgen.call import Call
 
 MAX_DRAFT_DEPTH = 32
 """Deepest draft that is considered: with an acceptance of 0.9 a token, 3% of drafts reach beyond it."""

@@ -14,8 +14,8 @@ from hf_specgen.depth.latency import MAX_SLICES, LatencyModel, Slice, StepLatenc
 from hf_specgen.depth.recorder import MAX_CATCH_UP_TOKENS, LatencyRecorder
 
 if TYPE_CHECKING:
-    from hf_specgen.depth.policy import StepRecord
-    from hf_specgen.state import Call
+    from hf_specgen.call import Call
+    from hf_specgen.counters import StepRecord
 
 MAX_DEVIATION, CHECKED_STEPS = 2.0, 33
 """Factor by which median times may deviate from the profile, and steps of each kind in a median."""

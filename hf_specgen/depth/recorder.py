@@ -22,7 +22,7 @@ from hf_specgen.depth.latency import DraftLatency, StepLatency
 from hf_specgen.depth.medians import MIN_MEASURED, median_line, medians_by_size
 
 if TYPE_CHECKING:
-    from hf_specgen.depth.policy import StepRecord
+    from hf_specgen.counters import StepRecord
 
 GRID = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
 """Sizes (tokens per row) that times are binned by. Small ones have a bin each, as kernels differ: on a CPU with AVX2,

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hf_specgen.depth.policy import FixedDepth, Policy, PolicySession, StepRecord
+from hf_specgen.counters import StepRecord
+from hf_specgen.depth.policy import FixedDepth, Policy, PolicySession
 
 if TYPE_CHECKING:
-    from hf_specgen.state import Call
+    from hf_specgen.call import Call
 
 
 def context_length(call: Call) -> int:

@@ -143,7 +143,7 @@ def estimated_alpha(statistics: Statistics) -> float:
 
     Example:
         >>> from hf_specgen.counters import Statistics
-        >>> from hf_specgen.steps import RowStep
+        >>> from hf_specgen.counters import RowStep
         >>> estimated_alpha(Statistics([[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2)]]))  # 4 accepted, 1 rejection
         0.8
     """

@@ -14,11 +14,10 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.medusa import MedusaCandidates, MedusaSession
 from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, RANKS, Acceptance, confidence_bin
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.state import Call
 from hf_specgen.tree import DraftTree
 
 PRIOR_WEIGHT = 10.0
@@ -76,12 +75,12 @@ class _Recording(MedusaCandidates):
         super().__init__(heads, tree=PROBE_NODES, lora=lora)
         self._counts = counts
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         return _RecordingSession(call, cast(MedusaSession, super().start(call)), self._counts)
 
 
 class _RecordingSession(DraftSession):
-    def __init__(self, call: Call, session: MedusaSession, counts: Counts):
+    def __init__(self, call: DraftCall, session: MedusaSession, counts: Counts):
         super().__init__(call)
         self._session, self._counts = session, counts
         self._steps: list[tuple[int, int, list[list[int]], list[float]]] = []

@@ -16,13 +16,14 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.candidates.base import Candidates, DraftSession
+from hf_specgen.call import Call
+from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession
 from hf_specgen.candidates.tree_shape import MAX_NODES
+from hf_specgen.counters import StepRecord
 from hf_specgen.depth import profiles
 from hf_specgen.depth.latency import LatencyModel, Slice, slice_of
-from hf_specgen.depth.policy import Policy, PolicySession, StepRecord
+from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.depth.recorder import GRID, MEDIAN_WINDOW, LatencyRecorder
-from hf_specgen.state import Call
 from hf_specgen.targets.packing import is_packed_by_default
 from hf_specgen.tree import DraftTree
 
@@ -135,7 +136,7 @@ class _ArbitraryTokens(Candidates):
     def __init__(self, k: int):
         super().__init__(k)
 
-    def start(self, call: Call) -> DraftSession:
+    def start(self, call: DraftCall) -> DraftSession:
         return _ArbitrarySession(call)
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from statistics import mean
 
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.counters import Statistics
+from hf_specgen.counters import Statistics, StepPasses
 from hf_specgen.depth import LatencyModel
-from hf_specgen.steps import StepPasses
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def project(statistics: Statistics, latency: LatencyModel) -> Projection:
 
     Example:
         >>> from hf_specgen.depth import CostCurve
-        >>> from hf_specgen.steps import RowStep
+        >>> from hf_specgen.counters import RowStep
         >>> steps = [RowStep(5, 5, 3, 4), RowStep(5, 5, 1, 2)]
         >>> passes = [StepPasses(rows=1, context=40, target=6, drafter=(1,) * 5)] * 2
         >>> curve = CostCurve((1, 6), (1.0, 1.05), context=512, batch=1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,63 +16,6 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.step_inputs import StepInputs
-
-
-@dataclass(frozen=True)
-class EncoderInput:
-    """What the encoder of a call's target reads, with one row for each row of the call.
-
-    Args:
-        values: the main input of the encoder: token ids `[batch, tokens]`, or features of audio or images.
-        arguments: the other arguments of the call that concern the encoder, such as its attention mask.
-        outputs: what the target's encoder returned.
-    """
-
-    values: torch.Tensor
-    arguments: dict[str, Any]
-    outputs: Any
-
-    @classmethod
-    def of_call(cls, values: torch.Tensor | None, batch: int, model_kwargs: dict[str, Any]) -> EncoderInput | None:
-        """The encoder's input in a call; None if there is no encoder, or `generate` does not pass on what it read.
-
-        Args:
-            values: as given to `generate`, before rows are repeated for `num_return_sequences`.
-            batch: rows of the call.
-            model_kwargs: as prepared by `generate`.
-        """
-        outputs = model_kwargs.get("encoder_outputs")
-        # In place of ids that were not given, `generate` fills in -100.
-        if values is None or outputs is None or (not values.is_floating_point() and bool((values < 0).any())):
-            return None
-        others = ("encoder_outputs", "past_key_values", "use_cache", "logits_to_keep")
-        arguments = {
-            name: value
-            for name, value in model_kwargs.items()
-            if name not in others and not name.startswith("decoder_") and value is not None
-        }
-        return cls(values.repeat_interleave(batch // len(values), dim=0), arguments, outputs)
-
-    def texts(self, vocab_size: int) -> list[list[int]]:
-        """The token ids that the encoder read, by row and without padding, as far as the decoder has such tokens.
-
-        Args:
-            vocab_size: number of tokens of the decoder.
-
-        Returns:
-            One list for each row; empty lists if the encoder reads no tokens.
-
-        Example:
-            >>> read = EncoderInput(torch.tensor([[5, 6, 0]]), {"attention_mask": torch.tensor([[1, 1, 0]])}, None)
-            >>> read.texts(vocab_size=6)
-            [[5]]
-        """
-        if self.values.dim() != 2 or self.values.is_floating_point():
-            return [[] for _ in range(len(self.values))]
-        mask = self.arguments.get("attention_mask")
-        kept = torch.ones_like(self.values) if mask is None or mask.shape != self.values.shape else mask
-        kept = kept.bool() & (self.values >= 0) & (self.values < vocab_size)
-        return [ids[keep].tolist() for ids, keep in zip(self.values, kept, strict=True)]
 
 
 class EncoderStepInputs(StepInputs):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_specgen.counters import RowStep
 from hf_specgen.depth import CostCurve, LatencyModel, Policy, StepRecord
-from hf_specgen.steps import RowStep
 
 PROMPT = 100
 Acceptance = Callable[[int, int, int], float]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specgen.counters import Statistics
+from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation import cost
 from hf_specgen.evaluation.analysis import (
     estimated_alpha,
@@ -18,7 +18,6 @@ from hf_specgen.evaluation.analysis import (
     speedup_limit,
 )
 from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
-from hf_specgen.steps import RowStep
 from tests.helpers import tiny_model
 
 ALPHAS = st.floats(0, 1)

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import metrics
-from hf_specgen.counters import Statistics
+from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation.intervals import Interval, speedup_interval
-from hf_specgen.steps import RowStep
 
 pytest.importorskip("evaluate", reason="the metrics need evaluate")
 

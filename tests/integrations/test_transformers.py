@@ -14,7 +14,7 @@ import pytest
 from transformers import TextIteratorStreamer, pipeline
 
 import hf_specgen
-from hf_specgen.totals import CallTotals
+from hf_specgen.counters import CallTotals
 from tests.helpers.paths import REFERENCE_LM
 
 GENERATE = """\

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from hf_specgen.call import EncoderInput
 from hf_specgen.targets.common_length import AlignedTexts
-from hf_specgen.targets.encoder import EncoderInput
 
 
 class SimulatedCache:

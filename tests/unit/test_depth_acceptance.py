@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_specgen.counters import RowStep
 from hf_specgen.depth import AcceptanceEstimator, StepRecord
 from hf_specgen.depth.acceptance import FORGETTING, MAX_SNAPSHOTS, PRIOR_ACCEPTANCE, SHRINKAGE, recall, remember
-from hf_specgen.steps import RowStep
 from tests.helpers.depth_simulator import Target
 
 K = 5

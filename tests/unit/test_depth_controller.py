@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hf_specgen.counters import RowStep
 from hf_specgen.depth import (
     AdaptiveDepth,
     Controller,
@@ -23,7 +24,6 @@ from hf_specgen.depth import (
     StepRecord,
     plan_depths,
 )
-from hf_specgen.steps import RowStep
 from tests.helpers.depth_simulator import Candidates, Simulation, Target, make_call
 
 FLAT = CostCurve((1, 8, 16, 32), (0.010, 0.0118, 0.0125, 0.0166), 256, 1)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_specgen.counters import RowStep
 from hf_specgen.depth import CostCurve, DraftLatency, LatencyModel, Slice, StepRecord
 from hf_specgen.depth.latency import StepLatency, slice_of
 from hf_specgen.depth.recorder import (
@@ -22,7 +23,6 @@ from hf_specgen.depth.recorder import (
     STEPS_NEEDED,
     LatencyRecorder,
 )
-from hf_specgen.steps import RowStep
 
 GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
 positive = st.floats(1e-6, 1e3)

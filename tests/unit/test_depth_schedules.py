@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hf_specgen.counters import RowStep
 from hf_specgen.depth import (
     AdaptiveDepth,
     CostCurve,
@@ -21,7 +22,6 @@ from hf_specgen.depth import (
     Schedule,
     StepRecord,
 )
-from hf_specgen.steps import RowStep
 from tests.helpers.depth_simulator import Candidates, make_call
 
 LATENCY = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1))

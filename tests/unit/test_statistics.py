@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from hf_specgen.counters import Statistics
-from hf_specgen.steps import RowStep
+from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 

@@ -17,8 +17,7 @@ from hf_specgen import (
     LayerSkipCandidates,
     NgramCandidates,
 )
-from hf_specgen.counters import Statistics
-from hf_specgen.steps import StepPasses
+from hf_specgen.counters import Statistics, StepPasses
 from hf_specgen.targets.step_inputs import step_tokens
 from tests.helpers import prompts, tiny_model
 
