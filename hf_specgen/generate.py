@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call, Compile, EncoderInput
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.default import default_candidates
+from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.candidates.native import NativeCandidates
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import speculative_decode

@@ -8,6 +8,7 @@ for Heterogeneous Vocabularies" (2025).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, cast
 
@@ -21,31 +22,38 @@ from transformers import (
 )
 
 from hf_specgen import compat
+from hf_specgen.call import Compile
 from hf_specgen.candidates.attached import number_of
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
-from hf_specgen.candidates.draft_model_session import DraftModelSession
-from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt, embedding_size, known_tokens
-from hf_specgen.candidates.translated import translated_session
+from hf_specgen.candidates.autoregressive import AutoregressiveSession
+from hf_specgen.candidates.base import (
+    Candidates,
+    Depth,
+    DraftCall,
+    DraftSession,
+    Tree,
+    check_tree,
+    vocabulary_size,
+)
+from hf_specgen.candidates.cross_tokenizer import cross_tokenizer_session
+from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
-from hf_specgen.targets.compilable import Compile, check_setting, named
+from hf_specgen.targets.base import Target
 from hf_specgen.targets.encoder import reads_encoder
 from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.state_layers import keeps_state
 from hf_specgen.targets.support import check_model, is_causal_kernel, position_table
-
-MAX_DEPTH = 16
-"""Maximum depth of k="auto": drafts of copied text are accepted that far; elsewhere trees stop growing earlier."""
+from hf_specgen.tree import DraftTree
 
 
 class DraftModelCandidates(Candidates):
     """Drafts with a small model.
 
-    A draft with another tokenizer proposes tokens that both vocabularies have, or, if few of the prompt's tokens are
-    such, chains of text that is encoded again in the target's vocabulary. Fewer of its tokens are accepted than with a
-    draft of the target's family; a warning is issued once if generation becomes slower.
+    A draft with another tokenizer proposes tokens that both vocabularies have. Fewer of its tokens are accepted than
+    with a draft of the target's family.
 
     Args:
         model_or_id: a loaded model (also one that PEFT has wrapped), a Hub id or a folder.
@@ -60,8 +68,7 @@ class DraftModelCandidates(Candidates):
         share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
             returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
             the encoder is shared if both have the same weights.
-        compile: compile the draft's forward passes with `torch.compile`, once per model and shape; takes 10 to 60
-            seconds for each of a few shapes. The tokens of `generate` stay the same.
+        compile: "graphs" captures the draft's forward passes as CUDA graphs.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -88,7 +95,7 @@ class DraftModelCandidates(Candidates):
         compile: Compile = False,
         policy: Policy | None = None,
     ):
-        super().__init__(k, policy, max_k=MAX_DEPTH)
+        super().__init__(k, policy, max_k=16)
         self.tree = check_tree(tree, k)
         self.adaptive_tree = self.tree == "auto"
         if not isinstance(cast(Any, confidence_threshold), Real) or not 0 <= confidence_threshold < 1:
@@ -99,7 +106,8 @@ class DraftModelCandidates(Candidates):
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
-        check_setting(compile)
+        if compile not in (False, "graphs"):
+            raise ValueError(f'compile must be False or "graphs", got {compile!r}')
         self.compile, self._is_given_loaded = compile, loaded
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
@@ -132,11 +140,7 @@ class DraftModelCandidates(Candidates):
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
         check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
         if not is_same_vocabulary:
-            # In a combination the policy observes all members together.
-            warns = False
-            return translated_session(
-                call, draft, self.k, self.tree, self.confidence_threshold, compile=self.compile, warns=warns
-            )
+            return cross_tokenizer_session(call, draft, self.k, self.tree, self.confidence_threshold, self.compile)
         reader = make_target(TargetRequirements(), draft, *prompt, compile=self.compile)
         return DraftModelSession(call, draft, reader, self.k, self.tree, self.confidence_threshold)
 
@@ -149,7 +153,7 @@ class DraftModelCandidates(Candidates):
             self.confidence_threshold,
         )
         key = key if self.share_encoder is None else (*key, self.share_encoder)
-        return (*key, {True: "compiled", "graphs": "graphs"}[self.compile]) if self.compile else key
+        return (*key, self.compile) if self.compile else key
 
     def _identity(self) -> tuple[str, ...]:
         """The draft model's name and how it is loaded; one that was given loaded may have no name, but a number."""
@@ -171,9 +175,86 @@ class DraftModelCandidates(Candidates):
     def __repr__(self) -> str:
         tree = "" if self.tree is None else f", tree={self.tree!r}"
         share = "" if self.share_encoder is None else f", share_encoder={self.share_encoder}"
-        compile = f", {named(self.compile)}" if self.compile else ""
+        compile = f", compile={self.compile!r}" if self.compile else ""
         settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{share}{compile}"
         return f"DraftModelCandidates({self._name!r}, {settings}{self._show_policy()})"
+
+
+class DraftModelSession(AutoregressiveSession):
+    """Drafts for one call with a model that has the target's tokenizer.
+
+    Args:
+        call: the call.
+        draft: the draft model.
+        reader: runs its forward passes.
+        k, tree, confidence_threshold: as for `DraftModelCandidates`; a model that cannot read trees drafts chains.
+    """
+
+    def __init__(
+        self,
+        call: DraftCall,
+        draft: PreTrainedModel,
+        reader: Target,
+        k: int,
+        tree: Tree,
+        confidence_threshold: float,
+    ):
+        tree = None if reader.verifies_chains_only else tree
+        super().__init__(call, k, tree, confidence_threshold, vocabulary_size(call.model or draft))
+        self._state, self._reader = call.state, reader
+        self._embedded = embedding_size(draft)
+        self._max_positions = position_table(text_config(draft))
+        self._is_prefilled = False
+        self._cached = [0] * call.state.batch  # generated tokens of each row in the draft model's cache
+        self._drafts = [True] * call.state.batch  # the rows that draft in this step
+
+    def max_draft_tokens(self, row: int) -> int:
+        """How many positions the draft model has left; none where its cache slots may run out."""
+        state = self._state
+        longest = max(map(len, state.prompts)) + max(map(len, state.generated))
+        if longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
+            return 0
+        return max(0, self._max_positions - len(self._state.prompts[row]) - len(self._state.generated[row]))
+
+    def first_scores(self) -> torch.Tensor:
+        """Run the model on what was generated since the last draft, in the rows that draft now.
+
+        The prefill is made before the first draft, so that a call that never drafts has none.
+        """
+        if not self._is_prefilled:
+            logits = self._reader.prefill(DraftTree.empty(len(self._cached)))
+            self._is_prefilled = True
+            if not any(self._state.generated):
+                self._drafts = [True] * len(self._cached)
+                return logits[:, -1]
+        uncached = self._uncached()
+        tree = DraftTree.chains([tokens[1:] for tokens in uncached])
+        self.passes.append(sum(self._drafts) * (1 + tree.nodes))
+        logits = self._reader.forward(tree, [tokens[0] for tokens in uncached], self._drafts)
+        kept = zip(uncached, self._drafts, strict=True)
+        self._reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
+        for row, tokens in enumerate(uncached):
+            self._cached[row] += len(tokens) if self._drafts[row] else 0
+        last = torch.tensor([len(tokens) - 1 for tokens in uncached], device=logits.device)
+        return logits[torch.arange(len(uncached), device=logits.device), last]
+
+    def _uncached(self) -> list[list[int]]:
+        """The tokens of each row that the draft model has not read, in the rows that draft; otherwise the last one."""
+        rows = range(len(self._cached))
+        self._reader.drop_rows([not self._state.has_ended(row) for row in rows])
+        self._drafts = [self.max_depths[row] > 0 and self.max_draft_tokens(row) > 0 for row in rows]
+        texts = zip(self._state.generated, self._cached, self._drafts, strict=True)
+        return [known_tokens(text[read:] if drafts else text[-1:], self._embedded) for text, read, drafts in texts]
+
+    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+        return self._reader.grow(tree, new, self._drafts)
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep accepted nodes in the cache; the next `first_scores` computes those that were not expanded."""
+        self._reader.commit(list(paths))
+        for row, path in enumerate(paths):
+            if self._drafts[row]:
+                self._cached[row] += len(path)
 
 
 def _auto_class(target: PreTrainedModel | None) -> Any:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import DraftCall, DraftSession
+from hf_specgen.candidates.autoregressive import AutoregressiveSession
+from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
 from hf_specgen.candidates.features import UnreadFeatures, unfinished_rows
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.heads.base import AttachedHead, DraftHead
@@ -89,16 +89,16 @@ class EagleSession(AutoregressiveSession):
         self._unread = UnreadFeatures(call, target, attached)
         self._has_read_prompt = False
 
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
         """Nothing: the target has not computed any hidden states yet."""
-        return self.not_drafted(len(budget))
+        return self.not_drafted(len(max_depths))
 
-    def draft(self, budget: Sequence[int]) -> DraftTree:
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
         if self._unread.is_empty:
             self._unread.receive()
         if not self._has_read_prompt and not self._unread.has_features:
-            return self.not_drafted(len(budget))
-        return super().draft(budget)
+            return self.not_drafted(len(max_depths))
+        return super().draft(max_depths)
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance, and receive the hidden states of the tokens that were accepted."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import DraftCall, DraftSession
+from hf_specgen.candidates.autoregressive import AutoregressiveSession
+from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
 from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.heads.assistant_reader import AssistantReader
 from hf_specgen.heads.base import AttachedHead, DraftHead
@@ -59,9 +59,9 @@ class _AssistantSession(AutoregressiveSession):
         self._target, self._taps = target, attached.taps
         self._reader = AssistantReader(attached, target)
 
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
         """Nothing: the target has not computed any keys and values yet."""
-        return self.not_drafted(len(budget))
+        return self.not_drafted(len(max_depths))
 
     def first_scores(self) -> torch.Tensor:
         """One pass over the last token of each row."""

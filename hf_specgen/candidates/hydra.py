@@ -12,7 +12,6 @@ import torch
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.marginals import DEFAULT_NODES
-from hf_specgen.candidates.tree_shape import MAX_CHILDREN, TreeShape
 from hf_specgen.heads.medusa_runner import MedusaRunner
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.requirements import OUTPUT_STATE
@@ -29,21 +28,16 @@ class HydraSession(AutoregressiveSession):
         tree: number of nodes, or "auto".
     """
 
-    attends_to_text = False
-
     def __init__(self, call: DraftCall, target: HiddenStateTarget, reader: MedusaRunner, tree: str | int):
         config = reader.heads.config
-        super().__init__(call, config.num_heads, tree, 0.0, config.vocab_size)
+        has_latency = call.depth is not None and call.depth.latency is not None
+        size = DEFAULT_NODES if tree == "auto" and not has_latency else tree  # as that of other Medusa heads
+        super().__init__(call, config.num_heads, size, 0.0, config.vocab_size)
         self._target, self._reader, self._heads = target, reader, config.num_heads
 
-    def shape(self, size: str | int | None, depths: Sequence[int], children: int = MAX_CHILDREN) -> TreeShape:
-        """How the next tree grows: to a default size where no latency is known, as that of other Medusa heads."""
-        has_latency = self.call.depth is not None and self.call.depth.latency is not None
-        return super().shape(DEFAULT_NODES if size == "auto" and not has_latency else size, depths, children)
-
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
         """Nothing: the target has not computed any hidden states yet."""
-        return self.not_drafted(len(budget))
+        return self.not_drafted(len(max_depths))
 
     def first_scores(self) -> torch.Tensor:
         """The logits of head 0; it reads each row's last token. The overhead of a draft is the latency of this pass."""

@@ -15,11 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from hf_specgen.candidates.acceptance import CalibratedSession, confidence_by_rank
 from hf_specgen.candidates.base import DraftCall
-from hf_specgen.candidates.calibrated import CalibratedSession
-from hf_specgen.candidates.scored_nodes import share_by_rank
-from hf_specgen.candidates.tree_builder import Floats, TreeBuilder
-from hf_specgen.candidates.tree_shape import MAX_NODES, FastestSize, FixedSize
+from hf_specgen.candidates.tree_search import Floats, TreeBuilder, TreeSize, tree_size
 from hf_specgen.tree import DraftTree
 
 DEFAULT_NODES = 16
@@ -53,21 +51,25 @@ class MarginalSession(CalibratedSession):
         """
 
     @torch.no_grad()
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        depths = [min(depth, len(self.calibrations)) for depth in budget]
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        depths = [min(depth, len(self.calibrations)) for depth in max_depths]
         if max(depths) == 0:
-            return self.not_drafted(len(budget))
+            return self.not_drafted(len(max_depths))
         scores, tokens, confidence = self.ranked_tokens(self.depth_logits(max(depths)))
-        shape = self.shape(self._size, depths)
-        count = shape.size if isinstance(shape, FixedSize) else MAX_NODES
-        builder = TreeBuilder.from_marginals(depths, tokens.cpu().numpy(), self.acceptance(confidence), count)
-        chosen = isinstance(shape, FixedSize | FastestSize) or self._size is None
-        trees, indices = builder.best(shape.nodes(builder) if chosen else DEFAULT_NODES)
+        size = self.tree_size(depths)
+        acceptance = self.acceptance(confidence)
+        builder = TreeBuilder.of_parallel_heads(depths, tokens.cpu().numpy(), acceptance, size.max_nodes)
+        trees, indices = builder.best(size.nodes(builder))
         draft = DraftTree.from_nodes(trees)
         if self.wants_q and draft.nodes:
             draft = with_q(draft, [(builder.depth[row, i] - 1).tolist() for row, i in enumerate(indices)], scores)
         row = np.arange(len(depths))[:, None]
         return self.verified(draft, builder, indices, confidence[row, np.maximum(builder.depth - 1, 0), builder.rank])
+
+    def tree_size(self, depths: Sequence[int]) -> TreeSize:
+        """How large the trees become; without a latency model "auto" stands for `DEFAULT_NODES`."""
+        has_latency = self.call.depth is not None and self.call.depth.latency is not None
+        return tree_size(DEFAULT_NODES if self._size == "auto" and not has_latency else self._size, self.call, depths)
 
     def ranked_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Floats]:
         """The most preferred tokens of each depth.
@@ -87,7 +89,7 @@ class MarginalSession(CalibratedSession):
         best, tokens = weights.topk(self.ranks, dim=-1)
         share = best / weights.sum(dim=-1, keepdim=True)
         if self.wants_q:
-            share = share_by_rank(scores.softmax(dim=-1).amax(dim=-1), self.ranks)
+            share = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), self.ranks)
         return scores, tokens, share.cpu().numpy().astype(np.float64)
 
     def acceptance(self, confidence: Floats) -> Floats:

@@ -23,7 +23,7 @@ from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession
 from hf_specgen.candidates.hydra import HydraSession
 from hf_specgen.candidates.marginals import MarginalSession, with_q
 from hf_specgen.candidates.rank_tree import RankTree
-from hf_specgen.candidates.tree_builder import Floats
+from hf_specgen.candidates.tree_search import Floats
 from hf_specgen.depth import Policy
 from hf_specgen.heads.acceptance import RANKS, Acceptance, confidence_bin
 from hf_specgen.heads.compatibility import check_heads
@@ -146,13 +146,13 @@ class MedusaSession(MarginalSession):
             self.ranks = max(self.ranks, self._paths.width)
 
     @torch.no_grad()
-    def draft(self, budget: Sequence[int]) -> DraftTree:
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
         if self._paths is None:
-            return super().draft(budget)
-        if max(budget) == 0:
-            return self.not_drafted(len(budget))
-        scores, tokens, _ = self.ranked_tokens(self.depth_logits(max(budget)))
-        return self._fixed(self._paths, budget, tokens, scores)
+            return super().draft(max_depths)
+        if max(max_depths) == 0:
+            return self.not_drafted(len(max_depths))
+        scores, tokens, _ = self.ranked_tokens(self.depth_logits(max(max_depths)))
+        return self._fixed(self._paths, max_depths, tokens, scores)
 
     def depth_logits(self, depth: int) -> torch.Tensor:
         """All heads read the state that chose each row's last token."""
@@ -171,9 +171,11 @@ class MedusaSession(MarginalSession):
             heads.append(calibration.acceptance(confidence[:, head], prior))
         return np.stack(heads, axis=1)
 
-    def _fixed(self, paths: RankTree, budget: Sequence[int], tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
+    def _fixed(
+        self, paths: RankTree, max_depths: Sequence[int], tokens: torch.Tensor, scores: torch.Tensor
+    ) -> DraftTree:
         """The draft with a fixed tree of ranks, cut to each row's depth."""
-        trees = [paths.cut(depth) for depth in budget]
+        trees = [paths.cut(depth) for depth in max_depths]
         if self.wants_q:
             trees = [tree.drawn_in_order for tree in trees]
         chosen = tokens.tolist()

@@ -61,16 +61,16 @@ class _NativeSession(DraftSession):
         self._generator, self._drafted = generator, False
         self._device = compat.input_device(call.model) if call.model is not None else torch.device("cpu")
 
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        self._drafted = budget[0] > 0
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        self._drafted = max_depths[0] > 0
         if not self._drafted:
             return DraftTree.empty(1)
         text = self._text()
         candidates, _ = self._generator.get_candidates(text)  # type: ignore[arg-type]
-        return DraftTree.chains([candidates[0, text.shape[1] :].tolist()[: budget[0]]])
+        return DraftTree.chains([candidates[0, text.shape[1] :].tolist()[: max_depths[0]]])
 
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self.draft(budget)
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        return self.draft(max_depths)
 
     def observe(self, result: VerificationResult) -> None:
         if self._drafted:

@@ -18,9 +18,9 @@ from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import MatchOdds
 from hf_specgen.candidates.ngram_text import MatchLengths, RowText
 from hf_specgen.candidates.ngram_tree import Limits, NgramTree
-from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
+from hf_specgen.candidates.tree_search import tree_size
 from hf_specgen.depth import Policy
-from hf_specgen.depth.calibration import CalibrationMemory
+from hf_specgen.memory import memory
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
@@ -28,8 +28,6 @@ MAX_DEPTH = 64
 """Maximum depth of k="auto": matches of dozens of tokens are accepted as a whole where a text is edited."""
 MIN_JOINT = 0.05
 """Probability of being accepted below which a token is not drafted if the size of drafts is given by k alone."""
-
-odds_memory = CalibrationMemory(MatchOdds)
 
 
 class NgramCandidates(Candidates):
@@ -102,14 +100,13 @@ class NgramCandidates(Candidates):
 
 class _NgramSession(DraftSession):
     passes = ()
-    knows_continuations = True
 
     def __init__(self, settings: NgramCandidates, call: DraftCall):
         super().__init__(call)
         self._settings, self._state = settings, call.state
         self._key = (settings.profile_key(), round(call.temperature, 2))
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
-        self._odds = odds_memory.recall(call.model if self.remembers else None, self._key)
+        self._odds = memory.recall(call.model if self.remembers else None, ("odds", *self._key), MatchOdds)
         lengths = MatchLengths(settings.min_ngram, settings.max_ngram)
         self._texts = [
             RowText(source + prompt, self._odds, settings.history, lengths)
@@ -118,14 +115,11 @@ class _NgramSession(DraftSession):
         self._trees: list[NgramTree] = []
         self._read = [0] * call.state.batch  # generated tokens of each row that its text contains
 
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        return self._draft(budget, self._settings.branches)
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths, self._settings.branches)
 
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self._draft(budget, 1, is_prefill=True)  # the prefill pass verifies chains
-
-    def continuations(self, row: int, path: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:
-        return self._text(row).continuations(path)
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths, 1, is_prefill=True)  # the prefill pass verifies chains
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
@@ -136,27 +130,27 @@ class _NgramSession(DraftSession):
 
     def end(self) -> None:
         if self.remembers:
-            odds_memory.store(self.call.model, self._key, self._odds)
+            memory.store(self.call.model, ("odds", *self._key), self._odds)
         if self._settings.history is not None:
             for prompt, generated in zip(self._state.prompts, self._state.generated, strict=True):
                 self._settings.history.add(prompt + generated, len(prompt))
 
-    def _draft(self, budget: Sequence[int], branches: int | None, is_prefill: bool = False) -> DraftTree:
+    def _draft(self, max_depths: Sequence[int], branches: int | None, is_prefill: bool = False) -> DraftTree:
         settings = self._settings
-        depths = [min(settings.k, depth) for depth in budget]
-        shape = tree_shape(settings.tree, self.call, depths, is_prefill=is_prefill)
-        if isinstance(shape, FastestSize):
-            nodes, min_joint = shape.max_nodes, shape.min_joint
+        depths = [min(settings.k, depth) for depth in max_depths]
+        shape = tree_size(settings.tree, self.call, depths, is_prefill=is_prefill)
+        if shape.is_fastest:
+            nodes, min_joint = shape.max_nodes, shape.min_probability
         else:
             size = settings.tree if isinstance(settings.tree, int) else settings.k * (branches or 1)
             nodes, min_joint = size, 0.0 if isinstance(settings.tree, int) else MIN_JOINT
         leaves = 2**31 if branches is None else branches
         self._trees = [self._grow(row, Limits(depth, nodes, min_joint, leaves)) for row, depth in enumerate(depths)]
         count = nodes
-        if isinstance(shape, FastestSize):
-            count, _ = shape.of_grown([tree.joint for tree in self._trees])
+        if shape.is_fastest:
+            count = shape.best_size([tree.joint for tree in self._trees])
         joint = tuple([tuple(tree.joint[:count]) for tree in self._trees])
-        return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
+        return DraftTree.from_nodes([tree.first(count) for tree in self._trees], probability=joint)
 
     def _grow(self, row: int, limits: Limits) -> NgramTree:
         if limits.depth == 0:

@@ -17,7 +17,7 @@ from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
 from hf_specgen.candidates.ngram_odds import FREQUENT, MatchOdds
 from hf_specgen.candidates.ngram_votes import MAX_VOTERS, Occurrence, frequent_tokens, strongest, unanimous, vote
 from hf_specgen.tree import Parents
-from hf_specgen.verification.result import judged_nodes
+from hf_specgen.verification.result import verified_nodes
 
 Frequent = Sequence[tuple[int, float]]
 """The most frequent tokens of a text and their shares of it, in descending order."""
@@ -83,7 +83,7 @@ class NgramTree:
         """
         depths: dict[int, int] = {-1: 0}
         found: list[tuple[int, float, bool]] = []
-        for node, accepted in judged_nodes(self.tokens, self.parents, emitted):
+        for node, accepted in verified_nodes(self.tokens, self.parents, emitted):
             parent, voters = self.parents[node], self.voters[node]
             depths[node] = depths[parent] + 1
             expected = self.joint[node] / self.joint[parent] if parent >= 0 else self.joint[node]

@@ -63,11 +63,11 @@ class ParallelSession(MarginalSession):
         self.passes: list[int] = []
         self._drafting: list[bool] = []
 
-    def draft(self, budget: Sequence[int]) -> DraftTree:
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
         if self._unread.is_empty:
             self._unread.receive()
-        self.passes, self._drafting = [], [depth > 0 for depth in budget]
-        return super().draft(budget)
+        self.passes, self._drafting = [], [depth > 0 for depth in max_depths]
+        return super().draft(max_depths)
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance, and receive the hidden states of the tokens that were accepted."""

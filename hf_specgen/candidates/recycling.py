@@ -17,15 +17,15 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.autoregressive import vocabulary_size
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
+from hf_specgen.candidates.acceptance import BIN_CENTERS, RANKS, Calibration
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree, vocabulary_size
 from hf_specgen.candidates.recycling_table import SUCCESSORS, RecyclingTable
-from hf_specgen.candidates.tree_builder import MAX_JOINT, TreeBuilder
-from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
+from hf_specgen.candidates.tree_search import MAX_PROBABILITY as MAX_JOINT
+from hf_specgen.candidates.tree_search import TreeBuilder, tree_size
 from hf_specgen.depth import Policy
-from hf_specgen.depth.calibration import BIN_CENTERS, RANKS, calibration_memory
+from hf_specgen.memory import memory
 from hf_specgen.tree import DraftTree, Parents
-from hf_specgen.verification.result import VerificationResult, judged_nodes
+from hf_specgen.verification.result import VerificationResult, verified_nodes
 
 CENTERS: list[float] = BIN_CENTERS.tolist()
 MAX_DEPTH = 8
@@ -123,29 +123,35 @@ class RecyclingSession(DraftSession):
 
     passes = ()
     top_tokens = SUCCESSORS
-    knows_successors = knows_continuations = True
 
     def __init__(self, settings: RecyclingCandidates, call: DraftCall, table: RecyclingTable):
         super().__init__(call)
         self._settings, self._table = settings, table
         self._key = (settings.profile_key(), call.do_sample, round(call.temperature, 2))
-        self._calibration = calibration_memory.recall(call.model if self.remembers else None, self._key)
+        self._calibration = memory.recall(call.model if self.remembers else None, self._key, Calibration)
         self._trees: list[_Tree] = []
 
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        return self._draft(budget, SUCCESSORS)
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths, SUCCESSORS)
 
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self._draft(budget, 1)  # the prefill pass verifies chains
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths, 1)  # the prefill pass verifies chains
 
-    def successors(self, token: int) -> tuple[list[int], list[float]]:
+    def candidate_tokens(self, token: int) -> list[tuple[int, float, tuple[int, int]]]:
+        """Likely next tokens after a token, the probability that each is accepted, and a key for `count`."""
+        acceptance = self._calibration.by_bin(RECYCLED_SHARE)
         tokens, bins = self._table.row(token)
-        return tokens, [RECYCLED_SHARE * CENTERS[place] for place in bins]
+        keys = [(min(rank, RANKS - 1), index) for rank, index in enumerate(bins)]
+        return [(token, float(acceptance[key]), key) for token, key in zip(tokens, keys, strict=True)]
+
+    def count(self, key: tuple[int, int], accepted: bool) -> None:
+        """Count the outcome of one of `candidate_tokens`."""
+        self._calibration.count(*key, accepted)
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance by rank and confidence, and learn the successors of every input token of the step."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
-            judged = judged_nodes(tree.tokens, tree.parents, emitted)
+            judged = verified_nodes(tree.tokens, tree.parents, emitted)
             for node, accepted in judged:
                 self._calibration.count(min(tree.ranks[node], RANKS - 1), tree.bins[node], accepted)
         self._trees = []
@@ -154,26 +160,25 @@ class RecyclingSession(DraftSession):
 
     def end(self) -> None:
         if self.remembers:
-            calibration_memory.store(self.call.model, self._key, self._calibration)
+            memory.store(self.call.model, self._key, self._calibration)
 
-    def _draft(self, budget: Sequence[int], children: int) -> DraftTree:
+    def _draft(self, max_depths: Sequence[int], children: int) -> DraftTree:
         settings, state = self._settings, self.call.state
-        depths = [min(settings.k, depth) for depth in budget]
-        shape = tree_shape(settings.tree, self.call, depths)
-        is_fastest = isinstance(shape, FastestSize)
-        count = shape.max_nodes if isinstance(shape, FastestSize) else shape.nodes(TreeBuilder(depths))
-        children = children if is_fastest or settings.tree is not None else 1
-        min_joint = shape.min_joint if isinstance(shape, FastestSize) else 0.0
+        depths = [min(settings.k, depth) for depth in max_depths]
+        size = tree_size(settings.tree, self.call, depths)
+        count = size.max_nodes if size.children > 1 else size.nodes(TreeBuilder(depths))
+        children = min(children, size.children)
+        min_joint = size.min_probability
         acceptance = self._calibration.by_bin(RECYCLED_SHARE).tolist()
         last = [state.last_token(row) for row in range(state.batch)]
         self._trees = [
             grow_tree(self._table, token, acceptance, depth, count, min_joint, children)
             for token, depth in zip(last, depths, strict=True)
         ]
-        if isinstance(shape, FastestSize):
-            count, _ = shape.of_grown([tree.joint for tree in self._trees])
+        if size.is_fastest:
+            count = size.best_size([tree.joint for tree in self._trees])
         joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
-        return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
+        return DraftTree.from_nodes([tree.first(count) for tree in self._trees], probability=joint)
 
 
 class _Tree:

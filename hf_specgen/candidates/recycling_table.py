@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from hf_specgen.candidates.acceptance import EDGES
 from hf_specgen.candidates.locked import Locked
-from hf_specgen.depth.calibration import EDGES
 from hf_specgen.verification.top_tokens import TopTokens
 
 FORMAT = "hf_specgen token recycling 1"

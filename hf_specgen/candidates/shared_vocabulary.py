@@ -15,13 +15,16 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hf_specgen.candidates.reencoding import INCOMPLETE, load_tokenizer
+INCOMPLETE = "\ufffd"
+"""The replacement character: what a tokenizer decodes the first bytes of a character to."""
 
-UNSHARED_LOGIT = -1e9
-"""Logit of a token that the draft does not have. Finite, so that scores stay valid if a processor suppresses all
-others; the exponential function of it is 0."""
+
+@lru_cache(maxsize=8)
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or repository."""
+    return AutoTokenizer.from_pretrained(name)
 
 
 class SharedVocabulary:
@@ -34,8 +37,8 @@ class SharedVocabulary:
 
     Example:
         >>> shared = SharedVocabulary([2, -1, 0], target_size=4, draft_size=3)
-        >>> shared.draft_token(0), shared.draft_token(1), shared.shared_fraction([0, 1, 2, 2])
-        (2, None, 0.75)
+        >>> shared.draft_token(0), shared.draft_token(1)
+        (2, None)
         >>> # token 3 of the target is a padding row of its embedding matrix
         >>> shared.target_logits(torch.tensor([5.0, 6.0, 7.0])).tolist()
         [7.0, -1000000000.0, 5.0, -1000000000.0]
@@ -56,14 +59,11 @@ class SharedVocabulary:
         """The draft's tokens for those of the target, of any shape; 0 where it has none."""
         return self._index.to(tokens.device)[tokens].clamp(min=0)
 
-    def shared_fraction(self, tokens: Sequence[int]) -> float:
-        """The fraction of some target tokens that the draft has too; of no tokens, 0."""
-        return sum(self.draft_token(token) is not None for token in tokens) / max(1, len(tokens))
-
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits over the target's vocabulary: `[…, draft vocab]` to `[…, target vocab]`, float32."""
         index, is_missing = self._index_on(logits.device)
-        return logits[..., index].float().masked_fill_(is_missing, UNSHARED_LOGIT)
+        # Finite, so that scores stay valid if a processor suppresses all others; its exponential is 0.
+        return logits[..., index].float().masked_fill_(is_missing, -1e9)
 
     def _index_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """`[target_size]` the draft's id of each token, 0 where it has none, and whether it has none."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
-from hf_specgen.cli.options import command, errors
+from hf_specgen.cli.options import command
 from hf_specgen.cli.settings import (
     ChatSettings,
     DemoSettings,
@@ -18,8 +15,6 @@ from hf_specgen.cli.settings import (
 )
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Lossless speculative decoding for Transformers.")
-profile = typer.Typer(help="List, show, export and delete latency profiles, by which draft depths are chosen.")
-app.add_typer(profile, name="profile")
 
 
 @app.callback()
@@ -93,48 +88,3 @@ def bench(context: typer.Context) -> None:
     from hf_specgen.cli.bench import run
 
     run(context.args)
-
-
-@profile.command("list")
-def list_profiles() -> None:
-    """List the latency profiles of this machine's cache directory."""
-    with errors():
-        from hf_specgen.cli.profile import show_all
-
-        show_all()
-
-
-@profile.command("show")
-def show_profile(key: Annotated[str, typer.Argument(help="The profile's key, as listed.")]) -> None:
-    """Show what a profile depends on, and its latencies."""
-    with errors():
-        from hf_specgen.cli.profile import show_one
-
-        show_one(key)
-
-
-@profile.command("export")
-def export_profile(
-    key: Annotated[str, typer.Argument(help="The profile's key, as listed.")],
-    file: Annotated[Path, typer.Argument(help="File to write, for AdaptiveDepth(latency=...).")],
-) -> None:
-    """Copy a profile to a file that can be given to a policy."""
-    with errors():
-        from hf_specgen.depth import profiles
-
-        profiles.export(key, file)
-        typer.echo(file)
-
-
-@profile.command("delete")
-def delete_profile(key: Annotated[list[str], typer.Argument(help="Keys of profiles, as listed.")]) -> None:
-    """Delete profiles; latencies are then learnt again from the next calls."""
-    with errors():
-        from hf_specgen.depth import profiles
-
-        for one in key:
-            if not profiles.delete(one):
-                raise ValueError(
-                    f"there is no profile {one!r} in {profiles.directory()}; see `hf-specgen profile list`"
-                )
-            typer.echo(f"deleted {one}")

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.candidates import Candidates
-from hf_specgen.candidates.default import default_candidates
+from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.chat_stream import ACCEPTED, ColouredStreamer
 from hf_specgen.cli.settings import ChatSettings
 from hf_specgen.counters import Statistics

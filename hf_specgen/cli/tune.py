@@ -15,7 +15,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import compat
-from hf_specgen.candidates.tree_builder import TreeBuilder
+from hf_specgen.candidates.tree_search import TreeBuilder
 from hf_specgen.cli.profile import latency_table
 from hf_specgen.cli.settings import TuneSettings
 from hf_specgen.depth import profiles

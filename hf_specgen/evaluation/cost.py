@@ -6,21 +6,16 @@ Speculative decoding is fast where T(q) is nearly flat, which holds while decodi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from statistics import median
-from time import perf_counter
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.depth import CostCurve
-from hf_specgen.evaluation.measure import wait
+from hf_specgen.depth.calibrate import QUERIES, time_pass
 from hf_specgen.targets.base import Target
 from hf_specgen.tree import DraftTree
-
-QUERIES = (1, 2, 4, 8, 16, 32)
-"""Tokens per row of the timed passes: up to a draft of 31 tokens and the pending token."""
 
 
 def measure_cost_curve(
@@ -48,7 +43,8 @@ def measure_cost_curve(
     Example:
         >>> # curve = measure_cost_curve(model); curve.relative(6)  # T(6) / T(1): verification of 5 draft tokens
     """
-    _check_queries(queries)
+    if not queries or queries[0] != 1 or sorted(set(queries)) != list(queries):
+        raise ValueError(f"queries must increase from 1, got {list(queries)}")
     for name, value in (("context", context), ("batch", batch), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -63,7 +59,7 @@ def measure_cost_curve(
         target = _read(model, tokens)
         for repeat in range(repeats + 1):
             for q in queries:
-                seconds = _forward(target, tokens, q)
+                seconds = time_pass(target, tokens[:, 0].tolist(), q)
                 if repeat:
                     times[q].append(seconds)
     return CostCurve(tuple(queries), tuple(median(times[q]) for q in queries), context, batch)
@@ -77,21 +73,3 @@ def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
     target = Target(model, tokens, GenerationConfig(), arguments)
     target.prefill(DraftTree.empty(len(tokens)))
     return target
-
-
-def _forward(target: Target, tokens: torch.Tensor, queries: int) -> float:
-    """Seconds of one pass over the pending token and `queries - 1` draft tokens, all of which are rolled back."""
-    tree = DraftTree.chains([row[: queries - 1] for row in tokens.repeat(1, 1 + queries // tokens.shape[1]).tolist()])
-    pending = tokens[:, 0].to(target.device)
-    wait(target.device)
-    begin = perf_counter()
-    target.forward(tree, pending)
-    wait(target.device)
-    seconds = perf_counter() - begin
-    target.rewind([0] * len(tokens))
-    return seconds
-
-
-def _check_queries(queries: Sequence[int]) -> None:
-    if not queries or queries[0] != 1 or any(b <= a for a, b in pairwise(queries)):
-        raise ValueError(f"queries must increase from 1, got {list(queries)}")

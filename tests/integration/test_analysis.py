@@ -17,7 +17,8 @@ from hf_specgen.evaluation.analysis import (
     optimal_k,
     speedup_limit,
 )
-from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
+from hf_specgen.depth import CostCurve
+from hf_specgen.evaluation.cost import measure_cost_curve
 from tests.helpers import tiny_model
 
 ALPHAS = st.floats(0, 1)

@@ -23,7 +23,7 @@ from hf_specgen.candidates.read_ahead import (
 )
 from hf_specgen.candidates.recycling_table import SUCCESSORS, RecyclingTable
 from hf_specgen.candidates.scored_nodes import ScoredNodes
-from hf_specgen.candidates.tree_builder import Proposals, TreeBuilder
+from hf_specgen.candidates.tree_search import Proposals, TreeBuilder
 from hf_specgen.candidates.tree_edges import edges
 from hf_specgen.candidates.tree_shape import CHAIN
 from hf_specgen.depth.calibration import EDGES, Calibration

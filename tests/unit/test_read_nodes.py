@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_specgen.candidates.read_nodes import LeadingText, ReadNodes
-from hf_specgen.candidates.tree_builder import Proposals, TreeBuilder
+from hf_specgen.candidates.tree_search import Proposals, TreeBuilder
 from hf_specgen.candidates.tree_shape import MAX_READ_AHEAD, FastestSize
 from hf_specgen.depth.cost import CostCurve
 from hf_specgen.depth.latency import DraftLatency, StepLatency
