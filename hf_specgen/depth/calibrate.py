@@ -39,14 +39,14 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
     """T(q) of a call's target; measured if it is not known for this model, dtype, device, rows and context.
 
     Returns:
-        None if it is unknown and the call is too short, or the model's position table too small, to measure it.
+        None if it is unknown and the model's position table is too small to measure it.
     """
     assert call.model is not None
     key = _key(call)
     with _lock:
         known: CostCurve | None = _measured.setdefault(call.model, {}).get(key)
     position = max(target.first_positions, default=0) + QUERIES[2]
-    if known is not None or call.max_new_tokens < 2 * MAX_PLAIN_STEPS or position > target.last_position:
+    if known is not None or position > target.last_position:
         return known
     curve = _measure(call, target)
     with _lock:

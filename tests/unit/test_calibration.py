@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from hf_specgen.depth.calibration import BIN_CENTERS, BIN_PRIOR_WEIGHT, REMEMBERED_KEYS, Calibration, CalibrationMemory
+from hf_specgen.candidates.acceptance import BIN_CENTERS, BIN_PRIOR_WEIGHT, REMEMBERED_KEYS, Calibration, CalibrationMemory
 
 
 @pytest.mark.parametrize("truth", [0.1, 0.5, 0.9])
