@@ -10,16 +10,25 @@ Token Recycling or EAGLE; there one of them drafts a step, here both do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, reduce
 from itertools import islice
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree, check_tree
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
-from hf_specgen.candidates.tree_search import Child, RowTree, TreeSize, best_first, draft_of, tree_size
+from hf_specgen.candidates.tree_search import (
+    MAX_PROBABILITY,
+    Child,
+    RowTree,
+    TreeSize,
+    best_first,
+    draft_of,
+    tree_size,
+)
 from hf_specgen.depth import Policy
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements
@@ -86,24 +95,25 @@ class CombinedCandidates(Candidates):
 
 
 class _CombinedSession(DraftSession):
-    """The sessions of the members, and the drafts of the current step."""
+    """The sessions of the members, those without a forward pass first, and their drafts of the current step."""
 
     def __init__(self, settings: CombinedCandidates, call: DraftCall):
         super().__init__(call)
+        strategies = sorted(settings.strategies, key=lambda strategy: not strategy.negligible_draft_cost)
         self._size = settings.tree
-        self._members = [strategy.start(call) for strategy in settings.strategies]
-        self._depths = [strategy.k for strategy in settings.strategies]
-        self._networks = [n for n, one in enumerate(settings.strategies) if not one.negligible_draft_cost]
-        self._drafts = [DraftTree.empty(call.state.batch)] * len(self._members)
-        self.top_tokens = max(session.top_tokens for session in self._members)
+        self._members = [(strategy.start(call), strategy.k) for strategy in strategies]
+        self._first_network = sum(strategy.negligible_draft_cost for strategy in strategies)
+        self._drafts = [DraftTree.empty(call.state.batch)] * len(strategies)
+        self.top_tokens = max(session.top_tokens for session, _ in self._members)
         # An early-exit target has run its first layers on the nodes of one member; others cannot be added to its draft.
-        self._merges = not isinstance(call.target, EarlyExitTarget)
-        wants_q = call.verification is not None and call.verification.wants_q
-        recycling = [one for one in self._members if isinstance(one, RecyclingSession)]
-        self._recycling = recycling[0] if recycling and self._merges and not wants_q else None
-        self._searches = self._merges and not wants_q
+        self._adds_to_networks = not isinstance(call.target, EarlyExitTarget)
+        # Rejection sampling verifies every node that was drawn; a search would leave some out by their tokens.
+        self._searches = self._adds_to_networks and not (call.verification is not None and call.verification.wants_q)
+        recycling = (session for session, _ in self._members if isinstance(session, RecyclingSession))
+        self._recycling = next(recycling, None) if self._searches else None
         self._trees: list[RowTree] = []
         self._is_prefill, self._has_drafted = True, False
+        self.passes: list[int] = []
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         return self._combine(max_depths, is_prefill=False)
@@ -117,152 +127,148 @@ class _CombinedSession(DraftSession):
             for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
                 if self._recycling is not None and tree.tags[node].recycled is not None:
                     self._recycling.count(tree.tags[node].recycled, accepted)
-        for session, draft in zip(self._members, self._drafts, strict=True):
+        for (session, _), draft in zip(self._members, self._drafts, strict=True):
             # After a prefill without drafts only members that use more than the outcome of a draft are called.
             if not self._is_prefill or draft.nodes or session.top_tokens or self._has_drafted:
                 session.observe(result_for(result, draft))
 
     def end(self) -> None:
-        for session in self._members:
+        for session, _ in self._members:
             session.end()
 
     def _combine(self, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
-        batch = len(max_depths)
-        self._trees, self._is_prefill = [], is_prefill
-        self.passes: list[int] = []
-        self._drafts = [DraftTree.empty(batch)] * len(self._members)
-        for number, session in enumerate(self._members):
-            if number not in self._networks and session is not self._recycling:
-                self._drafts[number] = self._drafts_of(number, max_depths, is_prefill)
+        self._is_prefill, self.passes = is_prefill, []
+        zeros = [0] * len(max_depths)
         size = tree_size(self._size, self.call, max_depths, is_prefill=is_prefill)
-        tree = self._search(size, max_depths) if self._searches else merge_trees(self._drafts)
-        if not any(max_depths) or not self._needs_network(tree, is_prefill):
-            self._has_drafted = tree.nodes > 0
-            for number in self._networks:
-                self._drafts_of(number, [0] * batch, is_prefill)
-            return tree
-        for number in self._networks:
-            if self._merges or not any(draft.nodes for draft in self._drafts):
-                self._drafts[number] = self._drafts_of(number, max_depths, is_prefill)
-                self.passes += _passes(self._members[number], self._drafts[number])
-        tree = self._search(size, max_depths) if self._searches else merge_trees(self._drafts)
+        # Trees without a size hold all that was proposed, also what Token Recycling proposes on its own.
+        extension = self._recycling if size.is_fastest or isinstance(self._size, int) else None
+        networks = range(self._first_network, len(self._members))
+        self._drafts = [DraftTree.empty(len(max_depths))] * len(self._members)
+        for number in range(self._first_network):
+            self._draft_member(number, zeros if self._members[number][0] is extension else max_depths)
+        tree = self._merged(size, max_depths, extension)
+        needs_network = is_prefill or not _expects(tree, ENOUGH_TOKENS)
+        for number in networks:
+            is_free = self._adds_to_networks or not any(draft.nodes for draft in self._drafts)
+            self._draft_member(number, max_depths if needs_network and is_free else zeros)
+            self.passes += _passes(self._members[number][0], self._drafts[number])
+        if networks and needs_network:
+            tree = self._merged(size, max_depths, extension)
         self._has_drafted = tree.nodes > 0
         return tree
 
-    def _drafts_of(self, number: int, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
-        session, k = self._members[number], self._depths[number]
-        method = session.draft_at_prefill if is_prefill else session.draft
-        return method([min(depth, k) for depth in max_depths])
+    def _draft_member(self, number: int, max_depths: Sequence[int]) -> None:
+        session, k = self._members[number]
+        draft = session.draft_at_prefill if self._is_prefill else session.draft
+        self._drafts[number] = draft([min(depth, k) for depth in max_depths])
 
-    def _needs_network(self, tree: DraftTree, is_prefill: bool) -> bool:
-        if not self._networks or tree.probability is None or is_prefill:
-            return bool(self._networks)
-        expected = [1 + sum(row) for row in tree.probability if row]
-        return not expected or sum(expected) / len(expected) < ENOUGH_TOKENS
-
-    def _search(self, size: TreeSize, max_depths: Sequence[int]) -> DraftTree:
-        """The most probable tree of what the members proposed, extended by Token Recycling."""
+    def _merged(self, size: TreeSize, max_depths: Sequence[int], extension: RecyclingSession | None) -> DraftTree:
+        """The most probable tree of what the members proposed, extended by candidate tokens of Token Recycling."""
+        self._trees = []
+        if not self._searches:
+            return merge_trees(self._drafts)
         has_size = size.is_fastest or isinstance(self._size, int)
         nodes = size.max_nodes if has_size else sum(draft.nodes for draft in self._drafts)
-        self._trees = []
         for row, depth in enumerate(max_depths):
-            search = _RowSearch(self._drafts, row, self._networks, self.call.state.last_token(row))
-            search.recycling = self._recycling if has_size else None
-            children: Callable[[int, RowTree], Iterator[Child]] = search.children
-            if self._is_prefill and has_size:  # the prefill pass verifies chains
-                children = search.first_child
+            search = _RowSearch(self._drafts, self._first_network, row, self.call.state.last_token(row), extension)
+            is_chain = self._is_prefill and has_size  # the prefill pass verifies chains
+            children = search.first_child if is_chain else search.children
             self._trees.append(best_first(children, depth, nodes, size.min_probability))
-        if size.is_fastest:
-            latency = self.call.depth.latency if self.call.depth is not None else None
-            rows = max(1, sum(depth > 0 for depth in max_depths))
-            step = None if latency is None else latency.at(rows, self.call.context_length)
-            drafting = step.drafter.draft(self.passes) if step is not None and self.passes else 0.0
+        if size.latency is not None:
+            has_network = any(draft.nodes for draft in self._drafts[self._first_network :])
+            drafting = size.latency.drafter.draft(self.passes) if has_network else 0.0
             nodes = size.best_size([tree.probability for tree in self._trees], drafting)
         return draft_of(self._trees, nodes)
 
 
-class _Tag:
-    """Where a node of the merged tree comes from.
-
-    Args:
-        nodes: the node of each draft that it stands for; None where a draft does not have it.
-        recycled: what `RecyclingSession.candidate_tokens` returned with it.
+class _Origin(NamedTuple):
+    """Where a node comes from: the node of each draft that it stands for, None where a draft does not have it; and for
+    a token of `RecyclingSession.candidate_tokens` its key.
     """
 
-    __slots__ = ("nodes", "recycled")
-
-    def __init__(self, nodes: tuple[int | None, ...], recycled: tuple[int, int] | None = None):
-        self.nodes, self.recycled = nodes, recycled
+    nodes: tuple[int | None, ...]
+    recycled: tuple[int, int] | None = None
 
 
 class _RowSearch:
     """The children of every node of the merged tree of one row.
 
     Args:
-        drafts: of the members, with path probabilities.
+        drafts: of the members, those of networks last.
+        first_network: the number of the first network's draft.
         row: the row.
-        networks: which of the drafts are those of networks.
         last_token: of the row.
+        recycling: extends the tree where no network has proposed children; None for no extension.
     """
 
-    recycling: RecyclingSession | None = None
-
-    def __init__(self, drafts: Sequence[DraftTree], row: int, networks: Sequence[int], last_token: int):
-        self._networks, self._last_token = networks, last_token
-        self._root = _Tag(tuple(-1 if draft.nodes else None for draft in drafts))
-        # For each draft: node -> (child, token, acceptance).
-        self._children: list[dict[int, list[tuple[int, int, float]]]] = []
-        for draft in drafts:
-            below: dict[int, list[tuple[int, int, float]]] = {}
-            tokens, parents = draft.tokens[row].tolist(), draft.parents[row]
-            path = [1.0] * len(parents) if draft.probability is None else draft.probability[row]
-            for node, parent in enumerate(parents):
-                acceptance = path[node] / path[parent] if parent >= 0 else path[node]
-                below.setdefault(parent, []).append((node, tokens[node], acceptance))
-            self._children.append(below)
+    def __init__(
+        self,
+        drafts: Sequence[DraftTree],
+        first_network: int,
+        row: int,
+        last_token: int,
+        recycling: RecyclingSession | None,
+    ):
+        self._first_network, self._last_token, self._recycling = first_network, last_token, recycling
+        self._root = _Origin((-1,) * len(drafts))
+        self._children = [_children(draft, row) for draft in drafts]
 
     def first_child(self, node: int, tree: RowTree) -> Iterator[Child]:
         """The most likely child of a node."""
         return islice(self.children(node, tree), 1)
 
     def children(self, node: int, tree: RowTree) -> Iterator[Child]:
-        """The children of a node, most likely first."""
-        tag: _Tag = tree.tags[node] if node >= 0 else self._root
+        """The children of a node, most likely first.
+
+        Estimates of several members without a network are combined as if they were independent. A network has processed
+        the text that the others copy from, so its estimates replace theirs.
+        """
+        origin: _Origin = tree.tags[node] if node >= 0 else self._root
         proposals: dict[int, tuple[float, list[int | None]]] = {}
         has_network = False
-        for number, parent in enumerate(tag.nodes):
+        for number, parent in enumerate(origin.nodes):
             children = () if parent is None else self._children[number].get(parent, ())
-            is_network = number in self._networks
-            if children and is_network and proposals and not has_network:
+            if children and number >= self._first_network and not has_network:
+                has_network = True
                 proposals = {token: (UNPROPOSED * value, nodes) for token, (value, nodes) in proposals.items()}
             for child, token, acceptance in children:
-                before, nodes = proposals.get(token, (0.0, [None] * len(tag.nodes)))
+                before, nodes = proposals.get(token, (0.0, [None] * len(origin.nodes)))
                 nodes[number] = child
-                if is_network:
-                    before = 0.0  # a network has processed the text that others copy from
-                elif has_network:
-                    acceptance = max(before, UNPROPOSED * acceptance) if before == 0.0 else 0.0
-                proposals[token] = (1 - (1 - before) * (1 - acceptance), nodes)
-            has_network |= bool(children) and is_network
-        found = [(token, value, _Tag(tuple(nodes))) for token, (value, nodes) in proposals.items()]
-        total = sum(value for _, value, _ in found)
-        if total > 1:
-            found = [(token, value / total, tag) for token, value, tag in found]
-        if self.recycling is not None and not has_network:
-            found += self._recycled(
-                tree.tokens[node] if node >= 0 else self._last_token, proposals, max(0.0, 1 - total)
-            )
+                proposals[token] = (acceptance if has_network else 1 - (1 - before) * (1 - acceptance)), nodes
+        total = sum(value for value, _ in proposals.values())
+        scale = 1 / max(1.0, total)
+        found: list[Child] = [
+            (token, scale * value, _Origin(tuple(nodes))) for token, (value, nodes) in proposals.items()
+        ]
+        if self._recycling is not None and not has_network:
+            nowhere, rest = (None,) * len(origin.nodes), max(0.0, 1 - total)
+            token = tree.tokens[node] if node >= 0 else self._last_token
+            found += [
+                (candidate, rest * acceptance, _Origin(nowhere, key))
+                for candidate, acceptance, key in self._recycling.candidate_tokens(token)
+                if candidate not in proposals
+            ]
         return iter(sorted(found, key=lambda child: -child[1]))
 
-    def _recycled(self, token: int, proposed: dict[int, tuple[float, list[int | None]]], rest: float) -> list[Child]:
-        """Candidate tokens of Token Recycling that no draft proposes; they share the remaining probability."""
-        assert self.recycling is not None
-        nothing = (None,) * len(self._children)
-        return [
-            (candidate, rest * acceptance, _Tag(nothing, key))
-            for candidate, acceptance, key in self.recycling.candidate_tokens(token)
-            if candidate not in proposed
-        ]
+
+def _children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
+    """For each node of a row's draft (-1 for the last token), its children: node, token, acceptance."""
+    tokens, parents = draft.tokens[row].tolist(), draft.parents[row]
+    path = None if draft.probability is None else draft.probability[row]
+    below: dict[int, list[tuple[int, int, float]]] = {}
+    for node, parent in enumerate(parents):
+        acceptance = 0.6  # assumed where a strategy estimates nothing
+        if path is not None:
+            above = path[parent] if parent >= 0 else 1.0
+            acceptance = min(MAX_PROBABILITY, path[node] / above) if above > 0 else 0.0
+        below.setdefault(parent, []).append((node, tokens[node], acceptance))
+    return below
+
+
+def _expects(tree: DraftTree, tokens: float) -> bool:
+    """Whether a step is expected to emit at least so many tokens, on average over the rows that have a draft."""
+    expected = [1 + sum(row) for row in tree.probability or () if row]
+    return bool(expected) and sum(expected) / len(expected) >= tokens
 
 
 def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:

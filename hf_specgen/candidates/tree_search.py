@@ -303,7 +303,7 @@ class TreeSize:
         min_probability: float = 0.0,
     ):
         self.max_nodes, self.children, self._rows = nodes or MAX_NODES, children, rows
-        self.min_probability, self.is_fastest = min_probability, latency is not None
+        self.min_probability, self.latency, self.is_fastest = min_probability, latency, latency is not None
         if latency is None:
             return
         self._target, least = _target_seconds(latency.target, rows, self.max_nodes)
