@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen import DraftModelCandidates
-from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_ids
+from hf_specgen.candidates.cross_tokenizer import SharedVocabulary, shared_ids
 from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_MODEL, WorkloadSettings, load
 
 PROMPTS_PER_DOMAIN, NEW_TOKENS = 2, 32

@@ -1,221 +1,158 @@
 """Draft models with another tokenizer, by token-level intersection (TLI): trees of tokens that both vocabularies have.
 
+The draft model is restricted to these tokens: its logits for them become logits over the target's vocabulary, those of
+all other tokens are left out. So its draft tokens are ordinary target tokens with probabilities q, which form trees and
+are verified in every mode.
+
 The draft model runs on the text in its own tokens. A token that both vocabularies have is taken over as it is; other
 text is retokenized. Text near the end of a row may be tokenized differently once more of it is known, so the last few
 tokens are encoded anew.
 
 Source: Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
-Vocabularies" (2025), section 4.
+Vocabularies" (2025), section 4 (Token-Level Intersection).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import takewhile
+from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.call import Compile
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
-from hf_specgen.candidates.base import DraftCall, DraftSession, Tree, vocabulary_size
+from hf_specgen.candidates.base import DraftCall, Tree, vocabulary_size
 from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size, known_tokens
-from hf_specgen.candidates.shared_vocabulary import INCOMPLETE, SharedVocabulary, load_tokenizer, shared_vocabulary
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.support import position_table
 from hf_specgen.tree import DraftTree
 
-
-def cross_tokenizer_session(
-    call: DraftCall,
-    draft: PreTrainedModel,
-    k: int,
-    tree: Tree,
-    confidence_threshold: float,
-    compile: Compile = False,
-) -> DraftSession:
-    """The session of a draft model whose tokenizer differs from the target's.
-
-    Args:
-        call: the call; `call.model` is set.
-        draft: the draft model.
-        k, tree, confidence_threshold, compile: as in `DraftModelCandidates`.
-    """
-    assert call.model is not None
-    names = str(call.model.name_or_path), str(draft.name_or_path)
-    of_target, of_draft = map(load_tokenizer, names)
-    codecs = Codec(of_target, of_draft), Codec(of_draft, of_target)
-    draft_size = min(draft.config.get_text_config().vocab_size, embedding_size(draft))
-    shared = shared_vocabulary(*names, vocabulary_size(call.model), draft_size)
-    rows = [Retokenizer(*codecs, prompt, shared) for prompt in call.state.prompts]
-    text = DraftText(call, draft, rows, compile)
-    return CrossTokenizerSession(call, text, shared, k, tree, confidence_threshold)
+INCOMPLETE = "\ufffd"
+"""The replacement character: what a tokenizer decodes the first bytes of a character to."""
 
 
 class CrossTokenizerSession(AutoregressiveSession):
     """Drafts trees of tokens that both vocabularies have.
 
     Args:
-        call: the call.
-        text: the rows' texts in the draft's tokens.
-        shared: the common tokens.
-        k, tree, confidence_threshold: as in `DraftModelCandidates`.
-    """
-
-    def __init__(
-        self,
-        call: DraftCall,
-        text: DraftText,
-        shared: SharedVocabulary,
-        k: int,
-        tree: Tree,
-        confidence_threshold: float,
-    ):
-        assert call.model is not None
-        size = None if text.chains_only else tree
-        super().__init__(call, k, size, confidence_threshold, vocabulary_size(call.model))
-        self._text, self._shared = text, shared
-        self._drafts = [True] * call.state.batch  # the rows that draft in this step
-        self._tree_tokens: list[list[int]] = []  # the draft's tokens of the nodes of this step's tree
-
-    def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        if any(max_depths):
-            self._text.follow()
-        return super().draft(max_depths)
-
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        if any(max_depths):
-            self._text.follow()
-        return super().draft_at_prefill(max_depths)
-
-    def max_draft_tokens(self, row: int) -> int:
-        return self._text.max_draft_tokens(row)
-
-    def first_scores(self) -> torch.Tensor:
-        self._drafts = [depth > 0 and self.max_draft_tokens(row) > 0 for row, depth in enumerate(self.max_depths)]
-        return self._shared.target_logits(self._text.read(self._drafts, self.passes))
-
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        draft_tree = DraftTree(self._shared.draft_tokens(tree.tokens), tree.parents)
-        self._tree_tokens = draft_tree.tokens.tolist()
-        return self._shared.target_logits(self._text.grow(draft_tree, new, self._drafts))
-
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        self._text.commit(paths, self._tree_tokens)
-
-
-class DraftText:
-    """The rows' texts in the draft's tokens, and how much of them the draft model has in its cache.
-
-    Args:
-        call: the call.
-        draft: the draft model.
-        rows: translate the text of each row.
-        compile: whether the draft's passes are compiled.
+        call: the call; `call.model` is set.
+        draft: a draft model whose tokenizer differs from the target's.
+        k, tree, confidence_threshold, compile: as in `DraftModelCandidates`.
 
     Raises:
         ValueError: if a prompt is longer than what the draft can read.
     """
 
-    def __init__(self, call: DraftCall, draft: PreTrainedModel, rows: Sequence[Retokenizer], compile: Compile):
-        self._state, self._rows = call.state, rows
-        self._embedded = embedding_size(draft)
-        self._max_positions = position_table(text_config(draft))
-        self._longest = max(len(row.tokens) for row in rows)
+    def __init__(
+        self,
+        call: DraftCall,
+        draft: PreTrainedModel,
+        k: int,
+        tree: Tree,
+        confidence_threshold: float,
+        compile: Compile = False,
+    ):
+        assert call.model is not None
+        names = str(call.model.name_or_path), str(draft.name_or_path)
+        of_target, of_draft = map(load_tokenizer, names)
+        codecs = Codec(of_target, of_draft), Codec(of_draft, of_target)
+        self._embedded, self._max_positions = embedding_size(draft), position_table(text_config(draft))
+        draft_size = min(draft.config.get_text_config().vocab_size, self._embedded)
+        self._shared = shared_vocabulary(*names, vocabulary_size(call.model), draft_size)
+        self._texts = [Retokenizer(*codecs, prompt, self._shared) for prompt in call.state.prompts]
+        self._longest = max(len(text.tokens) for text in self._texts)
         if self._longest > self._max_positions:
             raise ValueError(
                 f"the prompt has {self._longest} tokens of the draft's vocabulary, but the draft reads at most "
                 f"{self._max_positions}; use another draft"
             )
-        self._cached = [self._known(row.tokens[: row.stable]) for row in rows]
+        # The draft's tokens in its cache, of which the prompt's never change.
+        self._cached = [known_tokens(text.tokens[: text.stable], self._embedded) for text in self._texts]
         self._prompt_lengths = list(map(len, self._cached))
         prompt = draft_prompt(draft, call, self._cached, share_encoder=None)
         self._reader = make_target(TargetRequirements(), draft, *prompt, compile=compile)
-        self.chains_only = self._reader.verifies_chains_only
-        """Whether the draft model can only read chains."""
-        self._seen = [0] * len(rows)
-        self._is_complete = [True] * len(rows)
         self._prompt_logits: torch.Tensor | None = None
+        self._seen = [0] * call.state.batch  # generated tokens of each row that its text contains
+        self._is_complete = [True] * call.state.batch
+        self._drafts = [True] * call.state.batch  # the rows that draft in this step
+        self._tree_tokens: list[list[int]] = []  # the draft's tokens of the nodes of this step's tree
+        size = None if self._reader.verifies_chains_only else tree
+        super().__init__(call, k, size, confidence_threshold, vocabulary_size(call.model))
 
-    def follow(self) -> None:
-        """Translate what has been generated since the last call."""
-        for row, text in enumerate(self._state.generated):
-            self._is_complete[row] = self._rows[row].extend(text[self._seen[row] :])
-            self._seen[row] = len(text)
-        self._longest = max(len(row.tokens) for row in self._rows)
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        self._retokenize(max_depths)
+        return super().draft(max_depths)
+
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        self._retokenize(max_depths)
+        return super().draft_at_prefill(max_depths)
 
     def max_draft_tokens(self, row: int) -> int:
         """How many tokens the draft can read after a row's text; 0 while the text ends within a character."""
         if not self._is_complete[row] or self._longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
             return 0
-        return max(0, self._max_positions - len(self._rows[row].tokens))
+        return max(0, self._max_positions - len(self._texts[row].tokens))
 
-    def read(self, active: Sequence[bool], passes: list[int]) -> torch.Tensor:
-        """Read what the cache lacks of the texts of the active rows.
-
-        Args:
-            active: the rows to read, as `follow` has translated them.
-            passes: receives the number of tokens of the pass over new text, if there is one.
-
-        Returns:
-            `[batch, draft vocab]` logits after each active row's text.
-        """
+    def first_scores(self) -> torch.Tensor:
+        """Run the draft model on what its cache lacks of the texts of the rows that draft."""
+        batch = len(self._texts)
+        self._drafts = [depth > 0 and self.max_draft_tokens(row) > 0 for row, depth in enumerate(self.max_depths)]
         if self._prompt_logits is None:
-            self._prompt_logits = self._reader.prefill(DraftTree.empty(len(active)))[:, -1]
-        self._reader.drop_rows([not self._state.has_ended(row) for row in range(len(active))])
-        uncached = [self._uncached(row) if is_active else [] for row, is_active in enumerate(active)]
-        self._rewind()
-        return self._forward(uncached, passes) if any(uncached) else self._prompt_logits
+            self._prompt_logits = self._reader.prefill(DraftTree.empty(batch))[:, -1]
+        self._reader.drop_rows([not self.call.state.has_ended(row) for row in range(batch)])
+        uncached = [self._uncached(row) if drafts else [] for row, drafts in enumerate(self._drafts)]
+        lengths = zip(self._cached, self._prompt_lengths, strict=True)
+        self._reader.rewind([len(tokens) - prompt for tokens, prompt in lengths])
+        if not any(uncached):
+            return self._shared.target_logits(self._prompt_logits)
+        runs = [bool(tokens) for tokens in uncached]
+        tree = DraftTree.chains([tokens[1:] for tokens in uncached])
+        self.passes.append(sum(runs) * (1 + tree.nodes))
+        logits = self._reader.forward(tree, [tokens[0] if tokens else 0 for tokens in uncached], runs)
+        self._reader.commit([list(range(len(tokens) - 1)) if tokens else None for tokens in uncached])
+        for cached, tokens in zip(self._cached, uncached, strict=True):
+            cached += tokens
+        last = torch.tensor([max(0, len(tokens) - 1) for tokens in uncached], device=logits.device)
+        after = logits[torch.arange(batch, device=logits.device), last]
+        is_new = torch.tensor(runs, device=logits.device)[:, None]
+        return self._shared.target_logits(torch.where(is_new, after, self._prompt_logits))
 
-    def grow(self, tree: DraftTree, new: int, active: Sequence[bool]) -> torch.Tensor:
-        """Read the last `new` nodes of a tree of draft tokens; `[batch, new, draft vocab]` logits after each."""
-        return self._reader.grow(tree, new, active)
+    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+        draft_tree = DraftTree(self._shared.draft_tokens(tree.tokens), tree.parents)
+        self._tree_tokens = draft_tree.tokens.tolist()
+        return self._shared.target_logits(self._reader.grow(draft_tree, new, self._drafts))
 
-    def commit(self, paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> None:
-        """Keep a path of the last tree in each row's cache; `tokens` are those of its nodes."""
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep a path of the last tree in each row's cache."""
         self._reader.commit(paths)
         for row, path in enumerate(paths):
-            self._cached[row] += [tokens[row][node] for node in path]
+            self._cached[row] += [self._tree_tokens[row][node] for node in path]
+
+    def _retokenize(self, max_depths: Sequence[int]) -> None:
+        """Add what was generated since the last draft to the texts, unless no row drafts."""
+        for row, generated in enumerate(self.call.state.generated if any(max_depths) else ()):
+            self._is_complete[row] = self._texts[row].extend(generated[self._seen[row] :])
+            self._seen[row] = len(generated)
+        self._longest = max(len(text.tokens) for text in self._texts)
 
     def _uncached(self, row: int) -> list[int]:
-        """The row's tokens to read next: those that the cache lacks. Cached tokens that differ are dropped.
+        """The tokens of a row's text that the cache lacks; cached tokens that differ are dropped.
 
-        The last token is always read anew, for the logits after it, unless they are those after the prompt.
+        The last token is always computed anew, for the logits after it, unless they are those after the prompt.
         """
-        text, cached = self._rows[row], self._cached[row]
+        text, cached = self._texts[row], self._cached[row]
         same = min(text.unchanged, len(cached))
-        tail = self._known(text.tokens[same:])
-        same += next(
-            (place for place, (old, new) in enumerate(zip(cached[same:], tail, strict=False)) if old != new),
-            min(len(cached) - same, len(tail)),
-        )
+        tail = zip(cached[same:], known_tokens(text.tokens[same:], self._embedded), strict=False)
+        same += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], tail))
         same = max(self._prompt_lengths[row], min(same, len(text.tokens) - 1))
         del cached[same:]
         text.unchanged = len(text.tokens)
-        return self._known(text.tokens[same:])
-
-    def _rewind(self) -> None:
-        self._reader.rewind(
-            [len(tokens) - prompt for tokens, prompt in zip(self._cached, self._prompt_lengths, strict=True)]
-        )
-
-    def _forward(self, uncached: Sequence[list[int]], passes: list[int]) -> torch.Tensor:
-        """Read tokens of some rows; `[batch, draft vocab]` logits after each row's text."""
-        assert self._prompt_logits is not None
-        reads = [bool(tokens) for tokens in uncached]
-        tree = DraftTree.chains([tokens[1:] for tokens in uncached])
-        passes.append(sum(reads) * (1 + tree.nodes))
-        logits = self._reader.forward(tree, [tokens[0] if tokens else 0 for tokens in uncached], reads)
-        self._reader.commit([list(range(len(tokens) - 1)) if tokens else None for tokens in uncached])
-        for row, tokens in enumerate(uncached):
-            self._cached[row] += tokens
-        last = torch.tensor([max(0, len(tokens) - 1) for tokens in uncached], device=logits.device)
-        after = logits[torch.arange(len(uncached), device=logits.device), last]
-        return torch.where(torch.tensor(reads, device=logits.device)[:, None], after, self._prompt_logits)
-
-    def _known(self, tokens: Sequence[int]) -> list[int]:
-        return known_tokens(tokens, self._embedded)
+        return known_tokens(text.tokens[same:], self._embedded)
 
 
 class Codec:
@@ -262,13 +199,7 @@ class Retokenizer:
         unchanged: how many of them at the beginning have not changed since it was last set.
     """
 
-    def __init__(
-        self,
-        target: Codec,
-        draft: Codec,
-        prompt: Sequence[int],
-        shared: SharedVocabulary,
-    ):
+    def __init__(self, target: Codec, draft: Codec, prompt: Sequence[int], shared: SharedVocabulary):
         self._target, self._draft, self._shared = target, draft, shared
         complete = len(prompt)
         while complete and target.decode(prompt[:complete]).endswith(INCOMPLETE):
@@ -313,3 +244,93 @@ class Retokenizer:
         while index > self.stable and self._draft.decode(self.tokens[index:]).startswith(INCOMPLETE):
             index -= 1
         return index
+
+
+class SharedVocabulary:
+    """The common tokens of two vocabularies.
+
+    Args:
+        draft_ids: for each token of the target, the id of the draft's token with the same text, or -1.
+        target_size: number of logits of the target.
+        draft_size: number of tokens that the draft has embeddings and logits for; its other tokens are not shared.
+
+    Example:
+        >>> shared = SharedVocabulary([2, -1, 0], target_size=4, draft_size=3)
+        >>> shared.draft_token(0), shared.draft_token(1)
+        (2, None)
+        >>> # token 3 of the target is a padding row of its embedding matrix
+        >>> shared.target_logits(torch.tensor([5.0, 6.0, 7.0])).tolist()
+        [7.0, -1000000000.0, 5.0, -1000000000.0]
+    """
+
+    def __init__(self, draft_ids: Sequence[int], target_size: int, draft_size: int):
+        known = [index if index < draft_size else -1 for index in draft_ids[:target_size]]
+        self._draft_ids = known + [-1] * (target_size - len(known))
+        self._index = self._index_on_device = torch.tensor(self._draft_ids)
+
+    def draft_token(self, token: int) -> int | None:
+        """The draft's token for a token of the target; None where it has none."""
+        index = self._draft_ids[token] if token < len(self._draft_ids) else -1
+        return None if index < 0 else index
+
+    def draft_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The draft's tokens for those of the target, of any shape; 0 where it has none."""
+        return self._index[tokens.cpu()].clamp(min=0).to(tokens.device)
+
+    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The draft's logits over the target's vocabulary: `[…, draft vocab]` to `[…, target vocab]`, float32."""
+        index = self._index_on_device
+        if index.device != logits.device:
+            index = self._index_on_device = self._index.to(logits.device)
+        # Finite, so that scores stay valid if a processor suppresses all others; its exponential is 0.
+        return logits[..., index.clamp(min=0)].float().masked_fill_(index < 0, -1e9)
+
+
+@lru_cache(maxsize=8)
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or repository."""
+    return AutoTokenizer.from_pretrained(name)
+
+
+@lru_cache(maxsize=8)
+def shared_vocabulary(target: str, draft: str, target_size: int, draft_size: int) -> SharedVocabulary:
+    """The common tokens of the tokenizers in two folders or repositories; kept for later calls."""
+    return SharedVocabulary(shared_ids(target, draft), target_size, draft_size)
+
+
+def shared_ids(target: str, draft: str) -> tuple[int, ...]:
+    """For each token of the target's tokenizer, the id of the draft's token with the same text, or -1."""
+    target_ids, draft_ids = (token_texts(load_tokenizer(name)) for name in (target, draft))
+    ids = [-1] * (1 + max(target_ids.values(), default=-1))
+    for text, index in target_ids.items():
+        ids[index] = draft_ids.get(text, -1)
+    return tuple(ids)
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[tuple[Literal["text", "name"], str], int]:
+    """The text of every token inside a sentence, with its id; its name where it has no text of its own.
+
+    Decoded behind another token: then "▁the" of SentencePiece and "Ġthe" of byte-level BPE both are " the", and "ing"
+    is the text of WordPiece's "##ing". A token that is a part of a character has the name of its vocabulary, which is
+    the same in all byte-level vocabularies. Names are kept apart from texts: byte C3 has the name "Ã", which is also
+    the text of the token "Ãĥ". Of several tokens with one text the last counts: SentencePiece has its bytes first.
+
+    Returns:
+        the id of each token, by ("text", its text) or ("name", its name).
+    """
+    first = tokenizer.encode("x", add_special_tokens=False)[-1:]
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    before, *texts = _decoded(tokenizer, [first, *([*first, index] for _, index in vocabulary)])
+    found: dict[tuple[Literal["text", "name"], str], int] = {}
+    for (name, index), text in zip(vocabulary, texts, strict=True):
+        added = text[len(before) :] if text.startswith(before) else ""
+        found[("name", name) if not added or INCOMPLETE in added else ("text", added)] = index
+    return found
+
+
+def _decoded(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
+    """The text of each sequence of tokens; at once where the tokenizer can."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and hasattr(backend, "decode_batch"):
+        return list(backend.decode_batch(sequences, skip_special_tokens=False))
+    return [str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False)) for tokens in sequences]

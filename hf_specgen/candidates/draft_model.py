@@ -34,7 +34,7 @@ from hf_specgen.candidates.base import (
     check_tree,
     vocabulary_size,
 )
-from hf_specgen.candidates.cross_tokenizer import cross_tokenizer_session
+from hf_specgen.candidates.cross_tokenizer import CrossTokenizerSession
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
@@ -140,7 +140,7 @@ class DraftModelCandidates(Candidates):
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
         check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
         if not is_same_vocabulary:
-            return cross_tokenizer_session(call, draft, self.k, self.tree, self.confidence_threshold, self.compile)
+            return CrossTokenizerSession(call, draft, self.k, self.tree, self.confidence_threshold, self.compile)
         reader = make_target(TargetRequirements(), draft, *prompt, compile=self.compile)
         return DraftModelSession(call, draft, reader, self.k, self.tree, self.confidence_threshold)
 

@@ -11,8 +11,14 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from hf_specgen.candidates.reencoding import Codec, Reencoder, load_tokenizer
-from hf_specgen.candidates.shared_vocabulary import UNSHARED_LOGIT, SharedVocabulary, shared_ids, token_texts
+from hf_specgen.candidates.cross_tokenizer import (
+    Codec,
+    Retokenizer,
+    SharedVocabulary,
+    load_tokenizer,
+    shared_ids,
+    token_texts,
+)
 from tests.fuzz.tokenizers import CHARACTERS, KINDS, VOCAB, tokenizer_folder
 
 TARGET = tokenizer_folder("characters")
@@ -38,7 +44,7 @@ def reference_shared_ids(target: Any, draft: Any) -> list[int]:
 
 def reference_target_logits(logits: list[float], draft_ids: list[int], target_size: int) -> list[float]:
     """The logits of a draft over the target's vocabulary, token by token."""
-    result = [UNSHARED_LOGIT] * target_size
+    result = [-1e9] * target_size
     for token, index in enumerate(draft_ids[:target_size]):
         if 0 <= index < len(logits):
             result[token] = logits[index]
@@ -130,30 +136,29 @@ def test_target_logits_agree_with_the_reference(target_size: int, draft_size: in
     assert shared.draft_token(10**6) is None, "a token of the prompt may be beyond the target's logits"
 
 
-def reencoder(kind: str, prompt: list[int], one_by_one: bool = True) -> tuple[Reencoder, Any]:
+def retokenizer(kind: str, prompt: list[int], is_shared: bool = True) -> tuple[Retokenizer, Any]:
     folders = str(TARGET), str(tokenizer_folder(kind))
     ours, theirs = map(load_tokenizer, folders)
-    shared = SharedVocabulary(shared_ids(*folders), VOCAB, VOCAB)
-    translate = shared.draft_token if one_by_one else None
-    return Reencoder(Codec(ours, theirs), Codec(theirs, ours), prompt, translate), theirs
+    shared = SharedVocabulary(shared_ids(*folders) if is_shared else [], VOCAB, VOCAB)
+    return Retokenizer(Codec(ours, theirs), Codec(theirs, ours), prompt, shared), theirs
 
 
-@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("kind", ["reversed", "pairs", "bytes"])
-def test_reencoder_keeps_the_text(kind: str, one_by_one: bool) -> None:
+def test_retokenizer_keeps_the_text(kind: str, is_shared: bool) -> None:
     """Would catch: text lost or doubled where shared tokens and encoded text meet; a space where encoding begins."""
     tokens = torch.randint(0, VOCAB, (60,), generator=torch.Generator().manual_seed(3)).tolist()
-    tokens = [token - token % 2 for token in tokens]  # "pairs" knows every second character
-    row, theirs = reencoder(kind, tokens[:5], one_by_one)
+    tokens = [token - token % 2 for token in tokens]  # "pairs" has every second character
+    row, theirs = retokenizer(kind, tokens[:5], is_shared)
     for start in range(5, 60, 3):
         assert row.extend(tokens[start : start + 3])
         assert theirs.decode(row.tokens).strip() == "".join(CHARACTERS[token] for token in tokens[: start + 3])
 
 
-def test_reencoder_shared_tokens_are_not_encoded_again() -> None:
-    """A token that both have is read as it is, even if the draft's tokenizer would have merged it."""
-    row, theirs = reencoder("pairs", [10])
-    row.extend([0, 2])  # known, and also known as a pair
+def test_retokenizer_shared_tokens_are_not_encoded_again() -> None:
+    """A token that both have is taken over as it is, even if the draft's tokenizer would have merged it."""
+    row, theirs = retokenizer("pairs", [10])
+    row.extend([0, 2])  # both shared, and also a pair
     assert theirs.convert_ids_to_tokens(row.tokens[-2:]) == [CHARACTERS[0], CHARACTERS[2]]
     assert (
         theirs.convert_ids_to_tokens(theirs.encode(CHARACTERS[0] + CHARACTERS[2]))[-1] == CHARACTERS[0] + CHARACTERS[2]
