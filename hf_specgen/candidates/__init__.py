@@ -10,11 +10,11 @@ from hf_specgen.candidates.gemma import GemmaAssistantCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
 from hf_specgen.candidates.mtp import MTPCandidates
-from hf_specgen.candidates.native import NativeCandidates
 from hf_specgen.candidates.ngram import NgramCandidates, NgramHistory
 from hf_specgen.candidates.peagle import PEagleCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates
 from hf_specgen.candidates.recycling_table import RecyclingTable
+from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 
 __all__ = [
     "AutoCandidates",
@@ -28,10 +28,10 @@ __all__ = [
     "LayerSkipCandidates",
     "MTPCandidates",
     "MedusaCandidates",
-    "NativeCandidates",
     "NgramCandidates",
     "NgramHistory",
     "PEagleCandidates",
     "RecyclingCandidates",
     "RecyclingTable",
+    "TransformersCandidates",
 ]

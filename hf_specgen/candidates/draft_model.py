@@ -7,9 +7,13 @@ for Heterogeneous Vocabularies" (2025).
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from numbers import Real
+from threading import Lock
+from time import monotonic
 from typing import Any, cast
 
 import torch
@@ -18,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
     PreTrainedModel,
 )
 
@@ -36,8 +41,8 @@ from hf_specgen.candidates.base import (
 )
 from hf_specgen.candidates.cross_tokenizer import CrossTokenizerSession
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
-from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
+from hf_specgen.heads.files import first_line
 from hf_specgen.targets.base import Target
 from hf_specgen.targets.encoder import reads_encoder
 from hf_specgen.targets.model_parts import text_config
@@ -47,6 +52,8 @@ from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.state_layers import keeps_state
 from hf_specgen.targets.support import check_model, is_causal_kernel, position_table
 from hf_specgen.tree import DraftTree
+
+logger = logging.getLogger("hf_specgen")
 
 
 class DraftModelCandidates(Candidates):
@@ -289,3 +296,76 @@ def _check_prompt_length(draft: PreTrainedModel, longest: int) -> None:
     table = position_table(text_config(draft))
     if longest > table:
         raise ValueError(f"the prompt has {longest} tokens, but the draft reads at most {table}; use another draft")
+
+
+class VocabularyDigests:
+    """Hashes of the vocabularies of tokenizers, by the folder or repository that they are loaded from."""
+
+    def __init__(self, max_entries: int = 64):
+        self._max_entries, self._lock = max_entries, Lock()
+        self._digests: dict[str, str] = {}
+        self._failures: dict[str, tuple[str, float]] = {}  # reason and time
+
+    def digest(self, name: str) -> str | None:
+        """The hash of all pairs of a token and its id; None if there is no tokenizer, or it cannot be loaded.
+
+        A failure is kept for five minutes: an attempt over the network takes long.
+        """
+        with self._lock:
+            known, failure = self._digests.get(name), self._failures.get(name)
+        if known is not None or not name or (failure is not None and monotonic() - failure[1] < 300):
+            return known
+        try:
+            digest = _digest(AutoTokenizer.from_pretrained(name).get_vocab())
+        except Exception as error:  # damaged files and missing packages raise errors of many types
+            reason = f"the tokenizer of {name!r} cannot be loaded: {type(error).__name__}: {first_line(error)}"
+            logger.warning("%s; whether its vocabulary is that of the other model is not checked", reason)
+            self._keep(self._failures, name, (reason, monotonic()))
+            return None
+        self._keep(self._digests, name, digest)
+        return digest
+
+    def reason(self, names: Sequence[str]) -> str:
+        """Why tokenizers could not be loaded."""
+        failures = [self._failures[name][0] for name in names if name in self._failures]
+        return "; ".join(failures) or "they were not loaded from a folder or repository"
+
+    def _keep(self, entries: dict[str, Any], name: str, entry: Any) -> None:
+        with self._lock:
+            if len(entries) >= self._max_entries:
+                del entries[next(iter(entries))]
+            entries[name] = entry
+
+
+vocabulary_digests = VocabularyDigests()
+
+
+def have_same_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
+    """Whether two models have the same tokenizer, as far as their tokenizers can be loaded.
+
+    The sizes of their embedding tables are no criterion, since tables are padded: Qwen models have tables of 151,936
+    and 152,064 rows for one tokenizer.
+
+    Raises:
+        ValueError: if the tokenizers cannot be loaded while the sizes of the tables differ.
+    """
+    if draft is target or draft.name_or_path == target.name_or_path != "":
+        return True
+    names = str(draft.name_or_path or ""), str(target.name_or_path or "")
+    of_draft, of_target = map(vocabulary_digests.digest, names)
+    if of_draft is not None and of_target is not None:
+        return of_draft == of_target
+    sizes = [model.config.get_text_config().vocab_size for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the draft has a vocabulary of {sizes[0]}, the target of {sizes[1]}, and their tokenizers could not be "
+            f"compared ({vocabulary_digests.reason(names)}); load both models from folders that hold their tokenizers"
+        )
+    return True
+
+
+def _digest(vocabulary: dict[str, int]) -> str:
+    text = hashlib.sha256()
+    for token, index in sorted(vocabulary.items()):
+        text.update(f"{index}:{len(token)}:{token}".encode("utf-8", "surrogatepass"))
+    return text.hexdigest()

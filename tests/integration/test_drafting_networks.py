@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_specgen import Candidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
-from hf_specgen.candidates.vocabulary import have_same_vocabulary
+from hf_specgen.candidates.draft_model import have_same_vocabulary
 from tests.helpers import (
     END,
     SAMPLING,

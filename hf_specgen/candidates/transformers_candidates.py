@@ -15,7 +15,7 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
 
-class NativeCandidates(Candidates):
+class TransformersCandidates(Candidates):
     """Wraps a `transformers` `CandidateGenerator`.
 
     Args:
@@ -49,13 +49,13 @@ class NativeCandidates(Candidates):
                 f"{type(self.generator).__name__} works on one row, got {call.state.batch}; "
                 "use a generator of hf_specgen for batches"
             )
-        return _NativeSession(call, self.generator)
+        return _TransformersSession(call, self.generator)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return ("native", type(self.generator).__qualname__)
+        return ("transformers", type(self.generator).__qualname__)
 
 
-class _NativeSession(DraftSession):
+class _TransformersSession(DraftSession):
     def __init__(self, call: DraftCall, generator: CandidateGenerator):
         super().__init__(call)
         self._generator, self._drafted = generator, False
