@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cards import push, write_card
-from hf_specgen.heads.hub import write_custom_generate
+from hf_specgen.heads.export import write_custom_generate
 from hf_specgen.heads.lora import FOLDER
 from hf_specgen.heads.medusa import MedusaHeads
 from medusa_evaluation import HeadScores, eval_results, evaluation_section

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from hf_specgen import compat
-from hf_specgen.candidates.attached import number_of
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
+from hf_specgen.candidates.draft_heads import number_of
 from hf_specgen.candidates.draft_model_session import DraftModelSession
 from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.candidates.translated import translated_session

@@ -68,14 +68,14 @@ def check_fingerprint(base: Fingerprint | None, model: PreTrainedModel, what: st
     Raises:
         ValueError: naming the first field that differs, with both values.
     """
-    own = fingerprint(model)
+    actual = fingerprint(model)
     for field, name in COMPARED.items():
-        wanted = (base or {}).get(field)
-        if wanted and wanted != own[field]:
+        expected = (base or {}).get(field)
+        if expected and expected != actual[field]:
             origin = (base or {}).get("name_or_path")
             raise ValueError(
-                f"{what} was made for a target with {name} {wanted}{f' ({origin})' if origin else ''}, but this target "
-                f"has {own[field]}; load the heads that belong to it"
+                f"{what} was made for a target with {name} {expected}{f' ({origin})' if origin else ''}, but this "
+                f"target has {actual[field]}; load the heads that belong to it"
             )
 
 

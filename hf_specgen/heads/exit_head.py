@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.heads.files import find_file, number_field, offline_hint, read_json
+from hf_specgen.heads.checkpoint import Source, number_field, read_json
 from hf_specgen.heads.lora import load_adapter, shared_linear
 from hf_specgen.targets.model_parts import decoder_layers, final_norm, output_matrix
 
@@ -113,12 +113,8 @@ def exit_layer_of(path_or_id: str | Path) -> int:
 
 
 def _config(source: str) -> tuple[dict[str, Any], Path]:
-    path = find_file(source, EXIT_CONFIG)
-    if path is None:
-        raise FileNotFoundError(
-            f"{source} has no {EXIT_CONFIG}: not an exit head written by recipes/train_layer_skip.py"
-            + offline_hint(source)
-        )
+    remedy = ": not an exit head written by recipes/train_layer_skip.py"
+    path = Source(source).required_file(EXIT_CONFIG, remedy)
     return read_json(path), path
 
 

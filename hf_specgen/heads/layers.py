@@ -1,26 +1,46 @@
-"""The decoder layer that draft heads are made of: pre-norm attention with rotary positions, then a gated MLP.
+"""The decoder layer of draft heads: pre-norm attention with rotary positions, then a gated MLP; and its configuration.
 
 This is the layer of Llama and Qwen3, with the options that draft checkpoints use (biases, query and key norms, an
 attention that reads a wider input than the residual stream). Keys and values go through Transformers' cache interface,
 `cache.update(key, value, layer_index)`, so a head works with any cache, including one whose rows differ in length.
+
+Sizes of a checkpoint's layers are taken from its tensors, because published configs are wrong about them and some
+programs ignore fields that others obey (`head_dim`). Where the config has the same size, it has to agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names
+
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+ROPE_NUMBERS = (
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+)
+MODEL_TYPES: Mapping[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+LAYER_NAME = re.compile(r"^layers\.(\d{1,6})\.")
 
 
 class Rotary(NamedTuple):
@@ -238,3 +258,133 @@ def causal_default(
         return mask
     cached = cache.get_seq_length(layer_index) if cache is not None else 0
     return causal_mask([cached] * batch, queries, states.device)
+
+
+@lru_cache(maxsize=len(MODEL_TYPES))
+def _defaults(model_type: str) -> dict[str, Any]:
+    """The default config of a model type."""
+    return MODEL_TYPES[model_type]().to_dict()
+
+
+def layer_fields(values: Mapping[str, Any]) -> Fields:
+    """A config of Transformers' kind, with the defaults of its model type: files may leave out what equals them.
+
+    Raises:
+        ValueError: if its layers are of a type that is not known.
+    """
+    model_type = values.get("model_type") or "llama"
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"draft layers of model_type {str(model_type)[:60]!r} are not supported, only {', '.join(MODEL_TYPES)}"
+        )
+    return Fields(values, _defaults(model_type))
+
+
+def read_layer(fields: Fields, checkpoint: Checkpoint, names: Names, strict_bias: bool = False) -> LayerConfig:
+    """The configuration of a checkpoint's decoder layers, from the shapes of its first one.
+
+    Args:
+        fields: of `layer_fields`.
+        checkpoint: the checkpoint.
+        names: its tensors, by the names of our modules.
+        strict_bias: whether `attention_bias` means that the output projection has a bias, too.
+
+    Raises:
+        ValueError: if tensors are missing, or config and tensors contradict each other.
+    """
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj")
+    queries, keys, output, gate = (matrix_shape(checkpoint, names, 0, part) for part in parts)
+    heads, configured_kv_heads = fields.integer("num_attention_heads"), fields.values.get("num_key_value_heads")
+    head_dim = queries[0] // heads
+    kv_heads = keys[0] // max(head_dim, 1)
+    configured_head_dim = fields.values.get("head_dim")  # EAGLE ignores it and divides the hidden size
+    fits_head_dim = configured_head_dim in (None, head_dim) or queries[0] == output[0]
+    divides = queries[0] == heads * head_dim and keys[0] == kv_heads * head_dim and head_dim > 0
+    if not divides or not fits_head_dim or configured_kv_heads not in (None, kv_heads):
+        raise ValueError(
+            f"config.json has {heads} attention heads and {str(configured_kv_heads)[:40]} key/value heads of size "
+            f"{str(configured_head_dim)[:40]}, but the projections have {queries[0]} and {keys[0]} rows"
+        )
+    for name, size in (("hidden_size", output[0]), ("intermediate_size", gate[0])):
+        if fields.values.get(name) not in (None, size):
+            raise ValueError(f"config.json has {name} {str(fields.values[name])[:40]}, but the tensors have {size}")
+    bias = fields.flag("attention_bias")
+    return LayerConfig(
+        hidden_size=output[0],
+        intermediate_size=gate[0],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps"),
+        activation=fields.text("hidden_act"),
+        qkv_bias=bias or fields.flag("qkv_bias") or "layers.0.self_attn.q_proj.bias" in names,
+        output_bias=(bias and strict_bias) or "layers.0.self_attn.o_proj.bias" in names,
+        mlp_bias=fields.flag("mlp_bias") or "layers.0.mlp.gate_proj.bias" in names,
+        qk_norm=fields.values.get("model_type") == "qwen3" or "layers.0.self_attn.q_norm.weight" in names,
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        rope=read_rope(fields),
+    )
+
+
+def matrix_shape(checkpoint: Checkpoint, names: Names, layer: int, part: str) -> tuple[int, ...]:
+    """The shape of a weight matrix of a layer; raises `ValueError` if it is missing or no matrix."""
+    name = f"layers.{layer}.{part}.weight"
+    if name not in names:
+        raise ValueError(f"the tensor {name} is missing")
+    shape = checkpoint.tensors[names[name]].shape
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"tensor {names[name]} must be a matrix, but has shape {shape}")
+    return shape
+
+
+def count_layers(fields: Fields, names: Collection[str]) -> int:
+    """The number of layers among the tensors, which the config has to confirm.
+
+    Raises:
+        ValueError: if there are none, some are missing, or the config has another number.
+    """
+    numbers = {int(match[1]) for name in names if (match := LAYER_NAME.match(name))}
+    if not numbers or numbers != set(range(len(numbers))):
+        raise ValueError(f"the tensors have no complete sequence of layers, only numbers {sorted(numbers)[:8]}")
+    configured = fields.optional_integer("num_hidden_layers") if "num_hidden_layers" in fields.values else None
+    if configured not in (None, len(numbers)):
+        raise ValueError(f"config.json has {configured} layers, but the tensors have {len(numbers)}")
+    return len(numbers)
+
+
+def read_rope(fields: Fields) -> dict[str, Any]:
+    """Rotary parameters of a config of Transformers 4 or 5, in the form of 5; without any, base 10,000.
+
+    The target's own base plays no part: EAGLE heads without `rope_theta` were trained with 10,000.
+
+    Raises:
+        ValueError: if a number is not one, or only a part of each head is rotated.
+    """
+    config = Fields(fields.values)
+    newer = config.nested("rope_parameters")
+    values = {**config.nested("rope_scaling").values, **newer.values}
+    if newer.get("rope_theta") is None and config.get("rope_theta") is not None:
+        values["rope_theta"] = config.get("rope_theta")
+    parameters = Fields(values, {"rope_theta": 10000.0})
+    rope_type = values.get("rope_type") or values.get("type") or "default"
+    if not isinstance(rope_type, str):
+        raise ValueError(f"rope_type must be a string, got {str(rope_type)[:60]!r}")
+    rope: dict[str, Any] = {"rope_theta": parameters.number("rope_theta")}
+    rope["rope_type"] = "default" if rope_type == "mrope" else rope_type  # its axes agree wherever there is only text
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        rope["partial_rotary_factor"] = parameters.number("partial_rotary_factor")
+        if rope_type != "proportional":
+            raise ValueError(
+                f"partial_rotary_factor {rope['partial_rotary_factor']} with rope_type {rope_type!r} is unknown"
+            )
+    for name in ROPE_NUMBERS:
+        if values.get(name) is not None:
+            rope[name] = values[name] if type(values[name]) is int else parameters.number(name)
+    for name in ("short_factor", "long_factor"):
+        factors = values.get(name)
+        if factors is None:
+            continue
+        if not isinstance(factors, list) or not all(type(factor) in (int, float) for factor in factors):
+            raise ValueError(f"{name} must be a list of numbers, got {str(factors)[:60]!r}")
+        rope[name] = [float(factor) for factor in factors]
+    return rope

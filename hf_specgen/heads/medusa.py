@@ -1,4 +1,4 @@
-"""Medusa heads: small networks that read the target's last hidden state and predict the tokens after the next one.
+"""Medusa heads: small networks that predict the tokens after the next one from the target's last hidden state.
 
     hidden state that predicts token t+1 ─┬─► target's output matrix ─► token t+1   (the target itself)
                                           ├─► head 0 ─► output matrix ─► token t+2
@@ -14,21 +14,103 @@ vocabulary 128,256) five output matrices have 2.6 billion parameters; five one-l
 84 million.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section
-2.1; for `reads_token` and `reads_path` Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding"
+2.1, and 2.3.3 for acceptance by rank; by confidence: Li et al., "EAGLE-2" (2024), section 4.1; for `reads_token` and
+`reads_path` Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding"
 (2024), section 3.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from hf_specgen.heads.acceptance import Acceptance
 from hf_specgen.heads.compatibility import fingerprint
-from hf_specgen.targets.model_parts import output_matrix
+from hf_specgen.heads.lora import stacked_deltas
+from hf_specgen.targets.model_parts import output_logits, output_matrix
+
+CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.8, 0.95)
+"""Probabilities between the bins of confidence."""
+RANKS = 10
+"""Tokens of each head that are counted: the tenth of head 0 of the embedded heads is accepted in about 1% of steps."""
+
+
+def confidence_bin(confidence: float) -> int:
+    """The bin of a head's confidence, from 0 to `len(CONFIDENCE_EDGES)`."""
+    return bisect_right(CONFIDENCE_EDGES, confidence)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance rates of Medusa heads by confidence and rank: the prior by which draft trees are built.
+
+    Entry `[h][c][r]` is the fraction of steps in which the token of rank r of head h was accepted, of those in which
+    the head's confidence (the probability of its most likely token) was in bin c and the tokens before it were
+    accepted.
+
+    Args:
+        table: `[heads][bins][ranks]` probabilities.
+
+    Raises:
+        ValueError: if the table has another number of bins, or the entries of a bin are not probabilities that fall
+            with the rank.
+    """
+
+    table: tuple[tuple[tuple[float, ...], ...], ...]
+
+    def __post_init__(self) -> None:
+        for head, bins in enumerate(self.table):
+            if len(bins) != len(CONFIDENCE_EDGES) + 1:
+                raise ValueError(f"head {head} has {len(bins)} bins of confidence, not {len(CONFIDENCE_EDGES) + 1}")
+            for ranks in bins:
+                if not ranks or not all(0 <= later <= earlier <= 1 for earlier, later in pairwise((1.0, *ranks))):
+                    raise ValueError(f"head {head}: acceptance must fall with the rank, from 1 to 0, got {ranks}")
+
+    @classmethod
+    def from_lists(cls, table: Sequence[Sequence[Sequence[float]]]) -> Acceptance:
+        """From the lists of a JSON file.
+
+        Raises:
+            ValueError: if they are not nested lists of numbers, or as for `Acceptance`.
+        """
+        try:
+            return cls(tuple(tuple(tuple(map(float, ranks)) for ranks in bins) for bins in table))
+        except TypeError:
+            raise ValueError(f"acceptance must be lists [heads][bins][ranks] of numbers, got {table!r:.80}") from None
+
+    @classmethod
+    def untuned(cls, heads: int) -> Acceptance:
+        """The assumption for heads that were not measured: rank 0 is accepted with the confidence as probability.
+
+        Rank r > 0 is accepted with (1 - confidence) / 2^r, but no more than rank 0; every head is accepted 0.8 times as
+        often as the one before.
+        """
+        edges = (0.0, *CONFIDENCE_EDGES, 1.0)
+        confidences = [(low + high) / 2 for low, high in pairwise(edges)]
+        return cls(
+            tuple(
+                tuple(
+                    tuple(0.8**head * min(c, c if rank == 0 else (1 - c) * 0.5**rank) for rank in range(RANKS))
+                    for c in confidences
+                )
+                for head in range(heads)
+            )
+        )
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return len(self.table)
+
+    def cut(self, ranks: int) -> Acceptance:
+        """The same table, reduced to the first `ranks` ranks."""
+        return Acceptance(tuple(tuple(row[:ranks] for row in bins) for bins in self.table))
 
 
 class MedusaConfig(PreTrainedConfig):
@@ -45,7 +127,7 @@ class MedusaConfig(PreTrainedConfig):
             follows a given path (Hydra); requires `reads_token`.
         lora_rank: rank of a PEFT adapter in the folder `lora`, on each head's copy of the output matrix; 0: none.
         base: the target that the heads were trained for, see `hf_specgen.heads.compatibility`.
-        acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `hf_specgen.heads.acceptance`.
+        acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `Acceptance`.
 
     Raises:
         ValueError: if a value has the wrong type or is out of range.
@@ -195,3 +277,74 @@ class MedusaHeads(PreTrainedModel):
 
 AutoConfig.register(MedusaConfig.model_type, MedusaConfig, exist_ok=True)
 AutoModel.register(MedusaConfig, MedusaHeads, exist_ok=True)
+
+
+class MedusaRunner:
+    """A set of heads attached to its target.
+
+    Args:
+        heads: on the target's device, in its dtype.
+        target: its output matrix and embeddings are shared by the heads.
+        lora: the `PeftModel` with the heads' LoRA matrices on the output matrix, if they have any.
+    """
+
+    def __init__(self, heads: MedusaHeads, target: PreTrainedModel, lora: Any = None):
+        self.heads, self._target = heads, target
+        self._embeddings = cast(Any, target.get_input_embeddings()) if heads.config.reads_token else None
+        matrix = output_matrix(target).weight
+        self._device, self._dtype = matrix.device, matrix.dtype
+        self._deltas = None if lora is None else tuple(delta.to(matrix) for delta in stacked_deltas(lora))
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of all heads, scaled and capped like the target's own.
+
+        Args:
+            hidden: `[rows, hidden]` the hidden states that predicted each row's last token.
+            tokens: `[rows, tokens]` those tokens, and for heads with `reads_path` those after them.
+
+        Returns:
+            `[rows, heads, vocab]`; a shared output matrix is multiplied once for all heads.
+        """
+        states = self.heads(hidden.to(self._device, self._dtype), self._embedded(tokens))  # [rows, heads, hidden]
+        return output_logits(self._target, states, self._outputs)
+
+    @torch.no_grad()
+    def head_logits(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of one head.
+
+        Args:
+            head: which.
+            hidden: `[nodes, hidden]` the hidden state that predicted the last token of each node's row.
+            tokens: `[nodes, head + 1]` that token and the path to the node, for heads with `reads_path`.
+
+        Returns:
+            `[nodes, vocab]`.
+        """
+        state = self.heads.head_state(head, hidden.to(self._device, self._dtype), self._embedded(tokens))
+        return output_logits(self._target, state, lambda states: self._output(head, states))
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        if self._embeddings is None:
+            return None
+        return cast(torch.Tensor, self._embeddings(tokens.to(self._embeddings.weight.device))).to(
+            self._device, self._dtype
+        )
+
+    def _output(self, head: int, state: torch.Tensor) -> torch.Tensor:
+        if self.heads.config.own_outputs:
+            return cast(torch.Tensor, self.heads.lm_heads[head](state))
+        shared = output_matrix(self._target)(state)
+        return cast(
+            torch.Tensor,
+            shared if self._deltas is None else shared + state @ self._deltas[0][head] @ self._deltas[1][head],
+        )
+
+    def _outputs(self, states: torch.Tensor) -> torch.Tensor:
+        if self.heads.config.own_outputs:
+            return torch.stack([matrix(states[:, head]) for head, matrix in enumerate(self.heads.lm_heads)], dim=1)
+        shared = output_matrix(self._target)(states)
+        if self._deltas is None:
+            return cast(torch.Tensor, shared)
+        down, up = self._deltas  # [heads, hidden, rank], [heads, rank, vocab]
+        return cast(torch.Tensor, shared + (states.transpose(0, 1) @ down @ up).transpose(0, 1))

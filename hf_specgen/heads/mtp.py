@@ -61,14 +61,6 @@ class MTPHead(DraftHead):
         super().__init__(config)
         self.layers, self.rotary, self.float_masks = nn.ModuleList(layers), rotary, float_masks
 
-    def default_taps(self, num_layers: int) -> tuple[int, ...]:
-        """The state after the target's final norm."""
-        return (num_layers,)
-
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """The features themselves: there is one tap, and it has the width of the head."""
-        return features
-
     def forward(
         self,
         embeddings: torch.Tensor,

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_HEADS
 from hf_specgen.heads import load_exit_head, load_medusa
+from hf_specgen.heads.checkpoint import source_errors, tensor_infos
 from hf_specgen.heads.exit_head import exit_layer_of
-from hf_specgen.heads.files import source_errors, tensor_shapes
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.targets.model_parts import output_matrix
 
@@ -176,19 +176,19 @@ def test_sharded_heads_load_and_a_missing_shard_is_named(heads: Path, reference_
         tensors["blocks.3.layers.1.weight"],
     )
     (heads / "shard-1.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"names 'shard-1\.safetensors', which is not there"):
+    with pytest.raises(ValueError, match=r"the file shard-1\.safetensors is missing"):
         load_medusa(heads, reference_model)
     (heads / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../shard"}}))
-    with pytest.raises(ValueError, match="which is not there"):
+    with pytest.raises(ValueError, match="names a file outside of the checkpoint"):
         load_medusa(heads, reference_model)
 
 
-def test_tensor_shapes_pickled_tensor_larger_than_its_file_is_refused(tmp_path: Path) -> None:
+def test_tensor_infos_pickled_tensor_larger_than_its_file_is_refused(tmp_path: Path) -> None:
     """Would catch: a tensor with stride 0, that takes 4 TB as soon as it is copied."""
     file = tmp_path / "medusa_lm_head.pt"
     torch.save({"0.0.linear.weight": torch.zeros(1).expand(10**6, 10**6)}, file)
     with pytest.raises(ValueError, match="does not fit into the file"):
-        tensor_shapes(file)
+        tensor_infos(file)
 
 
 @pytest.mark.parametrize(

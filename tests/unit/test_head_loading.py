@@ -16,12 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specgen.heads import checkpoint
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
+from hf_specgen.heads.export import export_head, save_head
+from hf_specgen.heads.head_formats import FORMATS, load_head
 from hf_specgen.heads.layers import LayerConfig
-from hf_specgen.heads.loading import FORMATS, load_head
-from hf_specgen.heads.saving import export_head, save_head
 
 LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8)
-SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "target_hidden_size": 16, "num_taps": 3}
+SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "target_hidden_size": 16, "num_aux_hidden_states": 3}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -55,7 +55,7 @@ def test_load_good_head_is_frozen_and_in_evaluation_mode(folder: Path) -> None:
 
 
 def test_load_with_taps_overrides_the_config(folder: Path) -> None:
-    assert load_head(folder, taps=[1, 2, 3]).config.taps == (1, 2, 3)
+    assert load_head(folder, aux_hidden_state_layers=[1, 2, 3]).config.aux_hidden_state_layers == (1, 2, 3)
 
 
 def test_load_from_subfolder(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_load_medusa_heads_names_the_right_loader(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/nonexistent/folder", "nobody/there-is-no-such-head", "not a/repository/id"])
 def test_load_from_nowhere_raises_file_not_found(path: str) -> None:
-    with pytest.raises(FileNotFoundError, match=r"is neither a folder|is not a folder"):
+    with pytest.raises(FileNotFoundError, match="there is no folder|is not a folder"):
         load_head(path)
 
 
@@ -142,14 +142,14 @@ def test_load_without_file_names_it(folder: Path, name: str) -> None:
 def test_load_truncated_safetensors_raises(folder: Path, kept: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read as safetensors .*; download it again"):
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read as tensors .*; download it again"):
         load_head(folder)
 
 
 def test_load_safetensors_with_absurd_header_raises(folder: Path) -> None:
     header = json.dumps({"fc.weight": {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 8]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+    with pytest.raises(ValueError, match="cannot be read as tensors"):
         load_head(folder)
 
 
@@ -170,12 +170,12 @@ def test_load_config_that_is_no_object_raises(folder: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"hidden_size": 10**9}, "config.json says hidden_size 1000000000, but the tensors have 16"),
-        ({"intermediate_size": 10**9}, "config.json says intermediate_size 1000000000, but the tensors have 24"),
-        ({"num_hidden_layers": 10**9}, "config.json says 1000000000 layers, but the tensors have 1"),
-        ({"num_attention_heads": 10**9}, "config.json says 1000000000 attention heads"),
+        ({"hidden_size": 10**9}, "config.json has hidden_size 1000000000, but the tensors have 16"),
+        ({"intermediate_size": 10**9}, "config.json has intermediate_size 1000000000, but the tensors have 24"),
+        ({"num_hidden_layers": 10**9}, "config.json has 1000000000 layers, but the tensors have 1"),
+        ({"num_attention_heads": 10**9}, "config.json has 1000000000 attention heads"),
         ({"num_attention_heads": 0}, "num_attention_heads must be a whole number between 1"),
-        ({"num_key_value_heads": 3}, "config.json says 2 attention heads and 3 key/value heads"),
+        ({"num_key_value_heads": 3}, "config.json has 2 attention heads and 3 key/value heads"),
         ({"vocab_size": 10**9}, r"t2d has shape \(40,\), but config.json says vocab_size 1000000000"),
         ({"draft_vocab_size": 10**9}, "draft_vocab_size must be between 1 and the target's vocabulary size 40"),
         ({"draft_vocab_size": 13}, r"tensor lm_head.weight has shape \(12, 16\), but config.json makes it \(13, 16\)"),
@@ -192,7 +192,7 @@ def test_load_config_that_is_no_object_raises(folder: Path, text: str) -> None:
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, "x"]}}, "must be a list of layer numbers"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
-            "reads 3 hidden states of the target, but taps",
+            "reads 3 hidden states of the target, but aux_hidden_state_layers",
         ),
         ({"target_layer_ids": [1, 2, 3], "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "twice, and differently"),
     ],
@@ -267,9 +267,9 @@ def target(**changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=40, **(sizes | changes)))
 
 
-def test_attach_uses_default_taps_of_the_targets_depth(folder: Path) -> None:
-    assert load_head(folder).attach(target()).taps == (2, 4, 5)
-    assert load_head(folder).attach(target(), taps=[1, 2, 8]).taps == (1, 2, 8)
+def test_attach_uses_default_layers_of_the_targets_depth(folder: Path) -> None:
+    assert load_head(folder).bind(target()).aux_hidden_state_layers == (2, 4, 5)
+    assert load_head(folder).bind(target(), aux_hidden_state_layers=[1, 2, 8]).aux_hidden_state_layers == (1, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -277,28 +277,28 @@ def test_attach_uses_default_taps_of_the_targets_depth(folder: Path) -> None:
     [
         ({"hidden_size": 32}, "with a hidden size of 16, but this target has 32; load the head that belongs to it"),
         ({"vocab_size": 41}, "with a vocabulary of 40, but this target has 41"),
-        ({"num_hidden_layers": 6}, r"reads 3 hidden states of the target, but taps are \(2, 3\)"),
+        ({"num_hidden_layers": 6}, r"reads 3 hidden states of the target, but aux_hidden_state_layers are \(2, 3\)"),
     ],
 )
 def test_attach_to_another_target_raises(folder: Path, changes: dict[str, Any], reason: str) -> None:
     config = {"vocab_size": 40} | changes
     with pytest.raises(ValueError, match=reason):
-        load_head(folder).attach(LlamaForCausalLM(target().config.__class__(**target().config.to_dict() | config)))
+        load_head(folder).bind(LlamaForCausalLM(target().config.__class__(**target().config.to_dict() | config)))
 
 
-@pytest.mark.parametrize("taps", [[1, 2], [1, 2, 9], [-1, 2, 3]])
-def test_attach_with_impossible_taps_raises(folder: Path, taps: list[int]) -> None:
-    with pytest.raises(ValueError, match="taps"):
-        load_head(folder).attach(target(), taps=taps)
+@pytest.mark.parametrize("layers", [[1, 2], [1, 2, 9], [-1, 2, 3]])
+def test_attach_with_impossible_layers_raises(folder: Path, layers: list[int]) -> None:
+    with pytest.raises(ValueError, match="aux_hidden_state_layers"):
+        load_head(folder).bind(target(), aux_hidden_state_layers=layers)
 
 
 def test_attach_borrows_what_the_head_lacks_and_saves_none_of_it(tmp_path: Path) -> None:
     head = make_head(draft_vocab_size=40, own_lm_head=False)
     model = target()
-    attached = head.attach(model)
+    bound = head.bind(model)
     tokens = torch.tensor([[3, 5]])
-    assert torch.equal(attached.embed(tokens), model.model.embed_tokens(tokens))
+    assert torch.equal(bound.embed(tokens), model.model.embed_tokens(tokens))
     states = torch.randn(1, 2, 16)
-    assert torch.equal(attached.logits(states), model.lm_head(states))
+    assert torch.equal(bound.logits(states), model.lm_head(states))
     save_head(head, tmp_path)
     assert not {"embed_tokens.weight", "lm_head.weight"} & load_file(tmp_path / "model.safetensors").keys()

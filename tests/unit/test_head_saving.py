@@ -13,20 +13,20 @@ from safetensors.torch import load_file
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
+from hf_specgen.heads.export import export_head, save_head
+from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layers import LayerConfig
-from hf_specgen.heads.loading import load_head
-from hf_specgen.heads.saving import export_head, save_head
 from tests.helpers.head_sessions import RaggedCache
 
 LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8, norm_eps=1e-5)
 QWEN3 = dataclasses.replace(LAYER, qk_norm=True)
 BIASED = dataclasses.replace(LAYER, qkv_bias=True, output_bias=True, mlp_bias=True)
 SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "target_hidden_size": 16}
-EAGLE3: dict[str, Any] = SIZES | {"draft_vocab_size": 12, "num_taps": 3, "own_lm_head": True}
+EAGLE3: dict[str, Any] = SIZES | {"draft_vocab_size": 12, "num_aux_hidden_states": 3, "own_lm_head": True}
 BLOCK: dict[str, Any] = SIZES | {
     "draft_vocab_size": 40,
-    "num_taps": 2,
-    "taps": (2, 5),
+    "num_aux_hidden_states": 2,
+    "aux_hidden_state_layers": (2, 5),
     "block_size": 4,
     "mask_token_id": 39,
 }
@@ -34,7 +34,7 @@ FULL, SLIDING = BlockAttention(), BlockAttention(causal=True, window=3, window_f
 
 EAGLE_HEADS = {
     "plain": EagleConfig(layer=LAYER, **EAGLE3),
-    "qwen3": EagleConfig(layer=QWEN3, **EAGLE3, norm_before_residual=True, taps=(1, 3, 4)),
+    "qwen3": EagleConfig(layer=QWEN3, **EAGLE3, norm_before_residual=True, aux_hidden_state_layers=(1, 3, 4)),
     "biases and two layers": EagleConfig(layer=BIASED, **EAGLE3, num_layers=2, norm_before_fc=True),
     "norms of 3.1": EagleConfig(layer=LAYER, **EAGLE3, fc_norm=True, norm_output=True),
     "own embeddings": EagleConfig(layer=LAYER, **EAGLE3, own_embeddings=True),
@@ -76,7 +76,7 @@ def outputs(head: Any) -> list[torch.Tensor]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    embeddings, features = random(1, 6, 16), random(1, 6, config.num_taps * config.target_hidden_size)
+    embeddings, features = random(1, 6, 16), random(1, 6, config.num_aux_hidden_states * config.target_hidden_size)
     positions, cache = torch.arange(6)[None], RaggedCache()
     vocabulary = head.target_ids(torch.arange(config.draft_vocab_size))
     if isinstance(head, BlockHead):
@@ -116,7 +116,7 @@ def test_block_head_saved_and_loaded_computes_the_same(tmp_path: Path, name: str
 
 
 def test_eagle1_head_saved_and_loaded_computes_the_same(tmp_path: Path) -> None:
-    sizes = SIZES | {"draft_vocab_size": 40, "num_taps": 1}
+    sizes = SIZES | {"draft_vocab_size": 40, "num_aux_hidden_states": 1}
     head = randomised(Eagle1Head(EagleConfig(layer=LAYER, **sizes, projection_bias=True, own_embeddings=True)))
     save_head(head, tmp_path)
     assert_same(load_head(tmp_path), head)
@@ -140,13 +140,13 @@ def test_eagle_head_exported_and_loaded_computes_the_same(tmp_path: Path, name: 
 
 
 def test_eagle_head_exported_for_sglang_names_layers_by_their_output(tmp_path: Path) -> None:
-    config = dataclasses.replace(EAGLE_HEADS["plain"], taps=(2, 5, 9))
+    config = dataclasses.replace(EAGLE_HEADS["plain"], aux_hidden_state_layers=(2, 5, 9))
     export_head(randomised(Eagle3Head(config)), tmp_path, "sglang")
     assert (
         '"eagle_aux_hidden_state_layer_ids": [\n      1,\n      4,\n      8\n    ]'
         in (tmp_path / "config.json").read_text()
     )
-    assert load_head(tmp_path).config.taps == (2, 5, 9)
+    assert load_head(tmp_path).config.aux_hidden_state_layers == (2, 5, 9)
 
 
 def test_whole_vocabulary_exported_for_sglang_has_identity_mapping(tmp_path: Path) -> None:
@@ -162,13 +162,13 @@ def test_block_head_exported_for_sglang_and_loaded_computes_the_same(tmp_path: P
     export_head(head, tmp_path, "sglang")
     loaded = load_head(tmp_path)
     assert_same(loaded, head)
-    assert loaded.config.taps == head.config.taps
+    assert loaded.config.aux_hidden_state_layers == head.config.aux_hidden_state_layers
 
 
 @pytest.mark.parametrize(
     ("name", "to", "reason"),
     [
-        ("qwen3", "eagle", "norms of queries and keys, norm_before_residual, taps "),
+        ("qwen3", "eagle", "norms of queries and keys, norm_before_residual, aux_hidden_state_layers "),
         ("biases and two layers", "sglang", "several layers, biases, norm_before_fc"),
         ("norms of 3.1", "sglang", "norm_output"),
         ("P-EAGLE", "eagle", "a mask token"),
