@@ -190,9 +190,7 @@ class HeadCandidates(Candidates):
 def check_head(strategy: str, head: object, head_class: type) -> None:
     """Raise a `TypeError` unless `head` is a loaded head of the class, or a folder or Hub id."""
     if not isinstance(head, (head_class, str, Path)):
-        raise TypeError(
-            f"{strategy} takes a loaded head ({head_class.__name__}), a folder or a Hub id, got {head!r:.80}"
-        )
+        raise TypeError(f"{strategy} takes a loaded head, a folder or a Hub id, got {head!r:.80}")
 
 
 class EagleCandidates(HeadCandidates):

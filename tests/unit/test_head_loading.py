@@ -109,7 +109,7 @@ def test_load_medusa_heads_names_the_right_loader(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/nonexistent/folder", "nobody/there-is-no-such-head", "not a/repository/id"])
 def test_load_from_nowhere_raises_file_not_found(path: str) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no folder|is not a folder"):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder|is not a folder"):
         load_head(path)
 
 

@@ -190,7 +190,9 @@ def test_causal_block_head_predicts_the_same_whatever_follows_in_the_block() -> 
         ({"target_layer_ids": [1], "aux_hidden_state_layer_ids": [2]}, (2,)),
     ],
 )
-def test_configured_layers_counts_as_hidden_states_does(config: dict[str, Any], expected: tuple[int, ...] | None) -> None:
+def test_configured_layers_are_indices_of_hidden_states(
+    config: dict[str, Any], expected: tuple[int, ...] | None
+) -> None:
     assert configured_layers(config) == expected
 
 
