@@ -38,9 +38,6 @@ FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (
 def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The `hidden_states` indices that a head's config.json names, or None if it leaves them to the default.
 
-    Raises:
-        ValueError: if a field holds something other than a list of layer numbers, or two fields disagree.
-
     Example:
         >>> configured_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]}})
         (2, 12, 22)
@@ -97,10 +94,6 @@ def capture_arguments(layers: Sequence[int]) -> dict[str, Any]:
 
 def concatenate(hidden_states: Sequence[torch.Tensor | None], layers: Sequence[int]) -> torch.Tensor:
     """The features that a head reads.
-
-    Args:
-        hidden_states: of the target's output: a tuple of `[batch, length, hidden]`, None where not captured.
-        layers: the indices, in the order in which the head was trained.
 
     Returns:
         `[batch, length, layers * hidden]`.

@@ -228,17 +228,7 @@ def _checked_layers(head: DraftHead, num_layers: int, layers: Sequence[int] | No
 
 
 def load_tensors(head: DraftHead, checkpoint: Checkpoint, names: Names, dtype: torch.dtype | None = None) -> None:
-    """Load a checkpoint's tensors into a head that was built on the "meta" device.
-
-    Args:
-        head: the head; afterwards on the CPU, frozen, in evaluation mode.
-        checkpoint: the checkpoint.
-        names: its tensors, by the names of the head's modules.
-        dtype: of the head; None takes that of its first matrix in the file.
-
-    Raises:
-        ValueError: if a tensor is missing, not part of such a head, or of another shape or dtype.
-    """
+    """Load a checkpoint's tensors into a head that was built on the "meta" device."""
     expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
     missing, unknown = sorted(expected.keys() - names.keys()), sorted(names.keys() - expected.keys())
     if missing:

@@ -91,9 +91,6 @@ class BlockHead(DraftHead):
 
     To draft, call `extend` with the features of newly accepted positions, then `forward` over the block, then drop the
     block's cache entries.
-
-    Args:
-        config: the head's configuration.
     """
 
     config: BlockConfig
@@ -111,14 +108,7 @@ class BlockHead(DraftHead):
         return block_layers(num_layers, self.config.num_layers)
 
     def extend(self, features: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
-        """Add accepted positions to the context.
-
-        Args:
-            features: `[batch, new, layers * target_hidden]`; rows with fewer new positions are padded on the right, and
-                the caller corrects the cache's lengths afterwards.
-            position_ids: `[batch, new]`.
-            cache: receives one entry per position and layer.
-        """
+        """Add accepted positions to the context."""
         context = self.hidden_norm(self.fc(features))
         rotary = self.rotary(context, position_ids)
         for layer in self.layers:
@@ -163,12 +153,6 @@ def block_mask(
     attention: BlockAttention, lengths: Sequence[int], block: int, device: torch.device | str | None = None
 ) -> torch.Tensor:
     """The mask of a pass over a block, for a batch whose rows have different numbers of context entries.
-
-    Args:
-        attention: the layer's attention pattern.
-        lengths: the number of context entries of each row; the block's entries follow directly in the cache.
-        block: the number of positions of the block.
-        device: where the mask is made.
 
     Returns:
         `[batch, 1, block, max(lengths) + block]` bool, True where a position sees a cache slot.

@@ -26,6 +26,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 CONFIG, INDEX, SINGLE, PICKLED = (
     "config.json",
@@ -95,12 +96,7 @@ def offline_hint(source: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint lies, in the terms of `from_pretrained`.
-
-    Args:
-        path_or_id: a folder, or a repository of the Hub.
-        revision, token, subfolder, cache_dir: as for `from_pretrained`.
-    """
+    """Where a checkpoint lies, in the terms of `from_pretrained`."""
 
     path_or_id: str
     revision: str | None = None
@@ -112,12 +108,7 @@ class Source:
         return self.path_or_id + (f"/{self.subfolder}" if self.subfolder else "")
 
     def file(self, name: str) -> Path | None:
-        """The local path of a file, downloaded if necessary; None if there is no such file, or it cannot be reached.
-
-        Raises:
-            FileNotFoundError: if there is neither a folder nor a repository of that name.
-            GatedRepoError: if access to the repository has to be requested first.
-        """
+        """The local path of a file, downloaded if necessary; None if there is no such file, or it cannot be reached."""
         folder = Path(self.path_or_id)
         if folder.is_dir():
             path = folder / (self.subfolder or "") / name
@@ -142,11 +133,7 @@ class Source:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ValueError: if it is too large, nested too deeply, not JSON, or not an object.
-    """
+    """The object in a JSON file."""
     size = path.stat().st_size
     if size > 64 * 2**20:  # published configs and index files have at most a few megabytes
         raise ValueError(f"{path} has {size:,} bytes, more than any {path.name}; download it again")
@@ -171,10 +158,6 @@ def number_field(config: dict[str, Any], name: str, path: str | Path) -> int:
 
 class Fields:
     """The values of an untrusted config, with defaults, each checked when it is read.
-
-    Args:
-        values: of config.json, or of one of its nested objects.
-        defaults: taken for fields that are missing or null.
 
     Example:
         >>> Fields({"hidden_size": 64}, {"num_hidden_layers": 1}).integer("num_hidden_layers")
@@ -246,11 +229,7 @@ class TensorInfo(NamedTuple):
 
 
 def tensor_infos(path: Path) -> dict[str, TensorInfo]:
-    """Shape and dtype of the tensors in a safetensors or pickled file, by name.
-
-    Raises:
-        ValueError: if the file is damaged, or holds something else.
-    """
+    """Shape and dtype of the tensors in a safetensors or pickled file, by name."""
     with _read_errors(path):
         if path.suffix != ".safetensors":
             tensors = _unpickled(path).items()
@@ -267,15 +246,7 @@ def tensor_infos(path: Path) -> dict[str, TensorInfo]:
 
 
 def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors or pickled file, by name; their memory is bounded by the size of the file.
-
-    Args:
-        path: the file.
-        names: which; None for all.
-
-    Raises:
-        ValueError: if the file is damaged, or holds something else.
-    """
+    """Tensors of a safetensors or pickled file, by name; their memory is bounded by the size of the file."""
     # Clones, since a view would keep the whole file mapped.
     with _read_errors(path):
         if path.suffix != ".safetensors":
@@ -311,13 +282,7 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A config and the tensors beside it.
-
-    Args:
-        source: its name in messages.
-        config: config.json.
-        tensors: shape and dtype of each tensor; empty if there is no file of tensors.
-    """
+    """A config and the tensors beside it."""
 
     source: str
     config: dict[str, Any]
@@ -375,3 +340,18 @@ def checkpoint_tensors(source: Source, wanted: Callable[[str], bool] = lambda na
             raise ValueError(f"{source}: the file {name[:120]} is missing; download it again")
         infos |= tensor_infos(path)
     return {name: info for name, info in infos.items() if wanted(name)}
+
+
+def write_checkpoint(
+    folder: str | Path, config: dict[str, Any], name: str, tensors: Mapping[str, torch.Tensor]
+) -> list[Path]:
+    """Write config.json and a file of tensors; returns their paths."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    copies = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    if name.endswith(".pt"):
+        torch.save(copies, path / name)
+    else:
+        save_file(copies, path / name, metadata={"format": "pt"})
+    return [path / "config.json", path / name]

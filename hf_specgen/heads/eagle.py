@@ -79,11 +79,7 @@ class EagleConfig(HeadConfig):
 
 
 class Eagle1Head(DraftHead):
-    """EAGLE-1 and EAGLE-2 (and HASS): predicts the target's last hidden state, the input of its output matrix.
-
-    Args:
-        config: with one auxiliary hidden state.
-    """
+    """EAGLE-1 and EAGLE-2 (and HASS): predicts the target's last hidden state, the input of its output matrix."""
 
     config: EagleConfig
 
@@ -112,9 +108,6 @@ class Eagle1Head(DraftHead):
 
 class Eagle3Head(DraftHead):
     """EAGLE-3 and P-EAGLE, with the options of speculators, SpecForge, ModelOpt and DeepSpec.
-
-    Args:
-        config: the head's configuration.
 
     Example:
         >>> layer = LayerConfig(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
@@ -190,12 +183,7 @@ class Eagle3Head(DraftHead):
 
 
 class FusedLayer(DecoderLayer):
-    """The first layer of EAGLE-3: the input of its attention is the concatenated embedding and hidden state.
-
-    Args:
-        config: the layer's configuration.
-        norm_before_residual: whether the residual stream starts from the normalised hidden state.
-    """
+    """The first layer of EAGLE-3: the input of its attention is the concatenated embedding and hidden state."""
 
     def __init__(self, config: LayerConfig, norm_before_residual: bool) -> None:
         super().__init__(config, layer_index=0, attention_input=2 * config.hidden_size)

@@ -41,11 +41,7 @@ class ExitHead(nn.Module):
 
     @classmethod
     def from_target(cls, model: PreTrainedModel, exit_layer: int | None = None) -> ExitHead:
-        """A new head: a copy of the target's final norm, and its output matrix.
-
-        Raises:
-            ValueError: if the target has no such parts, or no layer `exit_layer`.
-        """
+        """A new head: a copy of the target's final norm, and its output matrix."""
         layers = len(decoder_layers(model))
         if exit_layer is not None and not 0 < exit_layer < layers:
             raise ValueError(f"exit_layer must be between 1 and {layers - 1} for this target, got {exit_layer}")
@@ -102,12 +98,7 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
 
 
 def exit_layer_of(path_or_id: str | Path) -> int:
-    """The layer that a trained head was made for.
-
-    Raises:
-        FileNotFoundError: if there is no `exit_config.json`.
-        ValueError: if that file is damaged.
-    """
+    """The layer that a trained head was made for."""
     config, path = _config(str(path_or_id))
     return number_field(config, "exit_layer", path)
 

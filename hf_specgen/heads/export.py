@@ -1,4 +1,4 @@
-"""Writes draft heads in the formats of speculators (which vLLM serves), EAGLE, SGLang, Medusa and TGI.
+"""Writes draft heads in the formats of speculators (which vLLM serves), EAGLE and SGLang.
 
 | head | `save_head` | `export_head(to="eagle")` | `export_head(to="sglang")` |
 |---|---|---|---|
@@ -9,56 +9,26 @@
 | JetSpec | z-lab | | z-lab |
 
 A head with an option that a format cannot express is refused. Embeddings and output matrices that belong to the target
-are not written. `export_medusa` writes Medusa heads.
+are not written.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from hf_specgen.heads.aux_hidden_states import eagle_layers
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockHead
+from hf_specgen.heads.checkpoint import write_checkpoint
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.layers import LayerConfig
-from hf_specgen.heads.lora import load_lora, stacked_deltas
-from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.targets.model_parts import output_matrix
 
 PROGRAMS = ("eagle", "sglang", "vllm")
-MEDUSA_PROGRAMS = ("medusa", "tgi", "vllm")
 Config = dict[str, Any]
-CUSTOM_GENERATE = '''\
-"""Speculative decoding with the Medusa heads in this repository; the tokens are those of plain generate()."""
-
-from functools import lru_cache
-from typing import Any
-
-HEADS = {heads!r}
-
-
-@lru_cache(maxsize=1)
-def candidates() -> Any:
-    """The heads, loaded once."""
-    try:
-        from hf_specgen import MedusaCandidates
-    except ImportError:
-        raise ImportError(f"{{HEADS}} needs hf_specgen, which is not installed: pip install hf-specgen") from None
-    return MedusaCandidates.from_pretrained(HEADS)
-
-
-def generate(model: Any, **arguments: Any) -> Any:
-    """What `model.generate(candidate_generator=...)` returns."""
-    arguments = {{name: value for name, value in arguments.items() if value is not None}}
-    return model.generate(candidate_generator=candidates(), **arguments)
-'''
 
 
 def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
@@ -130,20 +100,7 @@ def _write(
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
-    return _write_files(folder, config | {"dtype": dtype}, "model.safetensors", tensors)
-
-
-def _write_files(folder: str | Path, config: Config, name: str, tensors: Mapping[str, torch.Tensor]) -> list[Path]:
-    """Write config.json and a file of tensors."""
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    copies = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-    if name.endswith(".pt"):
-        torch.save(copies, path / name)
-    else:
-        save_file(copies, path / name, metadata={"format": "pt"})
-    return [path / "config.json", path / name]
+    return write_checkpoint(folder, config | {"dtype": dtype}, "model.safetensors", tensors)
 
 
 def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
@@ -168,7 +125,7 @@ def _layer_config(layer: LayerConfig, num_layers: int, vocab: int) -> Config:
         "head_dim": layer.head_dim,
         "num_hidden_layers": num_layers,
         "rms_norm_eps": layer.norm_eps,
-        "hidden_act": layer.activation,
+        "hidden_act": layer.hidden_act,
         "attention_bias": layer.qkv_bias,
         "mlp_bias": layer.mlp_bias,
         "max_position_embeddings": layer.max_position_embeddings,
@@ -335,135 +292,3 @@ def flat_eagle3(head: Eagle3Head, to: str) -> Config:
         ids = _layer_ids(head, offset=1)
         result["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
     return result
-
-
-def export_medusa(heads: MedusaHeads, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:
-    """Write heads in another program's format.
-
-    Heads with LoRA matrices get their own output matrices: the target's, with each head's LoRA product added.
-
-    Args:
-        heads: as loaded.
-        folder: where to; it must not hold a config.json.
-        to: "medusa" (v2, or v1 if the heads have their own output matrices), "tgi" or "vllm".
-        target: needed if its output matrix becomes part of the files: "vllm" with shared matrices, and heads with LoRA.
-
-    Returns:
-        the files written.
-
-    Raises:
-        ValueError: for an unknown format, heads that it cannot represent, or a missing target.
-    """
-    if to not in MEDUSA_PROGRAMS:
-        raise ValueError(f"unknown format {to!r}; use one of {', '.join(MEDUSA_PROGRAMS)}")
-    if heads.config.reads_token:
-        raise ValueError(f"{to} cannot represent heads that read the next token (reads_token=True); train others")
-    folder = Path(folder)
-    if (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds a config.json already; export to another folder")
-    outputs = _outputs(heads, target, to)
-    writers = {"medusa": _medusa, "tgi": _tgi, "vllm": _vllm}
-    return _write_files(folder, *writers[to](heads, outputs, target))
-
-
-def _outputs(heads: MedusaHeads, target: PreTrainedModel | None, to: str) -> list[torch.Tensor]:
-    """The output matrix `[vocab, hidden]` of each head; an empty list if they share the target's."""
-    if heads.config.own_outputs:
-        return [head.weight for head in heads.lm_heads]  # type: ignore[misc]
-    if heads.config.lora_rank:
-        if target is None:
-            raise ValueError(f"LoRA matrices are merged into the target's output matrix for {to}; give the target")
-        matrix = _without_bias(target, to)
-        down, up = stacked_deltas(load_lora(matrix, heads.config.num_heads, str(heads.name_or_path)))
-        return [matrix.weight + (d @ u).T.to(matrix.weight) for d, u in zip(down, up, strict=True)]
-    return []
-
-
-def _without_bias(target: PreTrainedModel, to: str) -> torch.nn.Linear:
-    matrix = output_matrix(target)
-    if matrix.bias is not None:
-        raise ValueError(f"{to} cannot represent the bias of the target's output matrix; export heads that share it")
-    return matrix
-
-
-def _layers(heads: MedusaHeads, pattern: str) -> dict[str, torch.Tensor]:
-    """The residual layers under other names; `pattern` is formatted with head, layer and kind of tensor."""
-    tensors = {}
-    for name, tensor in heads.blocks.state_dict().items():
-        head, _, layer, kind = name.split(".")
-        tensors[pattern.format(head, layer, kind)] = tensor
-    return tensors
-
-
-def _base_name(heads: MedusaHeads) -> Any:
-    return (heads.config.base or {}).get("name_or_path")
-
-
-def _medusa(
-    heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
-) -> tuple[Config, str, dict[str, torch.Tensor]]:
-    config = heads.config
-    tensors = _layers(heads, "{}.{}.linear.{}")
-    tensors |= {f"{head}.{config.num_layers}.weight": matrix for head, matrix in enumerate(outputs)}
-    written = {
-        "medusa_num_heads": config.num_heads,
-        "medusa_num_layers": config.num_layers,
-        "base_model_name_or_path": _base_name(heads),
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-    }
-    if outputs:
-        return written, "medusa_lm_head.pt", tensors
-    return written | {"version": "2"}, "medusa_lm_head.safetensors", tensors
-
-
-def _tgi(
-    heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
-) -> tuple[Config, str, dict[str, torch.Tensor]]:
-    if not outputs and heads.config.num_layers != 1:
-        raise ValueError(
-            f"TGI reads heads that share the output matrix with one layer only, these have {heads.config.num_layers}"
-        )
-    config, _, tensors = _medusa(heads, outputs, target)
-    return config, "medusa_lm_head.safetensors", tensors
-
-
-def _vllm(
-    heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
-) -> tuple[Config, str, dict[str, torch.Tensor]]:
-    if not outputs and target is None:
-        raise ValueError("vLLM's files hold the output matrix, which these heads share; give the target")
-    config = heads.config
-    tensors = _layers(heads, "blocks.{}.layers.{}.{}")
-    if outputs:
-        tensors |= {f"lm_heads.{head}.weight": matrix for head, matrix in enumerate(outputs)}
-    elif target is not None:
-        tensors["lm_head.weight"] = _without_bias(target, "vllm").weight
-    return (
-        {
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-            "truncated_vocab_size": config.vocab_size,
-            "num_heads": config.num_heads,
-            "num_hidden_layers": config.num_layers,
-            "medusa_fc_bias": True,
-            "original_lm_head": not outputs,
-            "base_model_name_or_path": _base_name(heads),
-        },
-        "model.safetensors",
-        tensors,
-    )
-
-
-def write_custom_generate(folder: str | Path, heads: str) -> None:
-    """Write `custom_generate/generate.py` into a folder of heads.
-
-    Args:
-        folder: of the heads.
-        heads: the repository or folder that the code loads them from.
-    """
-    path = Path(folder) / "custom_generate" / "generate.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(CUSTOM_GENERATE.format(heads=heads), encoding="utf-8")

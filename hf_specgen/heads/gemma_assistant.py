@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput, load_tensors
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names
 from hf_specgen.heads.layers import (
-    GatedMLP,
     LayerConfig,
     Rotary,
     RotaryEmbedding,
@@ -112,7 +112,7 @@ class AssistantLayer(nn.Module):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        self.self_attn, self.mlp = SharedAttention(config), GatedMLP(config)
+        self.self_attn, self.mlp = SharedAttention(config), LlamaMLP(config)
         norms = (nn.RMSNorm(config.hidden_size, eps=config.norm_eps) for _ in range(4))
         self.input_layernorm, self.post_attention_layernorm = next(norms), next(norms)
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = next(norms), next(norms)
@@ -133,13 +133,7 @@ class AssistantLayer(nn.Module):
 
 
 class CentroidOutput(nn.Module):
-    """An output matrix that scores only the tokens of the best few groups; all others get a lower score.
-
-    Args:
-        hidden_size, vocab_size: of the matrix.
-        num_centroids: the number of groups, all of the same size.
-        top: how many of them are scored.
-    """
+    """An output matrix that scores only the tokens of the best few groups; all others get a lower score."""
 
     token_ordering: torch.Tensor
     """`[vocab]` token ids, group by group."""
@@ -162,11 +156,7 @@ class CentroidOutput(nn.Module):
 
 
 class AssistantHead(DraftHead):
-    """A Gemma 4 assistant.
-
-    Args:
-        config: the head's configuration.
-    """
+    """A Gemma 4 assistant."""
 
     config: AssistantConfig
 
@@ -306,7 +296,7 @@ def _layer_config(text: Fields, checkpoint: Checkpoint, names: Names, index: int
         num_kv_heads=1,  # keys and values are the target's, in its number of heads
         head_dim=queries // heads,
         norm_eps=text.number("rms_norm_eps"),
-        activation=text.text("hidden_activation"),
+        hidden_act=text.text("hidden_activation"),
         qkv_bias=bias,
         output_bias=bias,
         max_position_embeddings=text.integer("max_position_embeddings"),
@@ -319,10 +309,6 @@ class AssistantRunner:
 
     All draft tokens of a step have the position of the last known token and attend to the text before it; earlier
     draft tokens influence later ones only through the state that is passed on.
-
-    Args:
-        bound: the assistant on its target.
-        target: holds the keys and values.
     """
 
     def __init__(self, bound: BoundHead, target: Target):
@@ -332,15 +318,7 @@ class AssistantRunner:
         self._hidden = self._like.new_zeros(0)
 
     def start(self, states: torch.Tensor, pending: Sequence[int]) -> torch.Tensor:
-        """Draft from each row's last token; earlier draft tokens are dropped.
-
-        Args:
-            states: `[batch, hidden]` the target's state from which the last token was chosen.
-            pending: the last token of each row.
-
-        Returns:
-            `[batch, vocab]` logits; zeros for rows that the target has dropped.
-        """
+        """Draft from each row's last token; earlier draft tokens are dropped."""
         rows = self._target.rows
         output = self._run(torch.tensor([[pending[row]] for row in rows]), states[rows][:, None].to(self._like))
         self._hidden = output.hidden

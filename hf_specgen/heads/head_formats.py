@@ -297,12 +297,7 @@ def is_medusa(checkpoint: Checkpoint) -> bool:
 
 
 def holds_medusa(source: Source) -> bool:
-    """Whether a folder or repository holds Medusa heads.
-
-    Raises:
-        FileNotFoundError: if there is no such folder or repository.
-        ValueError: if it has neither these files nor a readable config.
-    """
+    """Whether a folder or repository holds Medusa heads."""
     return any(source.file(name) for name in MEDUSA_FILES) or is_medusa(open_checkpoint(source))
 
 
@@ -336,11 +331,7 @@ FORMATS = (
 
 
 def head_format(checkpoint: Checkpoint) -> Format:
-    """The format of a checkpoint.
-
-    Raises:
-        ValueError: if it is unknown; the message names the known formats.
-    """
+    """The format of a checkpoint."""
     speculators = speculators_type(checkpoint)
     if is_medusa(checkpoint):
         raise ValueError("it holds Medusa heads, which hf_specgen.heads.load_medusa reads")

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names
 
@@ -64,7 +64,7 @@ class LayerConfig:
         intermediate_size: width of the MLP.
         num_heads, num_kv_heads, head_dim: shape of the attention.
         norm_eps: epsilon of every RMSNorm.
-        activation: name of the MLP's activation function, as in Transformers.
+        hidden_act: name of the MLP's activation function, as in Transformers.
         qkv_bias, output_bias, mlp_bias: which linear layers have a bias.
         qk_norm: whether queries and keys are normalised per head, as in Qwen3.
         max_position_embeddings: the context length that RoPE scaling refers to.
@@ -80,7 +80,7 @@ class LayerConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float = 1e-6
-    activation: str = "silu"
+    hidden_act: str = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -98,8 +98,8 @@ class LayerConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if self.activation not in ACT2FN:
-            raise ValueError(f"unknown activation {self.activation!r}; use one that Transformers knows, such as 'silu'")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"unknown activation {self.hidden_act!r}; use one that Transformers knows, such as 'silu'")
         if self.rope.get("rope_type", "default") not in ROPE_TYPES:
             raise ValueError(f"unknown rope_type {self.rope['rope_type']!r}; known are {', '.join(ROPE_TYPES)}")
 
@@ -135,13 +135,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the cached and the new states.
-
-    Args:
-        config: the layer's configuration.
-        layer_index: the cache layer that keys and values go to.
-        input_size: width of the input if it is not `config.hidden_size`.
-    """
+    """Grouped-query attention over the cached and the new states."""
 
     def __init__(self, config: LayerConfig, layer_index: int, input_size: int | None = None) -> None:
         super().__init__()
@@ -166,12 +160,6 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Attend from every state to the cached and the new ones.
 
-        Args:
-            states: `[batch, length, width]`.
-            rotary: of the states' positions.
-            attention_mask: `[batch, 1, length, cached + length]` bool, True where a query sees a key; None: everywhere.
-            cache: receives the new keys and values and returns all; None attends to the new ones alone.
-
         Returns:
             `[batch, length, hidden]`.
         """
@@ -186,36 +174,15 @@ class Attention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_dim))
 
 
-class GatedMLP(nn.Module):
-    """`down(activation(gate(x)) * up(x))`."""
-
-    def __init__(self, config: LayerConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = ACT2FN[config.activation]
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden]` to `[..., hidden]`."""
-        return self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))
-
-
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each applied to the normalised residual stream and added to it.
-
-    Args:
-        config: the layer's configuration.
-        layer_index: the cache layer that keys and values go to.
-        attention_input: width of the attention's input if it is not `config.hidden_size`.
-    """
+    """Attention and MLP, each applied to the normalised residual stream and added to it."""
 
     def __init__(self, config: LayerConfig, layer_index: int, attention_input: int | None = None) -> None:
         super().__init__()
         self.input_layernorm: nn.Module = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config, layer_index, attention_input)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
@@ -231,11 +198,6 @@ class DecoderLayer(nn.Module):
 
 def causal_mask(lengths: Sequence[int], queries: int, device: torch.device | str | None = None) -> torch.Tensor:
     """A causal mask for a batch whose rows have different numbers of cached tokens.
-
-    Args:
-        lengths: the number of cached tokens of each row; its new tokens follow directly in the cache.
-        queries: the number of new tokens, the same for all rows.
-        device: where the mask is made.
 
     Returns:
         `[batch, 1, queries, max(lengths) + queries]` bool, True where a query sees a cache slot.
@@ -267,11 +229,7 @@ def _defaults(model_type: str) -> dict[str, Any]:
 
 
 def layer_fields(values: Mapping[str, Any]) -> Fields:
-    """A config of Transformers' kind, with the defaults of its model type: files may leave out what equals them.
-
-    Raises:
-        ValueError: if its layers are of a type that is not known.
-    """
+    """A config of Transformers' kind, with the defaults of its model type: files may leave out what equals them."""
     model_type = values.get("model_type") or "llama"
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise ValueError(
@@ -281,17 +239,7 @@ def layer_fields(values: Mapping[str, Any]) -> Fields:
 
 
 def read_layer(fields: Fields, checkpoint: Checkpoint, names: Names, strict_bias: bool = False) -> LayerConfig:
-    """The configuration of a checkpoint's decoder layers, from the shapes of its first one.
-
-    Args:
-        fields: of `layer_fields`.
-        checkpoint: the checkpoint.
-        names: its tensors, by the names of our modules.
-        strict_bias: whether `attention_bias` means that the output projection has a bias, too.
-
-    Raises:
-        ValueError: if tensors are missing, or config and tensors contradict each other.
-    """
+    """The configuration of a checkpoint's decoder layers, from the shapes of its first one."""
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj")
     queries, keys, output, gate = (matrix_shape(checkpoint, names, 0, part) for part in parts)
     heads, configured_kv_heads = fields.integer("num_attention_heads"), fields.values.get("num_key_value_heads")
@@ -316,7 +264,7 @@ def read_layer(fields: Fields, checkpoint: Checkpoint, names: Names, strict_bias
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=fields.number("rms_norm_eps"),
-        activation=fields.text("hidden_act"),
+        hidden_act=fields.text("hidden_act"),
         qkv_bias=bias or fields.flag("qkv_bias") or "layers.0.self_attn.q_proj.bias" in names,
         output_bias=(bias and strict_bias) or "layers.0.self_attn.o_proj.bias" in names,
         mlp_bias=fields.flag("mlp_bias") or "layers.0.mlp.gate_proj.bias" in names,
@@ -338,11 +286,7 @@ def matrix_shape(checkpoint: Checkpoint, names: Names, layer: int, part: str) ->
 
 
 def count_layers(fields: Fields, names: Collection[str]) -> int:
-    """The number of layers among the tensors, which the config has to confirm.
-
-    Raises:
-        ValueError: if there are none, some are missing, or the config has another number.
-    """
+    """The number of layers among the tensors, which the config has to confirm."""
     numbers = {int(match[1]) for name in names if (match := LAYER_NAME.match(name))}
     if not numbers or numbers != set(range(len(numbers))):
         raise ValueError(f"the tensors have no complete sequence of layers, only numbers {sorted(numbers)[:8]}")
@@ -356,9 +300,6 @@ def read_rope(fields: Fields) -> dict[str, Any]:
     """Rotary parameters of a config of Transformers 4 or 5, in the form of 5; without any, base 10,000.
 
     The target's own base plays no part: EAGLE heads without `rope_theta` were trained with 10,000.
-
-    Raises:
-        ValueError: if a number is not one, or only a part of each head is rotated.
     """
     config = Fields(fields.values)
     newer = config.nested("rope_parameters")

@@ -141,16 +141,7 @@ def new_lora(matrix: nn.Linear, num_heads: int, rank: int) -> Any:
 
 
 def load_lora(matrix: nn.Linear, num_heads: int, source: str) -> Any:
-    """Load the adapter in the subfolder `lora` of a set of Medusa heads.
-
-    Args:
-        matrix: the target's output matrix.
-        num_heads: of the set.
-        source: folder or Hub id of the set.
-
-    Raises:
-        FileNotFoundError, ValueError, ImportError: as `load_adapter`.
-    """
+    """Load the adapter in the subfolder `lora` of a set of Medusa heads."""
     names = [f"heads.{head}" for head in range(num_heads)]
     return load_adapter(HeadOutputs(matrix, num_heads), source, names, subfolder=FOLDER)
 

@@ -53,13 +53,6 @@ class Acceptance:
     Entry `[h][c][r]` is the fraction of steps in which the token of rank r of head h was accepted, of those in which
     the head's confidence (the probability of its most likely token) was in bin c and the tokens before it were
     accepted.
-
-    Args:
-        table: `[heads][bins][ranks]` probabilities.
-
-    Raises:
-        ValueError: if the table has another number of bins, or the entries of a bin are not probabilities that fall
-            with the rank.
     """
 
     table: tuple[tuple[tuple[float, ...], ...], ...]
@@ -74,11 +67,7 @@ class Acceptance:
 
     @classmethod
     def from_lists(cls, table: Sequence[Sequence[Sequence[float]]]) -> Acceptance:
-        """From the lists of a JSON file.
-
-        Raises:
-            ValueError: if they are not nested lists of numbers, or as for `Acceptance`.
-        """
+        """From the lists of a JSON file."""
         try:
             return cls(tuple(tuple(tuple(map(float, ranks)) for ranks in bins) for bins in table))
         except TypeError:
@@ -280,13 +269,7 @@ AutoModel.register(MedusaConfig, MedusaHeads, exist_ok=True)
 
 
 class MedusaRunner:
-    """A set of heads attached to its target.
-
-    Args:
-        heads: on the target's device, in its dtype.
-        target: its output matrix and embeddings are shared by the heads.
-        lora: the `PeftModel` with the heads' LoRA matrices on the output matrix, if they have any.
-    """
+    """A set of heads attached to its target."""
 
     def __init__(self, heads: MedusaHeads, target: PreTrainedModel, lora: Any = None):
         self.heads, self._target = heads, target
@@ -299,10 +282,6 @@ class MedusaRunner:
     def logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The logits of all heads, scaled and capped like the target's own.
 
-        Args:
-            hidden: `[rows, hidden]` the hidden states that predicted each row's last token.
-            tokens: `[rows, tokens]` those tokens, and for heads with `reads_path` those after them.
-
         Returns:
             `[rows, heads, vocab]`; a shared output matrix is multiplied once for all heads.
         """
@@ -312,11 +291,6 @@ class MedusaRunner:
     @torch.no_grad()
     def head_logits(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The logits of one head.
-
-        Args:
-            head: which.
-            hidden: `[nodes, hidden]` the hidden state that predicted the last token of each node's row.
-            tokens: `[nodes, head + 1]` that token and the path to the node, for heads with `reads_path`.
 
         Returns:
             `[nodes, vocab]`.

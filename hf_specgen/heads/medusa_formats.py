@@ -1,4 +1,4 @@
-"""Reading Medusa heads in every format that is found on the Hub.
+"""Reads and writes Medusa heads in every format that is found on the Hub.
 
 | format | file | tensors |
 |---|---|---|
@@ -34,14 +34,18 @@ from hf_specgen.heads.checkpoint import (
     offline_hint,
     read_json,
     tensor_infos,
+    write_checkpoint,
 )
 from hf_specgen.heads.compatibility import check_heads
+from hf_specgen.heads.lora import load_lora, stacked_deltas
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specgen.targets.model_parts import output_matrix
 
 Shape = tuple[int, ...]
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Files that only Medusa heads have; some come without a config."""
+PROGRAMS = ("medusa", "tgi", "vllm")
+"""Other programs whose formats can be written."""
 LAYER = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
 OUTPUT = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight$")
 VLLM_LAYER = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
@@ -49,13 +53,7 @@ VLLM_OUTPUT = re.compile(r"^lm_heads\.(\d+)\.weight$")
 
 
 class MedusaCheckpoint(NamedTuple):
-    """A set of heads on disk, checked but not loaded.
-
-    Args:
-        config: sizes and options of the heads.
-        checkpoint: the tensors.
-        names: those that are used, by their names in `MedusaHeads`.
-    """
+    """A set of heads on disk, checked but not loaded."""
 
     config: MedusaConfig
     checkpoint: Checkpoint
@@ -98,12 +96,7 @@ def load_medusa(path_or_id: str | Path, target: PreTrainedModel | None = None) -
 
 
 def inspect_medusa(path_or_id: str | Path) -> MedusaCheckpoint:
-    """Read a set of heads' config and the shapes of its tensors, without building or loading anything.
-
-    Raises:
-        FileNotFoundError: if there are no Medusa heads.
-        ValueError: if a file is damaged, or contradicts itself.
-    """
+    """Read a set of heads' config and the shapes of its tensors, without building or loading anything."""
     source = Source(str(path_or_id))
     path = source.file(CONFIG)
     fields = {} if path is None else read_json(path)
@@ -204,3 +197,147 @@ def _check_shapes(config: MedusaConfig, shapes: dict[str, Shape], biases_require
 def _count(names: Iterable[str], part: int) -> int:
     """How many different heads (part 1) or layers (part 3) the names of the blocks have."""
     return len({name.split(".")[part] for name in names if name.startswith("blocks.")})
+
+
+def export_medusa(heads: MedusaHeads, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:
+    """Write heads in another program's format.
+
+    Heads with LoRA matrices get their own output matrices: the target's, with each head's LoRA product added.
+
+    Args:
+        heads: as loaded.
+        folder: where to; it must not hold a config.json.
+        to: "medusa" (v2, or v1 if the heads have their own output matrices), "tgi" or "vllm".
+        target: needed if its output matrix becomes part of the files: "vllm" with shared matrices, and heads with LoRA.
+
+    Returns:
+        the files written.
+
+    Raises:
+        ValueError: for an unknown format, heads that it cannot represent, or a missing target.
+    """
+    if to not in PROGRAMS:
+        raise ValueError(f"unknown format {to!r}; use one of {', '.join(PROGRAMS)}")
+    if heads.config.reads_token:
+        raise ValueError(f"{to} cannot represent heads that read the next token (reads_token=True); train others")
+    folder = Path(folder)
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds a config.json already; export to another folder")
+    outputs = _outputs(heads, target, to)
+    return write_checkpoint(folder, *(_vllm(heads, outputs, target) if to == "vllm" else _medusa(heads, outputs, to)))
+
+
+def _outputs(heads: MedusaHeads, target: PreTrainedModel | None, to: str) -> list[torch.Tensor]:
+    """The output matrix `[vocab, hidden]` of each head; an empty list if they share the target's."""
+    if heads.config.own_outputs:
+        return [head.weight for head in heads.lm_heads]  # type: ignore[misc]
+    if heads.config.lora_rank:
+        if target is None:
+            raise ValueError(f"LoRA matrices are merged into the target's output matrix for {to}; give the target")
+        matrix = _without_bias(target, to)
+        down, up = stacked_deltas(load_lora(matrix, heads.config.num_heads, str(heads.name_or_path)))
+        return [matrix.weight + (d @ u).T.to(matrix.weight) for d, u in zip(down, up, strict=True)]
+    return []
+
+
+def _without_bias(target: PreTrainedModel, to: str) -> torch.nn.Linear:
+    matrix = output_matrix(target)
+    if matrix.bias is not None:
+        raise ValueError(f"{to} cannot represent the bias of the target's output matrix; export heads that share it")
+    return matrix
+
+
+def _layers(heads: MedusaHeads, pattern: str) -> dict[str, torch.Tensor]:
+    """The residual layers under other names; `pattern` is formatted with head, layer and kind of tensor."""
+    tensors = {}
+    for name, tensor in heads.blocks.state_dict().items():
+        head, _, layer, kind = name.split(".")
+        tensors[pattern.format(head, layer, kind)] = tensor
+    return tensors
+
+
+def _base_name(heads: MedusaHeads) -> Any:
+    return (heads.config.base or {}).get("name_or_path")
+
+
+def _medusa(
+    heads: MedusaHeads, outputs: list[torch.Tensor], to: str
+) -> tuple[dict[str, Any], str, dict[str, torch.Tensor]]:
+    """Config, file and tensors in the formats of Medusa v1 (own output matrices), v2 (shared) and TGI."""
+    config = heads.config
+    if to == "tgi" and not outputs and config.num_layers != 1:
+        raise ValueError(
+            f"TGI reads heads that share the output matrix with one layer only, these have {config.num_layers}"
+        )
+    tensors = _layers(heads, "{}.{}.linear.{}")
+    tensors |= {f"{head}.{config.num_layers}.weight": matrix for head, matrix in enumerate(outputs)}
+    written = {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "base_model_name_or_path": _base_name(heads),
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+    } | ({} if outputs else {"version": "2"})
+    return written, "medusa_lm_head.pt" if outputs and to == "medusa" else "medusa_lm_head.safetensors", tensors
+
+
+def _vllm(
+    heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
+) -> tuple[dict[str, Any], str, dict[str, torch.Tensor]]:
+    if not outputs and target is None:
+        raise ValueError("vLLM's files hold the output matrix, which these heads share; give the target")
+    config = heads.config
+    tensors = _layers(heads, "blocks.{}.layers.{}.{}")
+    if outputs:
+        tensors |= {f"lm_heads.{head}.weight": matrix for head, matrix in enumerate(outputs)}
+    elif target is not None:
+        tensors["lm_head.weight"] = _without_bias(target, "vllm").weight
+    return (
+        {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "truncated_vocab_size": config.vocab_size,
+            "num_heads": config.num_heads,
+            "num_hidden_layers": config.num_layers,
+            "medusa_fc_bias": True,
+            "original_lm_head": not outputs,
+            "base_model_name_or_path": _base_name(heads),
+        },
+        "model.safetensors",
+        tensors,
+    )
+
+
+CUSTOM_GENERATE = '''\
+"""Speculative decoding with the Medusa heads in this repository; the tokens are those of plain generate()."""
+
+from functools import lru_cache
+from typing import Any
+
+HEADS = {heads!r}
+
+
+@lru_cache(maxsize=1)
+def candidates() -> Any:
+    """The heads, loaded once."""
+    try:
+        from hf_specgen import MedusaCandidates
+    except ImportError:
+        raise ImportError(f"{{HEADS}} needs hf_specgen, which is not installed: pip install hf-specgen") from None
+    return MedusaCandidates.from_pretrained(HEADS)
+
+
+def generate(model: Any, **arguments: Any) -> Any:
+    """What `model.generate(candidate_generator=...)` returns."""
+    arguments = {{name: value for name, value in arguments.items() if value is not None}}
+    return model.generate(candidate_generator=candidates(), **arguments)
+'''
+
+
+def write_custom_generate(folder: str | Path, heads: str) -> None:
+    """Write `custom_generate/generate.py` into a folder of heads."""
+    path = Path(folder) / "custom_generate" / "generate.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(CUSTOM_GENERATE.format(heads=heads), encoding="utf-8")

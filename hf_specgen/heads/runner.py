@@ -159,10 +159,6 @@ class EagleRunner(HeadRunner):
     def expand(self, tree: DraftTree, new: int) -> HeadOutput:
         """Run the head on draft nodes, with its own output at their parents in place of the target's features.
 
-        Args:
-            tree: all nodes since the last `extend`; the same number in every row.
-            new: number of new nodes, the last ones of the tree.
-
         Returns:
             The output at each new node, both parts `[batch, new, hidden]`; zeros for rows that were dropped.
         """

@@ -21,7 +21,7 @@ from hf_specgen.depth.cost import CostCurve
 from hf_specgen.evaluation.intervals import Interval
 from hf_specgen.evaluation.measure import Sample, Total
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
-from hf_specgen.heads.export import export_medusa
+from hf_specgen.heads.medusa_formats import export_medusa
 from tests.helpers import tiny_model
 from tests.helpers.medusa import random_heads
 
