@@ -240,7 +240,7 @@ def load_tensors(head: DraftHead, checkpoint: Checkpoint, names: Names, dtype: t
         )
     membership = checkpoint.tensors.get("t2d")
     if membership is not None and membership.shape != (head.config.vocab_size,):
-        raise ValueError(f"t2d has shape {membership.shape}, but config.json says vocab_size {head.config.vocab_size}")
+        raise ValueError(f"t2d has shape {membership.shape}, but config.json has vocab_size {head.config.vocab_size}")
     for name, tensor in expected.items():
         _check_tensor(names[name], checkpoint.tensors[names[name]], tensor)
     dtype = dtype or checkpoint.tensors[names["layers.0.self_attn.q_proj.weight"]].dtype
