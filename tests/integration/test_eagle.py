@@ -10,7 +10,16 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_specgen import CombinedCandidates, EagleCandidates, FixedDepth, MedusaCandidates, NgramCandidates
+from hf_specgen import (
+    CombinedCandidates,
+    DFlashCandidates,
+    EagleCandidates,
+    FixedDepth,
+    GemmaAssistantCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+    PEagleCandidates,
+)
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.runner import EagleRunner
 from hf_specgen.tree import DraftTree
@@ -260,9 +269,14 @@ def test_eagle_bad_setting_raises(arguments: dict[str, Any], message: str) -> No
         EagleCandidates("org/head", **arguments)
 
 
-def test_eagle_no_head_raises() -> None:
-    with pytest.raises(TypeError, match="a loaded head, a folder or a Hub id, got 3"):
-        EagleCandidates(3)  # type: ignore[arg-type]
+@pytest.mark.parametrize("head", [3, None, ["org/head"], torch.nn.Linear(1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [EagleCandidates, PEagleCandidates, DFlashCandidates, GemmaAssistantCandidates, MedusaCandidates],
+)
+def test_strategy_of_what_is_no_head_raises(strategy: Any, head: object) -> None:
+    with pytest.raises(TypeError, match=rf"{strategy.__name__} takes a loaded head, a folder or a Hub id, got "):
+        strategy(head)
 
 
 @pytest.mark.parametrize(("name", "message"), [("speculators_peagle_llama", "P-EAGLE"), ("dflash_zlab", "BlockHead")])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,14 @@ EAGLE_HEADS = {
         layer=dataclasses.replace(LAYER, rope={"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}), **EAGLE3
     ),
 }
+EAGLE1 = EagleConfig(
+    layer=LAYER,
+    **SIZES,
+    draft_vocab_size=40,
+    num_aux_hidden_states=1,
+    projection_bias=True,
+    own_embeddings=True,
+)
 BLOCK_HEADS = {
     "DFlash": BlockConfig(layer=QWEN3, attention=(FULL, FULL), **BLOCK),
     "sliding": BlockConfig(layer=QWEN3, attention=(SLIDING, FULL), **BLOCK),
@@ -96,30 +107,34 @@ def assert_same(loaded: DraftHead, head: DraftHead) -> None:
     assert all(torch.equal(state[name], tensor) for name, tensor in head.state_dict().items())
 
 
-@pytest.mark.parametrize("name", EAGLE_HEADS)
-def test_eagle_head_saved_and_loaded_computes_the_same(tmp_path: Path, name: str) -> None:
-    head = randomised(Eagle3Head(EAGLE_HEADS[name]))
-    save_head(head, tmp_path)
+HEADS: dict[str, Callable[[], DraftHead]] = {
+    **{name: partial(Eagle3Head, config) for name, config in EAGLE_HEADS.items()},
+    **{name: partial(BlockHead, config) for name, config in BLOCK_HEADS.items()},
+    "EAGLE-1": partial(Eagle1Head, EAGLE1),
+}
+EAGLE_EXPORTS = ("plain", "own embeddings", "other target width", "scaled positions")
+EXPORTS = [
+    *((name, None) for name in HEADS),
+    *product(EAGLE_EXPORTS, ("eagle", "sglang", "vllm")),
+    *product(("DFlash", "JetSpec", "sliding by position"), ("sglang",)),
+]
+
+
+@pytest.mark.parametrize(("name", "to"), EXPORTS)
+def test_head_saved_or_exported_and_loaded_computes_the_same(tmp_path: Path, name: str, to: str | None) -> None:
+    head = randomised(HEADS[name]())
+    if to is None:
+        save_head(head, tmp_path)
+    else:
+        export_head(head, tmp_path, to)
     loaded = load_head(tmp_path)
     assert_same(loaded, head)
-    kept = {"speculative_tokens": loaded.config.speculative_tokens}
-    assert loaded.config == dataclasses.replace(head.config, **kept)
-
-
-@pytest.mark.parametrize("name", BLOCK_HEADS)
-def test_block_head_saved_and_loaded_computes_the_same(tmp_path: Path, name: str) -> None:
-    head = randomised(BlockHead(BLOCK_HEADS[name]))
-    save_head(head, tmp_path)
-    loaded = load_head(tmp_path)
-    assert_same(loaded, head)
-    assert loaded.config.attention == head.config.attention
-
-
-def test_eagle1_head_saved_and_loaded_computes_the_same(tmp_path: Path) -> None:
-    sizes = SIZES | {"draft_vocab_size": 40, "num_aux_hidden_states": 1}
-    head = randomised(Eagle1Head(EagleConfig(layer=LAYER, **sizes, projection_bias=True, own_embeddings=True)))
-    save_head(head, tmp_path)
-    assert_same(load_head(tmp_path), head)
+    if name in EAGLE_EXPORTS and to is not None:
+        assert (to == "vllm") == ("layers.0.hidden_norm.weight" in load_file(tmp_path / "model.safetensors"))
+    if to is None:
+        of_file = ("speculative_tokens", "num_target_layers")
+        kept = {field: getattr(loaded.config, field) for field in of_file}
+        assert loaded.config == dataclasses.replace(head.config, **kept)
 
 
 def test_eagle_head_in_bfloat16_saved_and_loaded_keeps_dtype_and_exact_frequencies(tmp_path: Path) -> None:
@@ -128,15 +143,6 @@ def test_eagle_head_in_bfloat16_saved_and_loaded_keeps_dtype_and_exact_frequenci
     save_head(head, tmp_path)
     assert load_head(tmp_path).fc.weight.dtype == torch.bfloat16
     assert load_head(tmp_path, dtype=torch.float32).fc.weight.dtype == torch.float32
-
-
-@pytest.mark.parametrize("to", ["eagle", "sglang", "vllm"])
-@pytest.mark.parametrize("name", ["plain", "own embeddings", "other target width", "scaled positions"])
-def test_eagle_head_exported_and_loaded_computes_the_same(tmp_path: Path, name: str, to: str) -> None:
-    head = randomised(Eagle3Head(EAGLE_HEADS[name]))
-    export_head(head, tmp_path, to)
-    assert_same(load_head(tmp_path), head)
-    assert (to == "vllm") == ("layers.0.hidden_norm.weight" in load_file(tmp_path / "model.safetensors"))
 
 
 def test_eagle_head_exported_for_sglang_names_layers_by_their_output(tmp_path: Path) -> None:
@@ -156,13 +162,7 @@ def test_whole_vocabulary_exported_for_sglang_has_identity_mapping(tmp_path: Pat
     assert load_head(tmp_path).draft_to_target is None
 
 
-@pytest.mark.parametrize("name", ["DFlash", "JetSpec", "sliding by position"])
-def test_block_head_exported_for_sglang_and_loaded_computes_the_same(tmp_path: Path, name: str) -> None:
-    head = randomised(BlockHead(BLOCK_HEADS[name]))
-    export_head(head, tmp_path, "sglang")
-    loaded = load_head(tmp_path)
-    assert_same(loaded, head)
-    assert loaded.config.aux_hidden_state_layers == head.config.aux_hidden_state_layers
+Z_LAB = "z-lab's layout cannot express a head with"
 
 
 @pytest.mark.parametrize(
@@ -173,11 +173,12 @@ def test_block_head_exported_for_sglang_and_loaded_computes_the_same(tmp_path: P
         ("norms of 3.1", "sglang", "norm_output"),
         ("P-EAGLE", "eagle", "a mask token"),
         ("plain", "tgi", "there are eagle, sglang, vllm"),
+        *((name, "sglang", Z_LAB) for name in ("sliding", "sliding both ways", "draft vocabulary")),
     ],
 )
 def test_export_of_head_that_layout_cannot_express_raises(tmp_path: Path, name: str, to: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        export_head(Eagle3Head(EAGLE_HEADS[name]), tmp_path / "out", to)
+        export_head(HEADS[name](), tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
 
 
@@ -186,9 +187,3 @@ def test_export_into_folder_with_config_raises(tmp_path: Path) -> None:
     export_head(head, tmp_path, "vllm")
     with pytest.raises(ValueError, match=r"holds a config\.json already"):
         export_head(head, tmp_path, "eagle")
-
-
-@pytest.mark.parametrize("name", ["sliding", "sliding both ways", "draft vocabulary"])
-def test_block_head_that_zlab_cannot_express_is_not_exported(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="z-lab's layout cannot express a head with"):
-        export_head(BlockHead(BLOCK_HEADS[name]), tmp_path / "out", "sglang")
