@@ -201,10 +201,6 @@ class EagleCandidates(HeadCandidates):
             original format, in that of SpecForge, ModelOpt and DeepSpec, and the `eagle3` format of speculators.
         k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
 
-    Raises:
-        TypeError: if the head is neither a `DraftHead` nor a path.
-        ValueError: if a number is out of range; at the first call, if the head does not fit the target.
-
     Example:
         >>> EagleCandidates("org/eagle3-head", k=4)
         EagleCandidates('org/eagle3-head', k=4)
@@ -234,10 +230,6 @@ class PEagleCandidates(HeadCandidates):
             format of speculators.
         k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
 
-    Raises:
-        TypeError: if the head is neither a `DraftHead` nor a path.
-        ValueError: if a number is out of range; at the first call, if the head does not fit the target.
-
     Example:
         >>> PEagleCandidates("org/peagle-head", k=5)
         PEagleCandidates('org/peagle-head', k=5)
@@ -262,10 +254,6 @@ class DFlashCandidates(HeadCandidates):
         head_or_path: a loaded head, or a folder or Hub id of one: DFlash of z-lab and JetSpec, and the `dflash` format
             of speculators.
         k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`; a draft is never longer than the block.
-
-    Raises:
-        TypeError: if the head is neither a `DraftHead` nor a path.
-        ValueError: if a number is out of range; at the first call, if the head does not fit the target.
 
     Example:
         >>> DFlashCandidates("org/dflash-head", k=7, tree=32)
@@ -292,9 +280,6 @@ class MTPCandidates(HeadCandidates):
     Args:
         checkpoint: folder or Hub id of the target's checkpoint; left out, it is where the target was loaded from.
         k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
-
-    Raises:
-        ValueError: if a number is out of range; at the first call, if the checkpoint has no such layer, or several.
 
     Example:
         >>> MTPCandidates(k=2)
@@ -341,10 +326,6 @@ class GemmaAssistantCandidates(HeadCandidates):
     Args:
         head_or_path: a loaded assistant, or a folder or Hub id of one.
         k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
-
-    Raises:
-        TypeError: if the head is neither a `DraftHead` nor a path.
-        ValueError: if a number is out of range; at the first call, if the assistant does not fit the target.
 
     Example:
         >>> GemmaAssistantCandidates("google/gemma-4-E2B-it-assistant", k=4)

@@ -41,9 +41,6 @@ class HeadConfig:
         speculative_tokens: the number of draft tokens that the checkpoint recommends.
         base_model: Hub id or path of the target that it was trained for, if known.
         num_target_layers: number of layers of that target, if known.
-
-    Raises:
-        ValueError: if the numbers contradict each other.
     """
 
     hidden_size: int
@@ -92,11 +89,7 @@ class HeadOutput(NamedTuple):
 
 
 class DraftHead(nn.Module):
-    """Base class of the heads; a subclass adds its layers, `default_layers`, `combine` and `forward`.
-
-    Args:
-        config: the head's configuration.
-    """
+    """Base class of the heads; a subclass adds its layers, `default_layers`, `combine` and `forward`."""
 
     lm_head: nn.Module | None
     draft_to_target: torch.Tensor | None

@@ -58,9 +58,6 @@ class BlockConfig(HeadConfig):
         mask_token_id: the input token at the positions to predict.
         first_proposing_position: 1 if position i of a block predicts its own token and the anchor nothing (DFlash);
             0 if position i predicts the token after it (`sample_from_anchor`).
-
-    Raises:
-        ValueError: if the values are invalid or contradict each other.
     """
 
     layer: LayerConfig

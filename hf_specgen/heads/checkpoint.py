@@ -67,16 +67,7 @@ def check_source(source: str) -> None:
 
 @contextmanager
 def source_errors(source: str) -> Iterator[None]:
-    """Names the source in what Transformers raises inside while it loads from it.
-
-    Args:
-        source: a folder, or a repository of the Hub.
-
-    Raises:
-        FileNotFoundError: if `source` is a path, and there is no such folder.
-        OSError: if the repository does not exist, or cannot be reached.
-        ValueError: if its files are damaged.
-    """
+    """Names the source in what Transformers raises inside while it loads from it."""
     check_source(source)
     try:
         yield
@@ -302,10 +293,6 @@ def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name:
     Args:
         source: where it is.
         wanted: which tensors are of interest; files without any are neither downloaded nor opened.
-
-    Raises:
-        FileNotFoundError: if there is no such folder or repository.
-        ValueError: if it is not a checkpoint, or damaged.
     """
     path = source.file(CONFIG)
     if path is None and Path(source.path_or_id).is_dir():

@@ -45,9 +45,6 @@ class EagleConfig(HeadConfig):
         fc_norm: one norm for each of the concatenated features instead (EAGLE-3.1).
         norm_output: pass the normalised output to the next step (EAGLE-3.1) instead of the raw one.
         mask_token_id: the input token at positions predicted in parallel; makes the head a P-EAGLE head.
-
-    Raises:
-        ValueError: if options contradict each other.
     """
 
     layer: LayerConfig
@@ -107,16 +104,7 @@ class Eagle1Head(DraftHead):
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3 and P-EAGLE, with the options of speculators, SpecForge, ModelOpt and DeepSpec.
-
-    Example:
-        >>> layer = LayerConfig(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
-        >>> sizes = dict(hidden_size=8, vocab_size=20, draft_vocab_size=20, target_hidden_size=8)
-        >>> head = Eagle3Head(EagleConfig(layer=layer, num_aux_hidden_states=3, **sizes))
-        >>> hidden = head.combine(torch.zeros(1, 5, 24))
-        >>> head(torch.zeros(1, 5, 8), hidden, torch.arange(5)[None]).output.shape
-        torch.Size([1, 5, 8])
-    """
+    """EAGLE-3 and P-EAGLE, with the options of speculators, SpecForge, ModelOpt and DeepSpec."""
 
     config: EagleConfig
 

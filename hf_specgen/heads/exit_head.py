@@ -28,11 +28,6 @@ class ExitHead(nn.Module):
         norm: from hidden state to hidden state.
         head: from hidden state to vocabulary.
         exit_layer: number of target layers before the head; None if that is not decided.
-
-    Example:
-        >>> head = ExitHead(nn.LayerNorm(4), nn.Linear(4, 9, bias=False))
-        >>> head(torch.zeros(2, 3, 4)).shape
-        torch.Size([2, 3, 9])
     """
 
     def __init__(self, norm: nn.Module, head: nn.Linear, exit_layer: int | None = None):
@@ -53,14 +48,7 @@ class ExitHead(nn.Module):
 
 
 def save_exit_head(adapter: Any, folder: str | Path, target: PreTrainedModel, base_model: str) -> None:
-    """Write a trained head: PEFT's two files, and `exit_config.json` with the target's sizes.
-
-    Args:
-        adapter: the `PeftModel` around an `ExitHead`.
-        folder: where to.
-        target: the model it was trained for.
-        base_model: that model's Hub id or path.
-    """
+    """Write a trained head: PEFT's two files, and `exit_config.json` with the target's sizes."""
     adapter.save_pretrained(folder, safe_serialization=True)
     config = {"exit_layer": adapter.base_model.model.exit_layer, "base_model": base_model, **_sizes(target)}
     (Path(folder) / EXIT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -69,9 +69,6 @@ class LayerConfig:
         qk_norm: whether queries and keys are normalised per head, as in Qwen3.
         max_position_embeddings: the context length that RoPE scaling refers to.
         rope: rotary parameters in the form of Transformers 5 (`rope_type`, `rope_theta`, …).
-
-    Raises:
-        ValueError: if the values are invalid or contradict each other.
     """
 
     hidden_size: int

@@ -49,11 +49,6 @@ def load_adapter(
 
     Returns:
         the `PeftModel` around `module`.
-
-    Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if a file is damaged, or the adapter is not one for this module.
-        ImportError: without peft.
     """
     peft = _peft()
     config_path, weights_path = _adapter_files(source, subfolder)

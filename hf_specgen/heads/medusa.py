@@ -117,13 +117,6 @@ class MedusaConfig(PreTrainedConfig):
         lora_rank: rank of a PEFT adapter in the folder `lora`, on each head's copy of the output matrix; 0: none.
         base: the target that the heads were trained for, see `hf_specgen.heads.compatibility`.
         acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `Acceptance`.
-
-    Raises:
-        ValueError: if a value has the wrong type or is out of range.
-
-    Example:
-        >>> MedusaConfig(hidden_size=64, vocab_size=99, num_heads=3).num_layers
-        1
     """
 
     model_type = "medusa_heads"
@@ -182,14 +175,6 @@ class MedusaHeads(PreTrainedModel):
 
     It is saved, loaded and pushed to the Hub like any Transformers model; `hf_specgen.heads.load_medusa` also reads the
     formats of the original Medusa, TGI and vLLM.
-
-    Args:
-        config: sizes and options.
-
-    Example:
-        >>> heads = MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=20, num_heads=2))
-        >>> heads(torch.zeros(3, 8)).shape  # [..., heads, hidden]
-        torch.Size([3, 2, 8])
     """
 
     config_class = MedusaConfig
@@ -223,9 +208,6 @@ class MedusaHeads(PreTrainedModel):
             target: the model that the heads will draft for.
             tokenizer: its chat template becomes part of the fingerprint.
             shape: fields of `MedusaConfig` that differ from its defaults.
-
-        Raises:
-            ValueError: if the target has no linear output matrix.
         """
         matrix = output_matrix(target)
         sizes: dict[str, Any] = {"hidden_size": matrix.in_features, "vocab_size": matrix.out_features}

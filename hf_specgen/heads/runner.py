@@ -47,10 +47,6 @@ PREFILL_CHUNK = 512
 class HeadRunner:
     """Base class: a head's cache in one call, and the rows that it still computes; finished rows are dropped.
 
-    Args:
-        bound: the head on its target.
-        batch: number of rows of the call.
-
     Attributes:
         cache: keys and values; the first `lengths[b]` slots of row b are of accepted tokens, others of draft nodes.
         lengths: accepted positions of each row in the cache.
@@ -90,10 +86,6 @@ class HeadRunner:
 
 class EagleRunner(HeadRunner):
     """Runs an EAGLE or MTP head: over accepted tokens, then over draft nodes with its own output as features.
-
-    Args:
-        bound, batch: as for `HeadRunner`.
-        captured: runs passes as CUDA graphs; None to run them eagerly.
 
     Attributes:
         last: the head's output at the last accepted position, both parts `[active, 1, hidden]`.
@@ -157,10 +149,9 @@ class EagleRunner(HeadRunner):
         self.last = HeadOutput(*last)
 
     def expand(self, tree: DraftTree, new: int) -> HeadOutput:
-        """Run the head on draft nodes, with its own output at their parents in place of the target's features.
+        """The output at the last `new` nodes of a tree, with the head's own output at their parents as features.
 
-        Returns:
-            The output at each new node, both parts `[batch, new, hidden]`; zeros for rows that were dropped.
+        The tree has all nodes since the last `extend`. Both parts are `[batch, new, hidden]`; zeros for dropped rows.
         """
         tree = tree.select(self.rows)
         first = tree.nodes - new
