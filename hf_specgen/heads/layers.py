@@ -155,10 +155,10 @@ class Attention(nn.Module):
     def forward(
         self, states: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor:
-        """Attend from every state to the cached and the new ones.
+        """Attend from every state to the cached and the new ones, `[batch, length, hidden]`.
 
-        Returns:
-            `[batch, length, hidden]`.
+        The mask `[batch, 1, length, cached + length]` is True where a query sees a key; None: everywhere. The cache
+        receives the new keys and values; without one, states attend to the new ones alone.
         """
         queries = rotary.rotate(self.q_norm(self._heads(self.q_proj(states))).transpose(1, 2))
         keys, values = self.keys_values(states, rotary)

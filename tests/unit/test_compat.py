@@ -48,7 +48,6 @@ PRIVATE = {
     "_optimize_model_for_decode",
     "_pad_token_tensor",
     "_prefill",
-    "_raise_exceptions_for_missing_entries",
     "_supports_logits_to_keep",
     "_update_model_kwargs_for_generation",
 }
