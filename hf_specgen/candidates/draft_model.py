@@ -23,7 +23,6 @@ from transformers import (
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
-from hf_specgen.candidates.attached import number_of
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import (
     Candidates,
@@ -35,6 +34,7 @@ from hf_specgen.candidates.base import (
     vocabulary_size,
 )
 from hf_specgen.candidates.cross_tokenizer import cross_tokenizer_session
+from hf_specgen.candidates.draft_heads import number_of
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy

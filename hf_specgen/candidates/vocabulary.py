@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedModel
 
-from hf_specgen.heads.files import first_line
+from hf_specgen.heads.checkpoint import first_line
 
 logger = logging.getLogger("hf_specgen")
 RETRY_AFTER = 300.0
