@@ -28,7 +28,6 @@ from transformers import (
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
-from hf_specgen.candidates.attached import number_of
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import (
     Candidates,
@@ -40,9 +39,10 @@ from hf_specgen.candidates.base import (
     vocabulary_size,
 )
 from hf_specgen.candidates.cross_tokenizer import CrossTokenizerSession
+from hf_specgen.candidates.draft_heads import number_of
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.depth import Policy
-from hf_specgen.heads.files import first_line
+from hf_specgen.heads.checkpoint import first_line
 from hf_specgen.targets.base import Target
 from hf_specgen.targets.encoder import reads_encoder
 from hf_specgen.targets.model_parts import text_config

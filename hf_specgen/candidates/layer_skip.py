@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.attached import AttachedModules, number_of
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree, vocabulary_size
+from hf_specgen.candidates.draft_heads import BoundModules, number_of
 from hf_specgen.depth import Policy
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.targets.early_exit import EarlyExitTarget
@@ -60,7 +60,7 @@ class LayerSkipCandidates(Candidates):
             raise ValueError(f"exit_layer must be a number of layers such as 4, got {exit_layer!r}")
         self.exit_layer = exit_layer
         self.adapter = os.fspath(adapter) if isinstance(adapter, os.PathLike) else adapter
-        self._attached: AttachedModules[nn.Module] = AttachedModules()
+        self._bound: BoundModules[nn.Module] = BoundModules()
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         check_decoder_only(model, "LayerSkipCandidates")
@@ -89,7 +89,7 @@ class LayerSkipCandidates(Candidates):
                 )
             return load_exit_head(model, adapter)
 
-        return self._attached.on(model, load)
+        return self._bound.on(model, load)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         adapter = self.adapter if isinstance(self.adapter, str) else type(self.adapter).__qualname__

@@ -32,8 +32,8 @@ from hf_specgen.evaluation.workloads import (
     torch_dtype,
 )
 from hf_specgen.heads.compatibility import other_chat_template
-from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import copy_lora
+from hf_specgen.heads.medusa_formats import load_medusa
 
 SHOWN_RANKS, SHOWN_NODES = 5, (1, 2, 4, 8, 16, 32, 64)
 

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.medusa import MedusaCandidates, MedusaSession
-from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, RANKS, Acceptance, confidence_bin
-from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.heads.medusa import CONFIDENCE_EDGES, RANKS, Acceptance, MedusaHeads, confidence_bin
 from hf_specgen.tree import DraftTree
 
 PRIOR_WEIGHT = 10.0

@@ -22,8 +22,8 @@ from hf_specgen.candidates import (
 )
 from hf_specgen.evaluation.measure import Variant
 from hf_specgen.evaluation.workloads import ASSISTANT, DFLASH, DRAFT, EAGLE, MEDUSA, MTP, NGRAM, PEAGLE, SKIP
+from hf_specgen.heads.checkpoint import check_source
 from hf_specgen.heads.exit_head import exit_layer_of
-from hf_specgen.heads.files import check_source
 
 COMBINED = "n-grams + draft"
 HEAD_NAMES: dict[type[Candidates], str] = {

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.head_candidates import HeadCandidates
+from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.depth import FixedDepth
 
 SHIFTS = (0, -1, 1)
@@ -61,7 +61,9 @@ def compare_taps(
         taps = tuple(tap + shift for tap in configured)
         if all(0 <= tap <= last for tap in taps):
             results.append(
-                TapsResult(shift, taps, _tokens_per_step(model, heads.with_taps(taps, DEPTH), batches, generation))
+                TapsResult(
+                    shift, taps, _tokens_per_step(model, heads.with_aux_hidden_states(taps, DEPTH), batches, generation)
+                )
             )
     return results
 

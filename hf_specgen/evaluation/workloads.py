@@ -18,7 +18,7 @@ from hf_specgen import compat
 from hf_specgen.evaluation.measure import Sample
 from hf_specgen.evaluation.settings import DTYPES
 from hf_specgen.evaluation.settings import WorkloadSettings as WorkloadSettings
-from hf_specgen.heads.files import source_errors
+from hf_specgen.heads.checkpoint import source_errors
 
 
 def _assets() -> Path:

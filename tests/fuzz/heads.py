@@ -94,8 +94,8 @@ def _random_head(name: str, model: Any, random: Random) -> DraftHead:
         "vocab_size": len(embedding),
         "draft_vocab_size": len(embedding) - (20 if reduced else 0),
         "target_hidden_size": width,
-        "num_taps": len(taps),
-        "taps": taps,
+        "num_aux_hidden_states": len(taps),
+        "aux_hidden_state_layers": taps,
         "own_embeddings": embedding.shape[1] != width or random.random() < 0.3,
         "own_lm_head": True,
     }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils import _pytree as pytree
 
-from hf_specgen.candidates import eagle
+from hf_specgen.candidates import head_sessions
 from hf_specgen.targets import captured, compilable, compiled
 
 
@@ -30,6 +30,6 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return replay, outputs
 
     monkeypatch.setattr(captured, "capture", capture)
-    for module in (compilable, compiled, eagle):
+    for module in (compilable, compiled, head_sessions):
         monkeypatch.setattr(module, "GRAPH_DEVICES", ("cpu",))
     return found

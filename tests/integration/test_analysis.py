@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen.counters import RowStep, Statistics
+from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation import cost
 from hf_specgen.evaluation.analysis import (
     estimated_alpha,
@@ -17,7 +18,6 @@ from hf_specgen.evaluation.analysis import (
     optimal_k,
     speedup_limit,
 )
-from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.cost import measure_cost_curve
 from tests.helpers import tiny_model
 

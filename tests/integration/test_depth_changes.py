@@ -26,7 +26,7 @@ from hf_specgen import (
     Schedule,
     StepRecord,
 )
-from hf_specgen.depth import CostCurve, LatencyModel, OffAbove, OffForShort
+from hf_specgen.depth import CostCurve, DisableWhen, LatencyModel
 from tests.helpers import END, SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
 from tests.helpers.policies import Irregular
@@ -198,11 +198,15 @@ def test_moving_window_bad_setting_raises(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("policy", "arguments", "deepest"),
     [
-        (OffAbove(1.0), {"do_sample": True, "temperature": 1.3}, 0),
-        (OffAbove(1.0), {"temperature": 1.3}, 8),  # greedy: the temperature has no effect
-        (OffAbove(1.0, MovingWindow(start=2)), {"do_sample": True, "temperature": 0.5, "max_new_tokens": 3}, 2),
-        (OffForShort(61), {}, 0),
-        (OffForShort(60), {}, 8),
+        (DisableWhen(1.0), {"do_sample": True, "temperature": 1.3}, 0),
+        (DisableWhen(1.0), {"temperature": 1.3}, 8),  # greedy: the temperature has no effect
+        (
+            DisableWhen(1.0, otherwise=MovingWindow(start=2)),
+            {"do_sample": True, "temperature": 0.5, "max_new_tokens": 3},
+            2,
+        ),
+        (DisableWhen(new_tokens_below=61), {}, 0),
+        (DisableWhen(new_tokens_below=60), {}, 8),
     ],
     ids=["hot", "greedy", "cool", "short", "long"],
 )

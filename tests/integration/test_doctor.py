@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_specgen.depth.cost import CostCurve
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -17,11 +18,10 @@ from hf_specgen.cli.app import app
 from hf_specgen.cli.doctor import CheckResult, DoctorSettings, Report, examine, quick_benchmark, static_checks
 from hf_specgen.cli.doctor.blueprint import blueprint
 from hf_specgen.cli.doctor.recommend import Speed, recommend, same_tokens, speed, verification_cost
-from hf_specgen.depth.cost import CostCurve
 from hf_specgen.evaluation.intervals import Interval
 from hf_specgen.evaluation.measure import Sample, Total
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
-from hf_specgen.heads.export import export_medusa
+from hf_specgen.heads.medusa_formats import export_medusa
 from tests.helpers import tiny_model
 from tests.helpers.medusa import random_heads
 

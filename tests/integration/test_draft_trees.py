@@ -9,7 +9,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_specgen import Candidates, AdaptiveDepth, DraftModelCandidates, FixedDepth, LayerSkipCandidates
+from hf_specgen import AdaptiveDepth, Candidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates
 from hf_specgen.depth import CostCurve, LatencyModel
 
 LATENCY = LatencyModel.from_curves(CostCurve((1, 65), (1.0, 1.1), 256, 1), draft_token=0.05)

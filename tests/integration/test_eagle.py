@@ -10,9 +10,18 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_specgen import CombinedCandidates, EagleCandidates, FixedDepth, MedusaCandidates, NgramCandidates
-from hf_specgen.heads.loading import load_head
-from hf_specgen.heads.reader import HeadReader
+from hf_specgen import (
+    CombinedCandidates,
+    DFlashCandidates,
+    EagleCandidates,
+    FixedDepth,
+    GemmaAssistantCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+    PEagleCandidates,
+)
+from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.runner import EagleRunner
 from hf_specgen.tree import DraftTree
 from tests.helpers import SAMPLING, assert_same_tokens, plain_and_speculative, prompts, tiny_model
 from tests.helpers.eagle import Recording, predictable_pair, reread
@@ -149,7 +158,7 @@ def test_eagle_ended_rows_leave_the_batch(pair: Any) -> None:
     texts = target.generate(**prompts(3), max_new_tokens=20)[:, prompts(3)["input_ids"].shape[1] :].tolist()
     candidates = Recording(head, k=3, tree=8)
     assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, eos_token_id=texts[0][4], pad_token_id=0)
-    assert len(candidates.session.reader.lengths) < 3
+    assert len(candidates.session.runner.lengths) < 3
 
 
 def test_eagle_loaded_heads_have_calibrations_of_their_own() -> None:
@@ -183,17 +192,17 @@ def test_eagle_committed_cache_after_acceptance_equals_reading_from_scratch(pair
 def check_against_scratch(target: Any, candidates: Recording, batch: int, max_new_tokens: int = 8) -> None:
     target.generate(**prompts(batch), max_new_tokens=max_new_tokens, candidate_generator=candidates)
     session = candidates.session
-    for place, (row, length) in enumerate(zip(session.reader.rows, session.reader.lengths, strict=True)):
+    for place, (row, length) in enumerate(zip(session.runner.rows, session.runner.lengths, strict=True)):
         assert length > len(session.call.state.prompts[row])
         cache, output = reread(session, row, length)
-        for ours, scratch in zip(session.reader.cache.layers, cache.layers, strict=True):
+        for ours, scratch in zip(session.runner.cache.layers, cache.layers, strict=True):
             torch.testing.assert_close(ours.keys[place, :, :length], scratch.keys[0, :, :length])
             torch.testing.assert_close(ours.values[place, :, :length], scratch.values[0, :, :length])
-        torch.testing.assert_close(session.reader.last.output[place, 0], output)
+        torch.testing.assert_close(session.runner.last.output[place, 0], output)
 
 
 def test_eagle_text_is_read_in_chunks_of_equal_result(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_specgen.heads.reader.READ_CHUNK", 5)
+    monkeypatch.setattr("hf_specgen.heads.runner.PREFILL_CHUNK", 5)
     target, head = pair
     check_against_scratch(target, Recording(head, k=3, tree=8), 3)
 
@@ -224,19 +233,19 @@ def test_eagle_plain_steps_never_run_the_head(pair: Any) -> None:
 @pytest.mark.parametrize("name", EAGLE)
 @torch.no_grad()
 def test_eagle_reader_drafts_the_chains_of_the_original(name: str) -> None:
-    """Both rounds of the fixture, through the reader that the strategy uses."""
+    """Both rounds of the fixture, through the runner that the strategy uses."""
     fixture = EAGLE[name]
-    attached = load_head(fixture.head_folder).attach(fixture.target)
-    reader = HeadReader(attached, len(fixture.prompts))
-    rounds = Rounds(fixture, fixture.prompts, attached, Comparison(fixture))
+    bound = load_head(fixture.head_folder).bind(fixture.target)
+    runner = EagleRunner(bound, len(fixture.prompts))
+    rounds = Rounds(fixture, fixture.prompts, bound, Comparison(fixture))
     for number in (1, 2):
         features, tokens = rounds.inputs(number)
-        scores = reader.logits(reader.read(features, [row.tolist() for row in tokens]).output)[:, 0]
+        scores = runner.logits(runner.extend(features, [row.tolist() for row in tokens]).output)[:, 0]
         chains: list[list[int]] = [[] for _ in fixture.prompts]
         for _ in range(fixture.get(f"{fixture.prompts[0]}.round{number}.chain.tokens").shape[1]):
             for chain, token in zip(chains, scores.argmax(-1).tolist(), strict=True):
                 chain.append(token)
-            scores = reader.logits(reader.expand(DraftTree.chains(chains), 1).output)[:, 0]
+            scores = runner.logits(runner.expand(DraftTree.chains(chains), 1).output)[:, 0]
         for prompt, chain in zip(fixture.prompts, chains, strict=True):
             assert chain == fixture.get(f"{prompt}.round{number}.chain.tokens").flatten().tolist()
 
@@ -260,9 +269,14 @@ def test_eagle_bad_setting_raises(arguments: dict[str, Any], message: str) -> No
         EagleCandidates("org/head", **arguments)
 
 
-def test_eagle_no_head_raises() -> None:
-    with pytest.raises(TypeError, match="a loaded head, a folder or a Hub id, got 3"):
-        EagleCandidates(3)  # type: ignore[arg-type]
+@pytest.mark.parametrize("head", [3, None, ["org/head"], torch.nn.Linear(1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [EagleCandidates, PEagleCandidates, DFlashCandidates, GemmaAssistantCandidates, MedusaCandidates],
+)
+def test_strategy_of_what_is_no_head_raises(strategy: Any, head: object) -> None:
+    with pytest.raises(TypeError, match=rf"{strategy.__name__} takes a loaded head, a folder or a Hub id, got "):
+        strategy(head)
 
 
 @pytest.mark.parametrize(("name", "message"), [("speculators_peagle_llama", "P-EAGLE"), ("dflash_zlab", "BlockHead")])

@@ -18,7 +18,7 @@ from hf_specgen.cli.doctor.recommend import taps
 from hf_specgen.cli.doctor.static_checks import heads
 from hf_specgen.evaluation.strategies import head_strategy, strategies
 from hf_specgen.evaluation.taps import TapsResult, compare_taps
-from hf_specgen.heads.loading import load_head
+from hf_specgen.heads.head_formats import load_head
 from tests.helpers import prompts
 from tests.helpers.eagle import predictable_pair
 from tests.helpers.head_fixtures import find_fixtures
@@ -36,7 +36,7 @@ def test_compare_taps_measures_the_neighbours() -> None:
     assert [one.shift for one in found] == [0, -1, 1]
     assert found[1].taps == tuple(tap - 1 for tap in found[0].taps)
     assert all(one.tokens_per_step >= 1 for one in found)
-    assert candidates.taps is None, "the strategy itself must stay as it was"
+    assert candidates.aux_hidden_state_layers is None, "the strategy itself must stay as it was"
 
 
 def test_compare_taps_leaves_out_what_the_target_does_not_have() -> None:
@@ -51,7 +51,7 @@ def test_compare_taps_leaves_out_what_the_target_does_not_have() -> None:
 def test_doctor_taps_warns_if_a_neighbour_is_clearly_better(neighbour: float, result: CheckResult) -> None:
     finding = taps([TapsResult(0, (2, 4, 5), 2.1), TapsResult(1, (3, 5, 6), neighbour)])
     assert finding.result is result
-    assert ("taps=(3, 5, 6)" in finding.meaning) == (result is CheckResult.WARNING)
+    assert ("aux_hidden_state_layers=(3, 5, 6)" in finding.meaning) == (result is CheckResult.WARNING)
 
 
 @pytest.mark.parametrize("name", ["eagle3_original", "dflash_zlab", "speculators_peagle_llama"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_specgen import AdaptiveDepth, FixedDepth, MedusaCandidates
-from hf_specgen.candidates.hydra import HydraSession
+from hf_specgen.candidates.medusa import HydraSession
 from hf_specgen.evaluation.calibration import measure_acceptance
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.medusa import MedusaConfig
@@ -74,7 +74,7 @@ def test_hydra_logits_of_every_node_are_those_of_its_own_path(monkeypatch: pytes
         nonlocal compared
         scores = original(session, tree, new)
         states, embed = session._target.states_of((OUTPUT_STATE,)), model.get_input_embeddings()
-        heads = session._reader.heads
+        heads = session._runner.heads
         for row, text in enumerate(session.call.state.generated):
             for index in range(new):
                 node, path = tree.nodes - new + index, []

@@ -26,8 +26,7 @@ from hf_specgen import (
 )
 from hf_specgen.candidates.rank_tree import RankTree
 from hf_specgen.heads import MedusaHeads
-from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, confidence_bin
-from hf_specgen.heads.medusa_runner import MedusaRunner
+from hf_specgen.heads.medusa import CONFIDENCE_EDGES, MedusaRunner, confidence_bin
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.goodness_of_fit import goodness_of_fit

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_specgen.evaluation.latency import measure_profile, measure_slice
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -17,9 +18,8 @@ from hf_specgen.cli.app import app
 from hf_specgen.depth import profiles
 from hf_specgen.evaluation import latency
 from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_acceptance
-from hf_specgen.evaluation.latency import measure_profile, measure_slice
 from hf_specgen.heads import load_medusa
-from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, confidence_bin
+from hf_specgen.heads.medusa import CONFIDENCE_EDGES, confidence_bin
 from tests.helpers import prompts, tiny_model
 from tests.helpers.medusa import fitted_heads, random_heads
 from tests.helpers.paths import REFERENCE_LM

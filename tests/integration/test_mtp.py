@@ -43,12 +43,12 @@ def test_mtp_committed_cache_equals_reading_from_scratch(name: str) -> None:
 
     candidates = Recording(str(fixture.target_folder), k=2)
     fixture.target.generate(**prompts(2), max_new_tokens=8, candidate_generator=candidates)
-    reader = sessions[0].reader
-    for place, (row, length) in enumerate(zip(reader.rows, reader.lengths, strict=True)):
+    runner = sessions[0].runner
+    for place, (row, length) in enumerate(zip(runner.rows, runner.lengths, strict=True)):
         cache, output = reread(sessions[0], row, length)
-        for ours, scratch in zip(reader.cache.layers, cache.layers, strict=True):
+        for ours, scratch in zip(runner.cache.layers, cache.layers, strict=True):
             torch.testing.assert_close(ours.keys[place, :, :length], scratch.keys[0, :, :length], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(reader.last.output[place, 0], output, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(runner.last.output[place, 0], output, atol=1e-4, rtol=1e-4)
 
 
 def test_mtp_without_a_checkpoint_uses_where_the_target_was_loaded_from() -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hf_specgen import CombinedCandidates, DFlashCandidates, FixedDepth, NgramCandidates, PEagleCandidates
-from hf_specgen.heads.block_reader import BlockReader
-from hf_specgen.heads.loading import load_head
-from hf_specgen.heads.parallel_reader import ParallelReader
+from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.runner import BlockRunner, PEagleRunner
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.comparison import SEED
 from tests.helpers.head_fixtures import Comparison, find_fixtures
@@ -56,7 +55,7 @@ def test_parallel_row_that_waits_for_slower_rows_same_tokens(name: str, monkeypa
     texts = generated(name, 2, 24, **sampling)
     candidates = recording(strategy(name), [texts[0], []])(HEADS[name].head_folder, k=4)
     assert_same_tokens(HEADS[name].target, prompts(2), candidates, max_new_tokens=24, **sampling)
-    assert candidates.session.reader.waiting > 0
+    assert candidates.session.runner.waiting > 0
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -68,9 +67,9 @@ def test_parallel_beside_other_strategies_reads_the_tokens_of_plain_steps(name: 
     statistics = assert_same_tokens(HEADS[name].target, prompts(3), candidates, max_new_tokens=16)
     assert statistics.drafted > 0
     session = alone.session
-    for place, (row, length) in enumerate(zip(session.reader.rows, session.reader.lengths, strict=True)):
+    for place, (row, length) in enumerate(zip(session.runner.rows, session.runner.lengths, strict=True)):
         cache = reread(session, row, length, parallel=HEADS[name].family == "parallel")
-        for ours, scratch in zip(session.reader.cache.layers, cache.layers, strict=True):
+        for ours, scratch in zip(session.runner.cache.layers, cache.layers, strict=True):
             torch.testing.assert_close(ours.keys[place, :, :length], scratch.keys[0, :, :length], atol=1e-4, rtol=1e-4)
 
 
@@ -94,10 +93,10 @@ def test_parallel_context_equals_reading_from_scratch(name: str) -> None:
     candidates = recording(strategy(name), generated(name, 3, 16))(HEADS[name].head_folder, k=4, tree=8)
     HEADS[name].target.generate(**prompts(3), max_new_tokens=16, candidate_generator=candidates)
     session = candidates.session
-    for place, (row, length) in enumerate(zip(session.reader.rows, session.reader.lengths, strict=True)):
+    for place, (row, length) in enumerate(zip(session.runner.rows, session.runner.lengths, strict=True)):
         assert length > len(session.call.state.prompts[row])
         scratch = reread(session, row, length, parallel=HEADS[name].family == "parallel")
-        for ours, theirs in zip(session.reader.cache.layers, scratch.layers, strict=True):
+        for ours, theirs in zip(session.runner.cache.layers, scratch.layers, strict=True):
             torch.testing.assert_close(ours.keys[place, :, :length], theirs.keys[0, :, :length])
             torch.testing.assert_close(ours.values[place, :, :length], theirs.values[0, :, :length])
 
@@ -109,8 +108,8 @@ def test_parallel_ended_rows_leave_the_batch(name: str) -> None:
     candidates = recording(strategy(name), texts)(HEADS[name].head_folder, k=3)
     assert_same_tokens(HEADS[name].target, prompts(3), candidates, max_new_tokens=12, **ends)
     ended = [row for row in range(3) if candidates.session.call.state.generated[row][-1] == ends["eos_token_id"]]
-    assert ended and candidates.session.reader.cache.lengths
-    assert len(candidates.session.reader.lengths) < 3
+    assert ended and candidates.session.runner.cache.lengths
+    assert len(candidates.session.runner.lengths) < 3
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -135,16 +134,16 @@ def test_parallel_beside_ngrams_same_tokens() -> None:
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
 def test_parallel_reader_drafts_the_tokens_of_the_original(name: str) -> None:
-    """Both rounds of the fixture, through the reader that the strategy uses."""
+    """Both rounds of the fixture, through the runner that the strategy uses."""
     fixture = HEADS[name]
-    attached = load_head(fixture.head_folder).attach(fixture.target)
+    bound = load_head(fixture.head_folder).bind(fixture.target)
     rows = len(fixture.prompts)
-    reader: Any = (ParallelReader if fixture.family == "parallel" else BlockReader)(attached, rows)
-    rounds = Rounds(fixture, fixture.prompts, attached, Comparison(fixture))
+    runner: Any = (PEagleRunner if fixture.family == "parallel" else BlockRunner)(bound, rows)
+    rounds = Rounds(fixture, fixture.prompts, bound, Comparison(fixture))
     for number in (1, 2):
         features, tokens = rounds.inputs(number)
         expected = [fixture.get(f"{prompt}.round{number}.block.tokens").flatten() for prompt in fixture.prompts]
-        logits = reader.draft(features, [row.tolist() for row in tokens], [True] * rows, len(expected[0]))
+        logits = runner.draft(features, [row.tolist() for row in tokens], [True] * rows, len(expected[0]))
         for row, chain in enumerate(expected):
             assert logits[row].argmax(-1).tolist() == chain.tolist()
 
@@ -153,11 +152,11 @@ def test_parallel_long_prompt_is_read_in_chunks_of_equal_result(monkeypatch: pyt
     fixture = HEADS["speculators_peagle_llama"]
     whole, chunked = ([], [])
     for found, chunk in ((whole, 512), (chunked, 5)):
-        monkeypatch.setattr("hf_specgen.heads.parallel_reader.READ_CHUNK", chunk)
+        monkeypatch.setattr("hf_specgen.heads.runner.PREFILL_CHUNK", chunk)
         candidates = recording(PEagleCandidates)(fixture.head_folder, k=3)
         fixture.target.generate(**prompts(3), max_new_tokens=4, candidate_generator=candidates)
-        found.extend(layer.keys for layer in candidates.session.reader.cache.layers)
-        lengths = candidates.session.reader.lengths
+        found.extend(layer.keys for layer in candidates.session.runner.cache.layers)
+        lengths = candidates.session.runner.lengths
     for one, other in zip(whole, chunked, strict=True):
         for row, length in enumerate(lengths):
             torch.testing.assert_close(one[row, :, :length], other[row, :, :length])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from hf_specgen import RecyclingCandidates, RecyclingTable
+from hf_specgen.candidates.acceptance import EDGES, RANKS
 from hf_specgen.candidates.recycling import grow_tree
 from hf_specgen.candidates.recycling_table import FORMAT, SUCCESSORS
-from hf_specgen.candidates.acceptance import EDGES, RANKS
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.top_tokens import TopTokens, topk
 from tests.helpers import assert_same_tokens, prompts, tiny_model

@@ -10,7 +10,7 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.evaluation.workloads import torch_dtype
-from hf_specgen.heads.files import source_errors
+from hf_specgen.heads.checkpoint import source_errors
 
 
 @dataclass

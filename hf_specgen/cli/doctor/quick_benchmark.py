@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_specgen.candidates.head_candidates import HeadCandidates
+from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.depth.cost import CostCurve
 from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Total, Variant, interleave

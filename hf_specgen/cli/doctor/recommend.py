@@ -129,7 +129,8 @@ def taps(compared: Sequence[TapsResult]) -> Finding:
     found += "".join(f"; {one.taps}: {one.tokens_per_step:.2f}" for one in neighbours)
     best = max(neighbours, key=lambda one: one.tokens_per_step, default=configured)
     if best.tokens_per_step > TAPS_MARGIN * configured.tokens_per_step:
-        meaning = f"the head was trained with another convention than its config says: use taps={best.taps}"
+        meaning = "the head was trained with another convention than its config says: "
+        meaning += f"use aux_hidden_state_layers={best.taps}"
         return Finding("taps", CheckResult.WARNING, found, meaning)
     return Finding("taps", CheckResult.GOOD, found)
 

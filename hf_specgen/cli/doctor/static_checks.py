@@ -12,8 +12,8 @@ from hf_specgen.cli.doctor.findings import CheckResult, Finding
 from hf_specgen.compat import attention_implementation
 from hf_specgen.heads.checkpoint import Source, open_checkpoint
 from hf_specgen.heads.compatibility import check_heads
-from hf_specgen.heads.formats import inspect_medusa
-from hf_specgen.heads.loading import holds_medusa, load_head
+from hf_specgen.heads.head_formats import holds_medusa, load_head
+from hf_specgen.heads.medusa_formats import inspect_medusa
 from hf_specgen.heads.mtp_format import has_mtp_layers
 from hf_specgen.targets.support import check_model
 
@@ -112,7 +112,7 @@ def _draft_head(name: str, target: Blueprint) -> list[Finding]:
     parameters = sum(parameter.numel() for parameter in head.parameters())
     findings = [Finding("heads", CheckResult.GOOD, f"{type(head).__name__}, {readable(parameters)} parameters")]
     try:
-        taps = head.attach(target.model).taps
+        taps = head.bind(target.model).aux_hidden_state_layers
         findings[0] = replace(findings[0], found=f"{findings[0].found}, reads hidden states {taps}")
     except ValueError as error:
         findings.append(Finding("heads' target", CheckResult.BAD, "not this target", str(error)))

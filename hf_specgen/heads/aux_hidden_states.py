@@ -1,4 +1,4 @@
-"""Which hidden states of the target a draft head reads, counted as Transformers counts `hidden_states`.
+"""Auxiliary hidden states: which states of the target a head reads, counted as Transformers counts `hidden_states`.
 
 Index 0 is the embedding, index i the output of layer i - 1, and the last index the state after the final norm. Formats
 count differently; only this file converts them:
@@ -35,54 +35,47 @@ FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (
 )
 
 
-def read_taps(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The `hidden_states` indices that a head's config.json names, or None if it leaves them to the default.
 
-    Raises:
-        ValueError: if a field holds something other than a list of layer numbers, or two fields disagree.
-
     Example:
-        >>> read_taps({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]}})
+        >>> configured_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]}})
         (2, 12, 22)
     """
-    found: dict[str, tuple[int, ...]] = {}
+    layers: dict[str, tuple[int, ...]] = {}
     for path, offset in FIELDS:
-        value: Any = config
+        ids: Any = config
         for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is None:
+            ids = ids.get(key) if isinstance(ids, Mapping) else None
+        if ids is None:
             continue
         name = ".".join(path)
         # Where ids count outputs of layers, -1 is the embedding.
-        if (
-            not isinstance(value, list)
-            or not value
-            or not all(type(entry) is int and entry >= -offset for entry in value)
-        ):
-            raise ValueError(f"{name} must be a list of layer numbers, got {str(value)[:80]!r}")
-        found[name] = tuple(entry + offset for entry in value)
-    if len(set(found.values())) > 1:
-        raise ValueError(f"config.json names the target's layers twice, and differently: {found}; remove one of them")
-    return next(iter(found.values()), None)
+        if not isinstance(ids, list) or not ids or not all(type(entry) is int and entry >= -offset for entry in ids):
+            raise ValueError(f"{name} must be a list of layer numbers, got {str(ids)[:80]!r}")
+        layers[name] = tuple(entry + offset for entry in ids)
+    if len(set(layers.values())) > 1:
+        raise ValueError(f"config.json names the target's layers twice, and differently: {layers}; remove one of them")
+    return next(iter(layers.values()), None)
 
 
-def eagle_taps(num_layers: int) -> tuple[int, ...]:
-    """Where EAGLE-3 reads a target of that many layers if its config does not say: low, middle, high.
+def eagle_layers(num_layers: int) -> tuple[int, ...]:
+    """Which states EAGLE-3 reads of a target of that many layers if its config does not name them: low, middle, high.
 
     With six layers the last two coincide, and the original implementation then reads two states.
 
     Example:
-        >>> eagle_taps(32), eagle_taps(6)
+        >>> eagle_layers(32), eagle_layers(6)
         ((2, 16, 29), (2, 3))
     """
     return tuple(dict.fromkeys((2, num_layers // 2, num_layers - 3)))
 
 
-def block_taps(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """Where DFlash reads a target if its config does not say: spread evenly, one state for each draft layer.
+def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """Which states DFlash reads if its config does not name them: spread evenly, one for each draft layer.
 
     Example:
-        >>> block_taps(36, 5)
+        >>> block_layers(36, 5)
         (2, 10, 18, 26, 34)
     """
     if num_draft_layers == 1:
@@ -91,26 +84,22 @@ def block_taps(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + layer * step) + 1 for layer in range(num_draft_layers))
 
 
-def capture_arguments(taps: Sequence[int]) -> dict[str, Any]:
+def capture_arguments(layers: Sequence[int]) -> dict[str, Any]:
     """Arguments of the target's forward pass that make it return these hidden states, and keep no others.
 
     Transformers captures them per call, so passes of other threads are not mixed up. Before 5.23 all states are kept.
     """
-    return {"output_hidden_states": list(taps) if SELECTS_HIDDEN_STATES else True}
+    return {"output_hidden_states": list(layers) if SELECTS_HIDDEN_STATES else True}
 
 
-def concatenate(hidden_states: Sequence[torch.Tensor | None], taps: Sequence[int]) -> torch.Tensor:
+def concatenate(hidden_states: Sequence[torch.Tensor | None], layers: Sequence[int]) -> torch.Tensor:
     """The features that a head reads.
 
-    Args:
-        hidden_states: of the target's output: a tuple of `[batch, length, hidden]`, None where not captured.
-        taps: the indices, in the order in which the head was trained.
-
     Returns:
-        `[batch, length, taps * hidden]`.
+        `[batch, length, layers * hidden]`.
     """
-    chosen = [hidden_states[tap] for tap in taps]
-    missing = [tap for tap, state in zip(taps, chosen, strict=True) if state is None]
+    missing = [layer for layer in layers if hidden_states[layer] is None]
     if missing:
-        raise ValueError(f"the target did not return its hidden states {missing}; pass it `capture_arguments(taps)`")
-    return torch.cat([state for state in chosen if state is not None], dim=-1)
+        raise ValueError(f"the target did not return its hidden states {missing}; pass it `capture_arguments(layers)`")
+    states: Any = [hidden_states[layer] for layer in layers]
+    return torch.cat(states, dim=-1)
