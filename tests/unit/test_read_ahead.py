@@ -21,7 +21,7 @@ from hf_specgen.candidates.read_ahead import (
     Start,
     starts_of,
 )
-from hf_specgen.candidates.recycling_table import SUCCESSORS, RecyclingTable
+from hf_specgen.candidates.recycling import SUCCESSORS, RecyclingTable
 from hf_specgen.candidates.scored_nodes import ScoredNodes
 from hf_specgen.candidates.tree_builder import Proposals, TreeBuilder
 from hf_specgen.candidates.tree_edges import edges

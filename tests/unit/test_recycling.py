@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from hf_specgen import RecyclingCandidates, RecyclingTable
 from hf_specgen.candidates.recycling import grow_tree
-from hf_specgen.candidates.recycling_table import FORMAT, SUCCESSORS
+from hf_specgen.candidates.recycling import FORMAT, SUCCESSORS
 from hf_specgen.depth.calibration import EDGES, RANKS
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.top_tokens import TopTokens, topk
