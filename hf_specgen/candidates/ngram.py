@@ -322,8 +322,12 @@ def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[tupl
     for voter in voters:
         text, end, position, length, kind = voter
         if position + depth < end and (token := text[position + depth]) != SEPARATOR:
-            values[token] = values.get(token, 0.0) + odds.values[match_class(kind, length + depth)]
-            proposers.setdefault(token, []).append(voter)
+            value = odds.values[match_class(kind, length + depth)]
+            if token in values:
+                values[token] += value
+                proposers[token].append(voter)
+            else:
+                values[token], proposers[token] = value, [voter]
     total = sum(values.values()) + NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values)
     votes = [(token, value / total, proposers[token][:MAX_VOTERS]) for token, value in values.items()]
     return sorted(votes, key=lambda one: -one[1]) if len(votes) > 1 else votes

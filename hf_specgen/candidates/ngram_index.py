@@ -29,6 +29,11 @@ MAX_BATCH = 2**16
 """Tokens that are indexed at once, which bounds the memory of intermediate arrays."""
 BASE = 0x9E3779B1
 """Base of the polynomial hash: a prime close to the golden ratio of 2^32, so that close tokens get distant hashes."""
+POWERS = np.array(
+    [[pow(BASE, back, 2**64) if back < order else 0 for order in ORDERS] for back in range(CONTEXT, -1, -1)], np.uint64
+)
+"""`[CONTEXT + 1, levels]` weights of the last tokens in the hash of the n-gram of each level."""
+LEVELS = np.arange(len(ORDERS))
 
 
 class NgramIndex:
@@ -80,56 +85,51 @@ class NgramIndex:
         tokens, heads, links = self.tokens, self._heads, self._links
         end, backwards = len(tokens), array("i", tail[-MAX_MATCH_LENGTH:])[::-1]
         matches: dict[int, int] = {}
-        last = _padded(backwards[CONTEXT::-1])
-        buckets = self._buckets(last)[:, 0].tolist()
-        for level in range(len(ORDERS) - 1, -1, -1):
-            following = heads[buckets[level]]
+        [buckets] = self._buckets(_padded(backwards[CONTEXT::-1], CONTEXT + 1)[None]).tolist()
+        for order, bucket in zip(reversed(ORDERS), reversed(buckets), strict=True):
+            entry = heads[bucket]
             for _ in range(limit + 1):  # one of the visits may be the end of the text itself, which no token follows
-                if not following or len(matches) == limit:
+                if not entry or len(matches) == limit:
                     break
+                following = (entry - 1) // len(ORDERS) + 1
                 if following < end and following not in matches:
                     length = _match_length(tokens, following, backwards)
-                    if length >= ORDERS[level]:
+                    if length >= order:
                         matches[following] = length
-                following = links[level * self._capacity + following - 1]
+                entry = links[entry - 1]
         return matches
 
     def _allocate(self, length: int) -> None:
-        """Make empty tables and links for twice a text; positions that follow n-grams are not 0, which means none."""
+        """Make empty tables and links for twice a text."""
         self._capacity = max(1023, 2 * length + 1)  # odd, so that all bits of a hash count
         empty = bytes(array("i").itemsize * len(ORDERS) * self._capacity)
         self._heads, self._links = array("i", empty), array("i", empty)
 
-    def _buckets(self, padded: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """`[orders, n]` places in the tables of the n-grams that end with each of n tokens, after `CONTEXT` others."""
-        hashes, rows = padded, []
-        for level, order in enumerate(ORDERS):
-            rows.append((hashes[CONTEXT:] % np.uint64(self._capacity)).astype(np.int64) + level * self._capacity)
-            longer = hashes.copy()
-            longer[order:] += hashes[:-order] * np.uint64(pow(BASE, order, 2**64))
-            hashes = longer
-        return np.stack(rows)
-
     def _enter(self, first: int, end: int) -> None:
-        """Add the n-grams that end with some tokens of the text to tables and links."""
+        """Add the n-grams that end with some tokens of the text to tables and links.
+
+        The n-gram of a level that ends with token i is entry 4 * i + level + 1; 0 is none.
+        """
         heads, links = np.frombuffer(self._heads, np.int32), np.frombuffer(self._links, np.int32)
-        buckets = self._buckets(_padded(self.tokens[max(0, first - CONTEXT) : end], CONTEXT + end - first)).ravel()
-        places = (np.arange(first, end) + self._capacity * np.arange(len(ORDERS))[:, None]).ravel()
-        following = np.tile(np.arange(first + 1, end + 1, dtype=np.int32), len(ORDERS))
+        padded = _padded(self.tokens[max(0, first - CONTEXT) : end], CONTEXT + end - first)
+        buckets = self._buckets(padded[np.arange(end - first)[:, None] + np.arange(CONTEXT + 1)]).ravel()
         order = np.argsort(buckets, kind="stable")
-        buckets, places, following = buckets[order], places[order], following[order]
-        is_same = buckets[1:] == buckets[:-1]
-        previous = heads[buckets]
-        previous[1:][is_same] = following[:-1][is_same]
-        links[places] = previous
-        heads[buckets] = following  # the last one of each bucket stays
+        buckets, entries = buckets[order], (order + (len(ORDERS) * first + 1)).astype(np.int32)
+        previous, is_same = heads[buckets], buckets[1:] == buckets[:-1]
+        previous[1:][is_same] = entries[:-1][is_same]
+        links[entries - 1] = previous
+        heads[buckets] = entries  # the last one of each bucket stays
+
+    def _buckets(self, windows: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """`[n, levels]` places in the tables of the n-grams at the ends of `[n, CONTEXT + 1]` tokens."""
+        return (windows @ POWERS % np.uint64(self._capacity)).astype(np.int64) + self._capacity * LEVELS
 
 
-def _padded(tokens: Sequence[int], length: int = CONTEXT + 1) -> NDArray[np.uint64]:
+def _padded(tokens: Sequence[int], length: int) -> NDArray[np.uint64]:
     """`[length]` positive numbers for tokens, after zeros where there are fewer."""
     padded = np.zeros(length, dtype=np.int64)
-    if len(tokens):
-        padded[length - len(tokens) :] = np.asarray(tokens, dtype=np.int64) + 2
+    padded[length - len(tokens) :] = tokens
+    padded[length - len(tokens) :] += 2
     return padded.view(np.uint64)
 
 
