@@ -130,7 +130,7 @@ class NgramHistory(SavedState):
         return f"NgramHistory(max_tokens={self.max_tokens})"
 
     def _contents(self) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "tokens": np.array(self.index.tokens, dtype=np.int32),
             "is_output": np.array(self._is_output, dtype=np.uint8),
         }

@@ -95,7 +95,7 @@ def test_cache_of_first_turn_continues_in_second(architecture: str, batch: int, 
     def two_turns(speculative: bool) -> tuple[Any, int]:
         arguments: dict[str, Any] = {"max_new_tokens": 9, "return_dict_in_generate": True}
         if speculative:
-            arguments["candidate_generator"] = NgramCandidates(k=4, branches=2)
+            arguments["candidate_generator"] = NgramCandidates(k=4, tree=8)
         cache = {} if given == "none" else {"past_key_values": DynamicCache(config=model.config)}
         first = model.generate(**inputs, **arguments, **cache)
         ids = torch.cat([first.sequences, torch.full((batch, 3), 17)], dim=1)
@@ -136,7 +136,7 @@ def test_cache_of_plain_generate_with_attention_in_chunks_continues() -> None:
             max_new_tokens=12,
             **arguments,
         )
-        for arguments in ({}, {"candidate_generator": NgramCandidates(k=4, branches=2)})
+        for arguments in ({}, {"candidate_generator": NgramCandidates(k=4, tree=8)})
         for first in [model.generate(**prompts(1), max_new_tokens=8, return_dict_in_generate=True)]
     )
     assert torch.equal(expected, ours)
