@@ -42,8 +42,8 @@ PRIOR_ODDS = (
     *(0.0, 0.15, 0.45, 1.5, 3.0, 3.7, 5.0, 6.0, 7.5, 9.0, 9.0),
 )
 """Odds before anything was learnt of each class: the buckets of each kind of occurrence, in the order of the kinds.
-Maximum likelihood on recorded outputs of a 7B model. The first class, a match of length 0 in the row's own text, is that
-of frequent tokens: the fraction that they share of the probability of a token that no occurrence proposes."""
+Maximum likelihood on recorded outputs of a 7B model. The first class, a match of length 0 in the row's own text, stands
+for frequent tokens: the fraction that they share of the probability of a token that no occurrence proposes."""
 FREQUENT = 0
 NEW_TOKEN_ODDS, NEW_TOKEN_ODDS_PER_TOKEN = 1.0, 0.65
 """Odds of a token that no occurrence proposes: these, and more for each different token that is proposed."""

@@ -25,6 +25,8 @@ CONTEXT = ORDERS[-1] - 1
 """Tokens before a token that its n-grams contain."""
 SEPARATOR = -1
 """Marker between texts, which is no token id, so that no match spans two texts."""
+MIN_CAPACITY = 1023
+"""Tokens for which there is room at first."""
 MAX_BATCH = 2**16
 """Tokens that are indexed at once, which bounds the memory of intermediate arrays."""
 BASE = 0x9E3779B1
@@ -101,7 +103,7 @@ class NgramIndex:
 
     def _allocate(self, length: int) -> None:
         """Make empty tables and links for twice a text."""
-        self._capacity = max(1023, 2 * length + 1)  # odd, so that all bits of a hash count
+        self._capacity = max(MIN_CAPACITY, 2 * length + 1)  # odd, so that all bits of a hash count
         empty = bytes(array("i").itemsize * len(ORDERS) * self._capacity)
         self._heads, self._links = array("i", empty), array("i", empty)
 

@@ -61,6 +61,15 @@ def test_output_scores_and_logits_are_those_of_plain_generate(batch: int, argume
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("strategy", [NgramCandidates(k=4), NgramCandidates(k=4, tree=32)], ids=["chain", "tree"])
+def test_output_scores_hold_their_own_memory_only(strategy: Any) -> None:
+    """Would catch: views that keep the scores of all nodes of every step."""
+    arguments = {"max_new_tokens": 12, "output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    output = tiny_model("llama").generate(**prompts(2), candidate_generator=strategy, **arguments)
+    for column in (*output.scores, *output.logits):
+        assert column.untyped_storage().nbytes() == column.numel() * column.element_size()
+
+
 def test_output_without_scores_has_none() -> None:
     _, ours = run_both(tiny_model("llama"), prompts(1), max_new_tokens=8)
     assert ours.scores is None and ours.logits is None
