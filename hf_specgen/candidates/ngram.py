@@ -238,7 +238,9 @@ class RowText:
             self._after_frequent.clear()
         fraction = self._odds.values[FREQUENT] * (1.0 - sum([probability for _, probability, _ in votes]))
         proposed = {token for token, _, _ in votes}
-        others = [(token, fraction * part, []) for token, part in self._frequent if token not in proposed]
+        others: list[tuple[int, float, list[Occurrence]]] = [
+            (token, fraction * part, []) for token, part in self._frequent if token not in proposed
+        ]
         for token, probability, voters in sorted([*votes, *others], key=lambda one: -one[1]):
             yield token, probability, voters or self._occurrences_of(token)
 
