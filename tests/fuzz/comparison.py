@@ -184,7 +184,7 @@ class Comparison:
         if speculation and case.entry == "attach":
             entered = attached_to(case, self.model, self.candidates)
         elif speculation:
-            arguments |= speculation_arguments(case, self.model, self.candidates, streamer)
+            arguments |= speculation_arguments(case, self.candidates, streamer)
             if case.entry == "custom_streamer":
                 arguments.pop("streamer", None)
         if cache is not None:

@@ -48,8 +48,6 @@ def draw(
         parts["members"] = tuple(random.sample(COMBINED, random.randint(1, 3)))
     if threads and _often(random, 0.03):
         parts |= {"threads": 3, "num_return_sequences": 1, "criteria": (), "eos_columns": ()}
-    # Drawn by a generator of its own, so that the other fields of a seed stay what they were.
-    parts["pack_weights"] = _weighted(Random(f"pack weights {seed}"), {True: 1, False: 2, None: 1})
     return _consistent(Case(**parts))
 
 

@@ -202,7 +202,7 @@ def test_prompt_of_the_decoder_may_be_padded(kind: str) -> None:
 
 def test_rows_far_ahead_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: passes that grow without end, tokens of a waiting row that are lost or read twice."""
-    monkeypatch.setattr(common_length.CommonLengthTarget, "max_lead", 2)
+    monkeypatch.setattr(common_length.CommonLengthTarget, "max_row_skew", 2)
     model, widths = encoder_decoder("bart"), []
     handle = model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
