@@ -1,4 +1,4 @@
-"""Calls of an attached model beside the usual one: inner calls, settings of one call, threads, functions that hold it."""
+"""Calls of an attached model: inner calls, settings of one call, threads, functions that hold the model."""
 
 from __future__ import annotations
 

@@ -112,15 +112,6 @@ def test_streamer_of_generate_with_custom_generate_receives_the_text_and_its_end
     assert "".join(streamer) == generated_text(reference_model, tokenizer, ids)
 
 
-def test_streamers_of_generate_and_of_speculate_raise() -> None:
-    """Would catch: a streamer that receives nothing, so that its reader waits forever."""
-    method = speculate(NgramCandidates(k=4), streamer=RecordingStreamer())
-    with pytest.raises(ValueError, match=r"both generate.* and speculate.* were given; leave one out"):
-        tiny_model("llama").generate(
-            **prompts(1), max_new_tokens=6, streamer=RecordingStreamer(), custom_generate=method
-        )
-
-
 # Verifiers of the caller's own
 
 
@@ -248,14 +239,6 @@ def test_native_generator_of_the_caller_learns_of_acceptance() -> None:
 def test_native_generator_with_several_rows_raises() -> None:
     with pytest.raises(ValueError, match="works on one row, got 3"):
         tiny_model("llama").generate(**prompts(3), max_new_tokens=5, candidate_generator=RepeatingGenerator())
-
-
-def test_native_generator_that_reads_the_target_raises() -> None:
-    class ReadsOutputs(CandidateGenerator):
-        requires_model_outputs = True
-
-    with pytest.raises(ValueError, match="reads the target's outputs"):
-        tiny_model("llama").generate(**prompts(1), max_new_tokens=5, candidate_generator=ReadsOutputs())
 
 
 # State between calls
