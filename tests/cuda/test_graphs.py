@@ -121,5 +121,3 @@ def test_cache_of_a_captured_call_is_not_overwritten_by_the_next(target: Any) ->
     target.generate(**inputs(1, 20), **arguments)
     for keys, layer in zip(before, first.past_key_values.layers, strict=True):
         assert torch.equal(keys, layer.keys)
-
-

@@ -29,13 +29,7 @@ def draw(
     strategies: Sequence[str] | None = None,
     threads: bool = False,
 ) -> Case:
-    """The case of a seed.
-
-    Args:
-        seed: any value.
-        architectures, strategies: to draw from; all if left out.
-        threads: whether some cases run in several threads, so that they are not the same in every run.
-    """
+    """The case of a seed."""
     random = Random(str(seed))
     parts: dict[str, Any] = {"seed": random.randrange(10**6)}
     for draw_part in (_model, _prompts, _strategy, _sampling, _ends, _processors, _outputs, _caches, _fault):

@@ -32,12 +32,7 @@ ORACLES: dict[str, Any] = {
 
 
 def assert_oracle_was_used(oracle: str, statistics: Statistics) -> None:
-    """Assert that draft tokens were accepted, rejected, or both, as the oracle intends: else a test proves nothing.
-
-    Args:
-        oracle: its name in `ORACLES`.
-        statistics: of the call.
-    """
+    """Assert that draft tokens were accepted, rejected, or both, as the oracle intends: else a test proves nothing."""
     assert statistics.drafted > 0
     if oracle == "always":
         assert statistics.accepted == statistics.drafted
