@@ -65,7 +65,14 @@ def recording(base: type[HeadCandidates], texts: Sequence[Sequence[int]] | None 
 
 @torch.no_grad()
 def reread(session: Any, row: int, count: int, parallel: bool) -> RaggedCache:
-    """The reference: the head's cache over a row's text, from scratch, in one pass."""
+    """The reference: the head's cache over a row's text, from scratch, in one pass.
+
+    Args:
+        session: after the call.
+        row: of the call.
+        count: positions.
+        parallel: a P-EAGLE head, which reads tokens as well; otherwise a block head.
+    """
     call, reader = session.call, session.reader
     attached = reader.attached
     text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
