@@ -26,6 +26,7 @@ from hf_specgen import (
     speculate,
 )
 from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.verification import TypicalVerifier
 from tests.helpers import FailingOracle, Oracle, RecordingStreamer, fresh_model, prompts, tiny_model
 
 NOT_A_STRATEGY = 'candidate_generator must be "auto" or a CandidateGenerator such as NgramCandidates(k=5)'
@@ -73,6 +74,11 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Schedule(by_batch={4: -1}), ValueError, "got 4: -1"),
     (lambda: MovingWindow(target=1.0), ValueError, "must be"),
     (lambda: MovingWindow(window=0), ValueError, "must be"),
+    *(
+        (lambda given=given: TypicalVerifier(**given), ValueError, f"must be above 0 and at most 1, got {value}")
+        for given, value in (({"epsilon": 0.0}, 0.0), ({"epsilon": 1.5}, 1.5), ({"alpha": -0.1}, -0.1))
+    ),
+    (lambda: TypicalVerifier(alpha=float("nan")), ValueError, "alpha must be above 0 and at most 1, got nan"),
     (lambda: SpeculationMonitor(window=0), ValueError, "must be at least 1"),
     (lambda: SpeculationMonitor(timeline=-1), ValueError, "must be at least 1"),
 ]
