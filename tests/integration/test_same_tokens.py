@@ -105,8 +105,10 @@ def test_strategy_unusual_prompts_same_tokens(strategy: str, prompt: str) -> Non
     assert_same_tokens(STRATEGIES[strategy].target(), inputs, make(strategy), max_new_tokens=8)
 
 
-@pytest.mark.parametrize("verification", ["rejection", "typical"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "verification"),
+    [*((name, "rejection") for name in STRATEGIES), *((name, "typical") for name in ("oracle, tree", "Medusa, tree"))],
+)
 def test_strategy_other_verification_repeats_under_a_seed(strategy: str, verification: str) -> None:
     """Greedy, rejection sampling gives plain tokens. Would catch: q of another node, draws beside the seed."""
     target, inputs, runs = STRATEGIES[strategy].target(), repeating(2), []
