@@ -133,7 +133,7 @@ def run_suite(options: Namespace) -> int:
 
 def _wide(given: dict[str, Any]) -> dict[str, Any]:
     """The settings of `--wide` on this machine."""
-    from hf_specgen.evaluation.widen import fast_dtype
+    from hf_specgen.evaluation.cost import fast_dtype
     from hf_specgen.evaluation.workloads import WorkloadSettings, load
 
     if given.get("device", "cpu") != "cpu" or {"dtype", "pack_weights", "resume"} & set(given):
@@ -179,7 +179,7 @@ def _record(name: str, options: Namespace, measure: Callable[[], list[dict[str, 
     from rich.console import Console
 
     from benchmarks.report.tables import show
-    from hf_specgen.evaluation.provenance import provenance
+    from hf_specgen.evaluation.measure import provenance
 
     begin = perf_counter()
     rows = measure()

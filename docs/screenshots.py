@@ -18,7 +18,7 @@ from typing import Any, cast
 import typer
 from rich.console import Console
 
-from hf_specgen.cli.options import errors
+from hf_specgen.cli.settings import errors
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for the package `benchmarks`
@@ -51,7 +51,7 @@ def chat() -> Path:
 
     from hf_specgen import Candidates, DraftModelCandidates
     from hf_specgen.cli.chat import Chat, Conversation
-    from hf_specgen.evaluation.widen import widen
+    from hf_specgen.evaluation.cost import widen
     from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, WorkloadSettings, load
 
     model, tokenizer = load(WorkloadSettings())

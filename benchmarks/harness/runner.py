@@ -20,6 +20,7 @@ from benchmarks.harness.journal import Journal, Record, read
 from benchmarks.harness.loading import build
 from benchmarks.harness.memory import measure_memory
 from benchmarks.harness.plan import Plan
+from benchmarks.harness.projection import latency_for, project
 from benchmarks.harness.units import Unit, load_domains, measured_units, mixed_prompts, tuning_units
 from benchmarks.harness.variants import PLAIN, Family
 from benchmarks.micro.known_acceptance import known_acceptance
@@ -28,10 +29,8 @@ from benchmarks.workloads.domains import Domain
 from benchmarks.workloads.prompts import first_turns
 from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve
+from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
-from hf_specgen.evaluation.projection import latency_for, project
-from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load
 from hf_specgen.targets.packed_weights import packed_weights
 from hf_specgen.targets.packing import pack_target

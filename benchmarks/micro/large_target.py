@@ -26,9 +26,8 @@ from hf_specgen import (
     FixedDepth,
     NgramCandidates,
 )
-from hf_specgen.evaluation.cost import measure_cost_curve
+from hf_specgen.evaluation.cost import measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
-from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     EMBEDDED_DRAFT,

@@ -19,8 +19,8 @@ from hf_specgen import (
     FixedDepth,
     NgramCandidates,
 )
+from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Variant, measure_round
-from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     EMBEDDED_DRAFT,

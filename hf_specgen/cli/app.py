@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_specgen.cli.options import command, errors
 from hf_specgen.cli.settings import (
     ChatSettings,
     DemoSettings,
@@ -15,21 +16,31 @@ from hf_specgen.cli.settings import (
     ExportSettings,
     GenerateSettings,
     TuneSettings,
+    command,
 )
+from hf_specgen.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Lossless speculative decoding for Transformers.")
-profile = typer.Typer(help="List, show, export and delete latency profiles, by which draft depths are chosen.")
-app.add_typer(profile, name="profile")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hf-specgen {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Lossless speculative decoding for Transformers."""
 
 
 @command(app, DemoSettings)
 def demo(settings: DemoSettings) -> None:
-    """Compare plain generate and every strategy on two targets, live, in about a minute.
+    """Compare plain generate and the fastest strategies on two targets, live, in about a minute.
 
     Exit code 1 if a token differs in float32.
     """
@@ -57,7 +68,7 @@ def generate(settings: GenerateSettings) -> None:
 
 @command(app, TuneSettings)
 def tune(settings: TuneSettings) -> None:
-    """Measure latencies on this machine and store them as the profiles by which draft depths are chosen.
+    """Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths.
 
     For Medusa heads with --output, also measure their acceptance on a dataset and save it with them.
     """
@@ -69,9 +80,24 @@ def tune(settings: TuneSettings) -> None:
 @command(app, ExportSettings)
 def export(settings: ExportSettings) -> None:
     """Write heads in the layout that another program reads."""
-    from hf_specgen.cli.export import export_heads
+    from transformers import AutoModelForCausalLM
 
-    for file in export_heads(settings):
+    from hf_specgen.heads import load_medusa
+    from hf_specgen.heads.checkpoint import Source
+    from hf_specgen.heads.export import export_medusa
+    from hf_specgen.heads.files import source_errors
+    from hf_specgen.heads.loading import holds_medusa, load_head
+    from hf_specgen.heads.saving import export_head
+
+    if holds_medusa(Source(settings.heads)):
+        model = None
+        if settings.target:
+            with source_errors(settings.target):
+                model = AutoModelForCausalLM.from_pretrained(settings.target, dtype="auto")
+        files = export_medusa(load_medusa(settings.heads, model), settings.output, settings.to, model)
+    else:
+        files = export_head(load_head(settings.heads), settings.output, settings.to)
+    for file in files:
         typer.echo(file)
 
 
@@ -89,52 +115,18 @@ def doctor(settings: DoctorSettings) -> None:
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
-    """Measure acceptance and speed by task domain: `python -m benchmarks suite` in a clone; see `bench --help`."""
-    from hf_specgen.cli.bench import run
+    """Measure acceptance and speed by task domain: `python -m benchmarks suite` in a clone; see `bench --help`.
 
-    run(context.args)
-
-
-@profile.command("list")
-def list_profiles() -> None:
-    """List the latency profiles of this machine's cache directory."""
-    with errors():
-        from hf_specgen.cli.profile import show_all
-
-        show_all()
-
-
-@profile.command("show")
-def show_profile(key: Annotated[str, typer.Argument(help="The profile's key, as listed.")]) -> None:
-    """Show what a profile depends on, and its latencies."""
-    with errors():
-        from hf_specgen.cli.profile import show_one
-
-        show_one(key)
-
-
-@profile.command("export")
-def export_profile(
-    key: Annotated[str, typer.Argument(help="The profile's key, as listed.")],
-    file: Annotated[Path, typer.Argument(help="File to write, for AdaptiveDepth(latency=...).")],
-) -> None:
-    """Copy a profile to a file that can be given to a policy."""
-    with errors():
-        from hf_specgen.depth import profiles
-
-        profiles.export(key, file)
-        typer.echo(file)
-
-
-@profile.command("delete")
-def delete_profile(key: Annotated[list[str], typer.Argument(help="Keys of profiles, as listed.")]) -> None:
-    """Delete profiles; latencies are then learnt again from the next calls."""
-    with errors():
-        from hf_specgen.depth import profiles
-
-        for one in key:
-            if not profiles.delete(one):
-                raise ValueError(
-                    f"there is no profile {one!r} in {profiles.directory()}; see `hf-specgen profile list`"
-                )
-            typer.echo(f"deleted {one}")
+    Without options that choose the target, it is the embedded model widened to 300M parameters; `--widen 0` measures
+    the embedded model itself.
+    """
+    if not (Path("benchmarks") / "__main__.py").is_file():
+        raise SystemExit(
+            "the benchmarks come with the repository, not with the package: change to the root of a clone and run "
+            "`python -m benchmarks suite`"
+        )
+    sys.stdout.flush()
+    choosing = ("--model", "--wide", "--widen", "--help", "-h", "--resume")
+    chosen = any(argument.partition("=")[0] in choosing for argument in context.args)
+    target = [] if chosen else ["--wide"]
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks", "suite", *target, *context.args])

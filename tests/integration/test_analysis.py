@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation import cost
-from hf_specgen.evaluation.analysis import (
+from benchmarks.harness.analysis import (
     estimated_alpha,
     expected_accepted,
     expected_speedup,

@@ -18,7 +18,7 @@ from hf_specgen.cli.doctor import CheckResult, DoctorSettings, Report, examine, 
 from hf_specgen.cli.doctor.blueprint import blueprint
 from hf_specgen.cli.doctor.recommend import Speed, recommend, same_tokens, speed, verification_cost
 from hf_specgen.depth.cost import CostCurve
-from hf_specgen.evaluation.intervals import Interval
+from hf_specgen.evaluation.measure import Interval
 from hf_specgen.evaluation.measure import Sample, Total
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
 from hf_specgen.heads.export import export_medusa
@@ -228,7 +228,7 @@ def test_slow_strategy_is_explained(measured: Total, explanation: str) -> None:
 
 def test_quick_benchmark_runs_every_variant_in_every_round_after_a_whole_warm_up(monkeypatch: Any) -> None:
     """Would catch: kernels prepared, or latencies learnt, in the measured calls of one side only (defect D8)."""
-    from hf_specgen.evaluation.strategies import strategies
+    from hf_specgen.evaluation.workloads import strategies
 
     calls: list[tuple[int, int, list[str]]] = []
 

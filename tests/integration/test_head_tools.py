@@ -16,8 +16,8 @@ from hf_specgen.cli.doctor.blueprint import blueprint
 from hf_specgen.cli.doctor.findings import CheckResult
 from hf_specgen.cli.doctor.recommend import taps
 from hf_specgen.cli.doctor.static_checks import heads
-from hf_specgen.evaluation.strategies import head_strategy, strategies
-from hf_specgen.evaluation.taps import TapsResult, compare_taps
+from hf_specgen.evaluation.workloads import head_strategy, strategies
+from hf_specgen.evaluation.calibration import TapsResult, compare_taps
 from hf_specgen.heads.loading import load_head
 from tests.helpers import prompts
 from tests.helpers.eagle import predictable_pair
