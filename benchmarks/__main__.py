@@ -66,7 +66,7 @@ def make_parser() -> ArgumentParser:
     suite.add_argument(
         "--wide",
         action="store_true",
-        help="the embedded model widened to 300M parameters, in bfloat16, or in float32 with packed weights on a CPU "
+        help="the embedded model widened to 300M parameters, in bfloat16, or in float32 on a CPU "
         "where that is faster",
     )
     suite.add_argument("--quick", action="store_true", help="little work: no results to quote")
@@ -136,7 +136,7 @@ def _wide(given: dict[str, Any]) -> dict[str, Any]:
     from hf_specgen.evaluation.cost import fast_dtype
     from hf_specgen.evaluation.workloads import WorkloadSettings, load
 
-    if given.get("device", "cpu") != "cpu" or {"dtype", "pack_weights", "resume"} & set(given):
+    if given.get("device", "cpu") != "cpu" or {"dtype", "resume"} & set(given):
         return WIDE
     small, _ = load(WorkloadSettings())
     return WIDE_FLOAT32 if fast_dtype(small, WIDE["widen"]) == "float32" else WIDE
