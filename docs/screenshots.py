@@ -58,8 +58,8 @@ def chat() -> Path:
     draft = DraftModelCandidates(str(EMBEDDED_DRAFT), dtype=model.dtype)
     model = widen(model, 300 * 10**6)
     generation = {"max_new_tokens": 64, "do_sample": False}
-    settings: dict[str, Any] = {"candidate_generator": draft, "pack_weights": True}
-    cast(Any, model).generate(torch.tensor([[1, 2]]), max_new_tokens=24, **settings)  # loads, checks and packs
+    settings: dict[str, Any] = {"candidate_generator": draft}
+    cast(Any, model).generate(torch.tensor([[1, 2]]), max_new_tokens=24, **settings)  # loads and checks
     console = terminal()
     lines = iter([QUESTION, "/plain", "/again", "/quit"])
 
@@ -69,7 +69,7 @@ def chat() -> Path:
         return line
 
     choices: dict[str, Candidates | None] = {PLAIN: None, "draft model": draft}
-    Chat(Conversation(model, tokenizer, generation, pack_weights=True), choices, console).run(read)
+    Chat(Conversation(model, tokenizer, generation), choices, console).run(read)
     return save(console, "hf-specgen chat", "chat.svg")
 
 
