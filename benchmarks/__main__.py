@@ -66,8 +66,7 @@ def make_parser() -> ArgumentParser:
     suite.add_argument(
         "--wide",
         action="store_true",
-        help="the embedded model widened to 300M parameters, in bfloat16, or in float32 on a CPU "
-        "where that is faster",
+        help="the embedded model widened to 300M parameters, in bfloat16, or in float32 on a CPU where that is faster",
     )
     suite.add_argument("--quick", action="store_true", help="little work: no results to quote")
     suite.add_argument("--resume", action="store_true", help="continue the interrupted run in --out")

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specgen.counters import RowStep, Statistics
-from hf_specgen.evaluation import cost
 from benchmarks.harness.analysis import (
     estimated_alpha,
     expected_accepted,
@@ -17,6 +15,8 @@ from benchmarks.harness.analysis import (
     optimal_k,
     speedup_limit,
 )
+from hf_specgen.counters import RowStep, Statistics
+from hf_specgen.evaluation import cost
 from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
 from tests.helpers import tiny_model
 
