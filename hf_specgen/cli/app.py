@@ -13,10 +13,10 @@ from hf_specgen.cli.settings import (
     ChatSettings,
     DemoSettings,
     DoctorSettings,
-    ExportSettings,
     GenerateSettings,
     TuneSettings,
     command,
+    errors,
 )
 from hf_specgen.version import __version__
 
@@ -38,79 +38,64 @@ def main(
     """Lossless speculative decoding for Transformers."""
 
 
-@command(app, DemoSettings)
-def demo(settings: DemoSettings) -> None:
-    """Compare plain generate and the fastest strategies on two targets, live, in about a minute.
-
-    Exit code 1 if a token differs in float32.
-    """
-    from hf_specgen.cli.demo import show
-
-    if not show(settings):
-        raise typer.Exit(1)
-
-
-@command(app, ChatSettings)
-def chat(settings: ChatSettings) -> None:
-    """Chat with a model; accepted draft tokens are coloured. /strategy and /plain compare."""
-    from hf_specgen.cli.chat import show
-
-    show(settings)
-
-
-@command(app, GenerateSettings)
-def generate(settings: GenerateSettings) -> None:
-    """Answer the prompts of a file or dataset: batched by length, resumable, sharded by `accelerate launch`."""
-    from hf_specgen.cli.generate import show
-
-    show(settings)
-
-
-@command(app, TuneSettings)
-def tune(settings: TuneSettings) -> None:
-    """Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths.
-
-    For Medusa heads with --output, also measure their acceptance on a dataset and save it with them.
-    """
-    from hf_specgen.cli.tune import show
-
-    show(settings)
+command(
+    app,
+    "demo",
+    DemoSettings,
+    "Compare plain generate and the fastest strategies on two targets, live, in about a minute.\n\n"
+    "Exit code 1 if a token differs in float32.",
+)
+command(
+    app, "chat", ChatSettings, "Chat with a model; accepted draft tokens are coloured. /strategy and /plain compare."
+)
+command(
+    app,
+    "generate",
+    GenerateSettings,
+    "Answer the prompts of a file or dataset: batched by length, resumable, sharded by `accelerate launch`.",
+)
+command(
+    app,
+    "tune",
+    TuneSettings,
+    "Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths.\n\n"
+    "For Medusa heads with --output, also measure their acceptance on a dataset and save it with them.",
+)
+command(
+    app,
+    "doctor",
+    DoctorSettings,
+    "Check whether speculation works and is faster here, and recommend a strategy.\n\n"
+    "Exit code 1 if a problem has to be solved first.",
+)
 
 
-@command(app, ExportSettings)
-def export(settings: ExportSettings) -> None:
+@app.command()
+def export(
+    heads: Annotated[str, typer.Argument(help="Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash.")],
+    to: Annotated[str, typer.Option(help="The program: medusa, tgi or vllm; for others eagle, sglang or vllm.")],
+    output: Annotated[Path, typer.Option(help="Folder to write to.")],
+    target: Annotated[str, typer.Option(help="Hub id or folder of the target, for its output matrix (Medusa).")] = "",
+) -> None:
     """Write heads in the layout that another program reads."""
-    from transformers import AutoModelForCausalLM
+    with errors():
+        from transformers import AutoModelForCausalLM
 
-    from hf_specgen.heads import load_medusa
-    from hf_specgen.heads.checkpoint import Source
-    from hf_specgen.heads.export import export_medusa
-    from hf_specgen.heads.files import source_errors
-    from hf_specgen.heads.loading import holds_medusa, load_head
-    from hf_specgen.heads.saving import export_head
+        from hf_specgen.heads import load_medusa
+        from hf_specgen.heads.checkpoint import Source
+        from hf_specgen.heads.export import export_medusa
+        from hf_specgen.heads.files import source_errors
+        from hf_specgen.heads.loading import holds_medusa, load_head
+        from hf_specgen.heads.saving import export_head
 
-    if holds_medusa(Source(settings.heads)):
-        model = None
-        if settings.target:
-            with source_errors(settings.target):
-                model = AutoModelForCausalLM.from_pretrained(settings.target, dtype="auto")
-        files = export_medusa(load_medusa(settings.heads, model), settings.output, settings.to, model)
-    else:
-        files = export_head(load_head(settings.heads), settings.output, settings.to)
-    for file in files:
-        typer.echo(file)
-
-
-@command(app, DoctorSettings)
-def doctor(settings: DoctorSettings) -> None:
-    """Check whether speculation works and is faster here, and recommend a strategy.
-
-    Exit code 1 if a problem has to be solved first.
-    """
-    from hf_specgen.cli.doctor import show
-
-    if not show(settings):
-        raise typer.Exit(1)
+        if holds_medusa(Source(heads)):
+            with source_errors(target):
+                model = AutoModelForCausalLM.from_pretrained(target, dtype="auto") if target else None
+            files = export_medusa(load_medusa(heads, model), output, to, model)
+        else:
+            files = export_head(load_head(heads), output, to)
+        for file in files:
+            typer.echo(file)
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -143,7 +143,7 @@ def examine(settings: DoctorSettings) -> Report:
     elif settings.run:
         _measure(settings, target, report)
     else:
-        most = strategies(settings.draft, settings.heads)[-1]
+        most = strategies(settings.draft, settings.heads, settings.adapter)[-1]
         report.recommendation = LINE.format(most.code)
         report.reason = "the static checks found no problem; the speed was not measured"
     return report
@@ -238,19 +238,19 @@ def tokenizers(target: Blueprint, draft: Blueprint) -> list[Finding]:
         return [Finding("tokenizers", WARNING, found, meaning)]
     findings = [Finding("tokenizers", GOOD, f"all {len(a.get_vocab())} entries are the same; {sizes}")]
     ends = [(name, getattr(a, name), getattr(b, name)) for name in ("bos_token_id", "eos_token_id")]
-    unlike = [f"{name} {ours} and {theirs}" for name, ours, theirs in ends if ours != theirs]
-    if unlike:
-        meaning = "the draft model was trained on texts that begin or end differently: fewer draft tokens are accepted"
-        findings.append(Finding("special tokens", WARNING, ", ".join(unlike), meaning))
-    else:
-        findings.append(Finding("special tokens", GOOD, "the same"))
-    if a.chat_template and a.chat_template != b.chat_template:
-        found = "the draft model has none" if not b.chat_template else "they differ"
-        meaning = "prompts use the target's template: fewer tokens of a draft model trained without it are accepted"
-        findings.append(Finding("chat template", WARNING, found, meaning))
-    elif a.chat_template:
-        findings.append(Finding("chat template", GOOD, "the same"))
+    unlike = ", ".join(f"{name} {ours} and {theirs}" for name, ours, theirs in ends if ours != theirs)
+    findings.append(_alike("special tokens", unlike, "texts that begin or end differently"))
+    if a.chat_template:
+        unlike = "" if a.chat_template == b.chat_template else "not the target's"
+        findings.append(_alike("chat template", unlike, "texts in another template or none"))
     return findings
+
+
+def _alike(subject: str, unlike: str, texts: str) -> Finding:
+    """A warning if the draft model was trained on other texts than the target writes."""
+    if not unlike:
+        return Finding(subject, GOOD, "the same")
+    return Finding(subject, WARNING, unlike, f"trained on {texts}: fewer of its draft tokens are accepted")
 
 
 def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
@@ -356,7 +356,7 @@ def _measure(settings: DoctorSettings, target: Blueprint, report: Report) -> Non
     generation: dict[str, Any] = {"do_sample": False, "max_new_tokens": settings.max_new_tokens}
     if settings.temperature:
         generation |= {"do_sample": True, "temperature": settings.temperature}
-    named = strategies(settings.draft, settings.heads, dtype=target.dtype)
+    named = strategies(settings.draft, settings.heads, settings.adapter, dtype=target.dtype)
     prompts = list(settings.prompt or PROMPTS)
     for one in named:
         if isinstance(one.candidates, HeadCandidates):
@@ -394,53 +394,41 @@ def _variants(found: Sequence[Strategy], device: str) -> tuple[dict[str, str], l
 
 @dataclass(frozen=True)
 class Speed:
-    """The measured speed of a strategy: its speedup over plain `generate` has a confidence interval over calls."""
+    """The calls of a strategy, and its speedup over plain `generate` with a confidence interval over calls."""
 
-    tokens_per_second: float
+    total: Total
     interval: Interval
-    tokens_per_step: float
-    acceptance_rate: float
-    drafted: int
 
     @classmethod
     def of(cls, total: Total, plain: Total) -> Speed:
         """From the totals of a strategy and of plain `generate` on the same batches."""
-        ours, theirs = total.samples, plain.samples
-        interval = speedup_interval(
-            [sample.tokens for sample in ours],
-            [sample.seconds for sample in ours],
-            [sample.tokens for sample in theirs],
-            [sample.seconds for sample in theirs],
-        )
-        rate, accepted = total.tokens_per_second, total.acceptance_rate
-        return cls(rate, interval, total.tokens_per_step, accepted, total.drafted)
-
-    @property
-    def speedup(self) -> str:
-        """The speedup and its interval, such as "1.32x plain (1.21-1.40)"."""
-        return f"{self.interval.value:.2f}x plain ({self.interval.low:.2f}-{self.interval.high:.2f})"
+        sides = [
+            ([one.tokens for one in side.samples], [one.seconds for one in side.samples]) for side in (total, plain)
+        ]
+        return cls(total, speedup_interval(*sides[0], *sides[1]))
 
     @property
     def plausible(self) -> bool:
         """Whether the speedup is possible: a step takes no less than a plain one, so it is at most tokens per step."""
-        return self.interval.value <= MARGIN * max(1.0, self.tokens_per_step)
+        return self.interval.value <= MARGIN * max(1.0, self.total.tokens_per_step)
 
     @property
     def faster(self) -> bool:
         """Whether the strategy was clearly faster than plain `generate`."""
         return self.plausible and self.interval.low > 1 and self.interval.value >= MARGIN
 
+    def __str__(self) -> str:
+        return f"{self.interval.value:.2f}x plain ({self.interval.low:.2f}-{self.interval.high:.2f})"
+
     def to_dict(self) -> dict[str, float]:
         """Numbers by name, ready for JSON."""
-        interval = asdict(self.interval)
-        return {
-            "tokens_per_second": self.tokens_per_second,
-            "speedup": interval["value"],
-            "speedup_low": interval["low"],
-            "speedup_high": interval["high"],
-            "tokens_per_step": self.tokens_per_step,
-            "acceptance_rate": self.acceptance_rate,
+        speedups = {
+            "speedup": self.interval.value,
+            "speedup_low": self.interval.low,
+            "speedup_high": self.interval.high,
         }
+        names = ("tokens_per_second", "tokens_per_step", "acceptance_rate")
+        return speedups | {name: getattr(self.total, name) for name in names}
 
 
 def verification_cost(curve: CostCurve) -> Finding:
@@ -462,8 +450,8 @@ def verification_cost(curve: CostCurve) -> Finding:
 def speed(name: str, measured: Speed) -> Finding:
     """The measured speed of a strategy."""
     found = (
-        f"{measured.speedup}, {measured.tokens_per_step:.2f} tokens per step, "
-        f"{measured.acceptance_rate:.0%} of draft tokens accepted"
+        f"{measured}, {measured.total.tokens_per_step:.2f} tokens per step, "
+        f"{measured.total.acceptance_rate:.0%} of draft tokens accepted"
     )
     result = GOOD if measured.faster else WARNING
     return Finding(name, result, found, "" if measured.faster else _explanation(measured))
@@ -499,7 +487,7 @@ def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[st
     faster = [name for name, measured in speeds.items() if measured.faster]
     if faster:
         best = max(faster, key=lambda name: speeds[name].interval.value)
-        return LINE.format(codes[best]), f"the fastest in the quick benchmark: {speeds[best].speedup}"
+        return LINE.format(codes[best]), f"the fastest in the quick benchmark: {speeds[best]}"
     first = next(iter(codes))
     return LINE.format(codes[first]), (
         "no strategy was clearly faster on these prompts; the default then drafts almost nothing, and more where text "
@@ -510,13 +498,13 @@ def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[st
 def _explanation(measured: Speed) -> str:
     if not measured.plausible:
         return (
-            f"not possible: {measured.tokens_per_step:.2f} tokens per step allow at most that speedup; another process "
+            f"not possible: {measured.total.tokens_per_step:.2f} tokens per step allow at most that speedup; another process "
             "used the machine meanwhile, so measure again"
         )
-    if measured.drafted == 0:
+    if measured.total.drafted == 0:
         return "nothing was drafted"
     if not measured.interval.differs:
         return "the interval includes 1: no difference was shown; more --rounds make it smaller"
-    if measured.acceptance_rate < 0.3:
+    if measured.total.acceptance_rate < 0.3:
         return "few draft tokens are accepted: text without repetition, a high temperature, or an unrelated draft"
     return "draft tokens are accepted, but drafting and verifying them takes too long; a larger target gains more"

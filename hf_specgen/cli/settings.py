@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -24,11 +24,6 @@ DEVICE = "cpu, cuda, cuda:1, mps …; a GPU if there is one, if left out."
 def argument(help: str) -> Any:
     """A required positional argument."""
     return field(metadata={"help": help, "argument": True})
-
-
-def required(help: str, **more: Any) -> Any:
-    """A required option; `more` as for `setting`."""
-    return field(metadata={"help": help, **more})
 
 
 @dataclass(frozen=True)
@@ -48,76 +43,67 @@ class DemoSettings(WorkloadSettings):
         return self.wide > 0 and not self.model
 
 
-@dataclass(frozen=True)
-class DoctorSettings:
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """A target, and what strategies need."""
+
+    draft: str = setting("", "Hub id or folder of a draft model.")
+    heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
+    adapter: str = setting("", "Hub id or folder of an exit adapter.")
+    dtype: str = setting("auto", "Data type of the models; auto for that of the checkpoint.", choices=("auto", *DTYPES))
+    device: str = setting("", DEVICE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings(ModelSettings):
     """Options of `hf-specgen doctor`."""
 
     model: str = setting("", "Hub id or folder of the target.", argument=True)
     model_option: str = setting("", "The target, in another place.", flags=("--model", "--target"))
-    draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
     prompt: tuple[str, ...] = setting((), "A prompt like yours; may be given several times.")
     batch_size: int = setting(1, "Prompts per generate call.", min=1)
     length: int = setting(2048, "Tokens per row, prompt included, that must fit into memory.", min=1)
     temperature: float = setting(0.0, "Sampling temperature; 0 for greedy decoding.", min=0)
     max_new_tokens: int = setting(96, "Tokens per answer of the quick benchmark.", min=1)
     rounds: int = setting(3, "Runs of each prompt in the quick benchmark.", min=1)
-    dtype: str = setting("auto", "Data type of the models; auto for that of the checkpoint.", choices=("auto", *DTYPES))
-    device: str = setting("", DEVICE)
     run: bool = setting(True, "Measure; without it no weights are loaded.")
     as_json: bool = setting(False, "Print JSON instead of a table.", flag="--json")
 
 
-@dataclass(frozen=True)
-class TuneSettings:
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings(ModelSettings):
     """Options of `hf-specgen tune`."""
 
     model: str = argument("Hub id or folder of the target.")
-    draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
-    adapter: str = setting("", "Hub id or folder of an exit adapter.")
+    latency: Path = setting(Path("latency.json"), "File to write, for AdaptiveDepth(latency=...).")
+    batch_size: tuple[int, ...] = setting((1,), "Rows to measure latencies for; may be given several times.", min=1)
+    context: int = setting(256, "Cached tokens per row to measure latencies at.", min=1)
     output: Path | None = setting(None, "Measure the heads' acceptance too, and write them to this folder.")
     prompts: Path | None = setting(None, "JSONL rows {prompt, domain} for acceptance; the embedded ones if left out.")
     prompts_per_domain: int = setting(10, "Prompts from each domain.", min=1)
     max_new_tokens: int = setting(128, "Tokens per answer.", min=1)
-    latency: Path = setting(Path("latency.json"), "File to write, for AdaptiveDepth(latency=...).")
-    batch_size: tuple[int, ...] = setting((1,), "Rows to measure latencies for; may be given several times.", min=1)
-    context: int = setting(256, "Cached tokens per row to measure latencies at.", min=1)
-    dtype: str = setting("auto", "Data type of the target; auto for that of the checkpoint.", choices=("auto", *DTYPES))
-    device: str = setting("", DEVICE)
 
 
-@dataclass(frozen=True)
-class ExportSettings:
-    """Options of `hf-specgen export`."""
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings(ModelSettings):
+    """Options of `hf-specgen chat` and `generate`."""
 
-    heads: str = argument("Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash.")
-    to: str = required(
-        "Program that reads them: medusa, tgi or vllm for Medusa heads; eagle, sglang or vllm for others."
-    )
-    output: Path = required("Folder to write to.")
-    target: str = setting("", "Hub id or folder of the target, where its output matrix is needed (Medusa).")
-
-
-@dataclass(frozen=True)
-class ChatSettings:
-    """Options of `hf-specgen chat`."""
-
-    model: str = argument("Hub id or folder of the target.")
-    draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of draft heads of any format.")
-    adapter: str = setting("", "Hub id or folder of an exit adapter.")
-    system: str = setting("", "System prompt.")
-    max_new_tokens: int = setting(512, "Tokens per answer.", min=1)
     temperature: float = setting(0.0, "Sampling temperature; 0 for greedy decoding.", min=0)
-    seed: int = setting(0, "Seed of every answer, so that all strategies give the same one.")
-    dtype: str = setting("auto", "Data type of the target; auto for that of the checkpoint.", choices=("auto", *DTYPES))
-    device: str = setting("", DEVICE)
     pack_weights: bool = setting(False, "Prepack the weights, where that is faster on this CPU.")
 
 
-@dataclass(frozen=True)
-class GenerateSettings:
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings(AnswerSettings):
+    """Options of `hf-specgen chat`."""
+
+    model: str = argument("Hub id or folder of the target.")
+    system: str = setting("", "System prompt.")
+    max_new_tokens: int = setting(512, "Tokens per answer.", min=1)
+    seed: int = setting(0, "Seed of every answer, so that all strategies give the same one.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(AnswerSettings):
     """Options of `hf-specgen generate`."""
 
     model: str = argument("Hub id or folder of the target.")
@@ -128,43 +114,31 @@ class GenerateSettings:
     split: str = setting("train", "Split of a dataset.")
     name: str = setting("", "Configuration of a dataset.")
     limit: int = setting(0, "Rows to use; 0 for all.", min=0)
-    draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of draft heads of any format.")
-    adapter: str = setting("", "Hub id or folder of an exit adapter.")
     plain: bool = setting(False, "Generate without a strategy.")
     chat: bool = setting(True, "Put texts into the model's chat format, if it has one.")
     batch_size: int = setting(8, "Prompts per generate call, of similar length.", min=1)
     max_new_tokens: int = setting(256, "Tokens per answer.", min=1)
-    temperature: float = setting(0.0, "Sampling temperature; 0 for greedy decoding.", min=0)
     seed: int = setting(0, "Seed; each batch has its own, derived from it.")
-    dtype: str = setting(
-        "auto",
-        "Data type of the target; auto for that of the checkpoint. Only in float32 do answers never depend on how "
-        "prompts are batched and drafted.",
-        choices=("auto", *DTYPES),
-    )
-    device: str = setting("", "cpu, cuda:1 …; the process's own if left out.")
-    pack_weights: bool = setting(False, "Prepack the weights, where that is faster on this CPU.")
 
 
-def command(app: typer.Typer, settings: type) -> Callable[[Callable[[Any], None]], Any]:
-    """Register a function of one settings object as a command whose options are the fields of that dataclass."""
+def command(app: typer.Typer, name: str, settings: type, about: str) -> None:
+    """Register `hf_specgen.cli.NAME.show(settings)` as a command whose options are the fields of a dataclass.
 
-    def register(function: Callable[[Any], None]) -> Callable[[Any], None]:
-        @functools.wraps(function)
-        def run(**options: Any) -> None:
-            values = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-            with errors():
-                function(settings(**values))
+    The module is imported when the command runs. Where `show` returns False, the exit code is 1.
+    """
 
-        hints = get_type_hints(settings)
-        parameters = [_parameter(item, hints[item.name]) for item in fields(settings)]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command(function.__name__)(run)
-        return function
+    def run(**options: Any) -> None:
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+        with errors():
+            succeeded = import_module(f"hf_specgen.cli.{name}").show(settings(**values))
+        if succeeded is False:
+            raise typer.Exit(1)
 
-    return register
+    hints = get_type_hints(settings)
+    parameters = [_parameter(item, hints[item.name]) for item in fields(settings)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app.command(name, help=about)(run)
 
 
 def _parameter(item: Field[Any], kind: Any) -> inspect.Parameter:

@@ -235,7 +235,7 @@ def test_slow_strategy_is_explained(measured: Total, explanation: str) -> None:
 
 
 def test_numbers_and_differences_are_reported() -> None:
-    measured = Speed(10.0, Interval(1.5, 1.2, 1.8), 2.0, 0.5, 10).to_dict()
+    measured = Speed(total(1.0), Interval(1.5, 1.2, 1.8)).to_dict()
     assert (measured["speedup_low"], measured["speedup_high"]) == (1.2, 1.8)
     for exact, result in ((True, "bad"), (False, "warning")):
         assert doctor.same_tokens({"n-grams": Total(identical=False)}, exact).result.value == result
