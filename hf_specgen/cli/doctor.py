@@ -402,10 +402,8 @@ class Speed:
     @classmethod
     def of(cls, total: Total, plain: Total) -> Speed:
         """From the totals of a strategy and of plain `generate` on the same batches."""
-        sides = [
-            ([one.tokens for one in side.samples], [one.seconds for one in side.samples]) for side in (total, plain)
-        ]
-        return cls(total, speedup_interval(*sides[0], *sides[1]))
+        columns = [[getattr(one, name) for one in s.samples] for s in (total, plain) for name in ("tokens", "seconds")]
+        return cls(total, speedup_interval(*columns))
 
     @property
     def plausible(self) -> bool:
@@ -498,8 +496,8 @@ def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[st
 def _explanation(measured: Speed) -> str:
     if not measured.plausible:
         return (
-            f"not possible: {measured.total.tokens_per_step:.2f} tokens per step allow at most that speedup; another process "
-            "used the machine meanwhile, so measure again"
+            f"not possible: {measured.total.tokens_per_step:.2f} tokens per step allow at most that speedup; another "
+            "process used the machine meanwhile, so measure again"
         )
     if measured.total.drafted == 0:
         return "nothing was drafted"

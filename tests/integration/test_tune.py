@@ -109,7 +109,7 @@ def test_tune_with_heads_of_another_target_measures_nothing(
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{}", "line 1: expected"), ("", "has no prompts"), ('{"prompt": "x"}', "no Medusa heads")]
+    ("text", "message"), [("{}", "line 1: expected"), ("", "has no prompts"), ('{"prompt": "x"}', "not a checkpoint")]
 )
 def test_tune_bad_prompts_or_heads_are_one_sentence(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
