@@ -94,13 +94,7 @@ class Conversation:
         return self.messages.pop()["content"]
 
     def answer(self, name: str, candidates: Candidates | None, write: Callable[[str, bool], None]) -> Answer:
-        """Answer the last message.
-
-        Args:
-            name: of the strategy.
-            candidates: the strategy; None for plain generation.
-            write: receives the text piece by piece, and whether it is an accepted draft token.
-        """
+        """Answer the last message; `write` receives pieces of text, and whether each is an accepted draft token."""
         ids = self._prompt()
         read = self.read
         if read is None or ids.shape[1] <= read.shape[1] or not torch.equal(ids[:, : read.shape[1]], read):
@@ -301,11 +295,7 @@ class _StepSession(MonitorSession):
 
 
 def show(settings: ChatSettings) -> None:
-    """Load the models and chat on the terminal.
-
-    Raises:
-        OSError, ValueError: for models or settings that cannot be used.
-    """
+    """Load the models and chat on the terminal."""
     named = strategies(settings.draft, settings.heads, settings.adapter)[1:]
     model, tokenizer = load_model(settings.model, settings.dtype, settings.device)
     choices: dict[str, Candidates | None] = {PLAIN: None, DEFAULT: default_candidates()}

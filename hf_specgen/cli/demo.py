@@ -51,7 +51,7 @@ ACCEPTED = "black on green"
 
 
 @dataclass
-class Target:
+class MeasuredTarget:
     """A target and what was measured on it.
 
     Args:
@@ -78,18 +78,7 @@ class Target:
 
 
 def show(settings: DemoSettings, console: Console | None = None) -> bool:
-    """Run the demo and print it.
-
-    Args:
-        settings: of the demo.
-        console: to print to; the terminal if left out.
-
-    Returns:
-        False if a token differs in float32.
-
-    Raises:
-        OSError, ValueError: for models, prompts or settings that cannot be used.
-    """
+    """Run the demo and print it; returns False if a token differs in float32."""
     check_writable(settings.json_file)
     settings = replace(settings, device=settings.device or default_device())
     console = console or terminal()
@@ -107,14 +96,9 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
 
 
 def run_demo(
-    settings: DemoSettings, on_change: Callable[[list[Target], str], None]
-) -> tuple[list[Target], PreTrainedTokenizerBase]:
-    """Measure all variants on every target.
-
-    Args:
-        settings: of the demo.
-        on_change: receives the targets, and what is being done, whenever that changes.
-    """
+    settings: DemoSettings, on_change: Callable[[list[MeasuredTarget], str], None]
+) -> tuple[list[MeasuredTarget], PreTrainedTokenizerBase]:
+    """Measure all variants on every target; `on_change` receives the targets and what is being done."""
     check_installed(settings)
     prompts = list(round_robin(domain_prompts(settings)))
     model, tokenizer = load(settings)
@@ -138,7 +122,7 @@ def run_demo(
 
 
 def _measure(
-    target: Target,
+    target: MeasuredTarget,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     compared: Sequence[Variant],
@@ -188,7 +172,7 @@ def _warm_up(
     return max(1, plain.tokens - size) / max(1e-3, plain.seconds - plain.first_token)
 
 
-def to_json(settings: DemoSettings, targets: Sequence[Target]) -> dict[str, Any]:
+def to_json(settings: DemoSettings, targets: Sequence[MeasuredTarget]) -> dict[str, Any]:
     """All numbers, with their provenance."""
     return {
         "provenance": provenance(),
@@ -211,9 +195,9 @@ def _numbers(totals: dict[str, Total]) -> dict[str, dict[str, Any]]:
     return {name: {field: getattr(total, field) for field in fields} for name, total in totals.items()}
 
 
-def _empty(title: str, dtype: str, compared: Sequence[Variant], rows: int) -> Target:
+def _empty(title: str, dtype: str, compared: Sequence[Variant], rows: int) -> MeasuredTarget:
     able = {variant.name for variant in compared if variant.batched or rows == 1}
-    return Target(title, dtype, {variant.name: Total() for variant in compared}, able)
+    return MeasuredTarget(title, dtype, {variant.name: Total() for variant in compared}, able)
 
 
 def _is_exact(settings: DemoSettings, generation: dict[str, Any]) -> bool:
@@ -275,13 +259,8 @@ def batches(prompts: Sequence[tuple[str, str]], size: int) -> Iterator[tuple[str
     yield from incomplete.items()
 
 
-def comparison(targets: Sequence[Target], now: str = "") -> RenderableType:
-    """A row for each variant, a bar for each target; strategies in increasing order of speed on the last target.
-
-    Args:
-        targets: what has been measured so far.
-        now: what is being done, for a line below.
-    """
+def comparison(targets: Sequence[MeasuredTarget], now: str = "") -> RenderableType:
+    """A row for each variant, a bar for each target; strategies in increasing order of speed on the last target."""
     view = Table(box=None, pad_edge=False, padding=(0, 1), show_header=True, header_style="bold")
     view.add_column("tokens per second", no_wrap=True)
     for target in targets:
@@ -291,7 +270,7 @@ def comparison(targets: Sequence[Target], now: str = "") -> RenderableType:
     return Group("", view, Text(now, style="dim"))
 
 
-def closing_lines(targets: Sequence[Target], widened: bool) -> Iterator[str]:
+def closing_lines(targets: Sequence[MeasuredTarget], widened: bool) -> Iterator[str]:
     """The conclusion: the fastest strategy, whether tokens were the same, what the second target is."""
     for target in targets:
         totals = target.totals
@@ -370,7 +349,7 @@ def _speedup(totals: dict[str, Total], name: str) -> float:
     return totals[name].tokens_per_second / plain if plain else 0.0
 
 
-def _same_tokens(target: Target) -> str:
+def _same_tokens(target: MeasuredTarget) -> str:
     if not target.answers:
         return f"{target.title}: this verification does not promise the tokens of plain generate."
     if not target.differences:

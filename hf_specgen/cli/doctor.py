@@ -106,11 +106,7 @@ class Report:
 
 
 def show(settings: DoctorSettings) -> bool:
-    """Examine, and print the report; returns False if a problem has to be solved first.
-
-    Raises:
-        OSError, ValueError: if a model cannot be found or is no causal language model.
-    """
+    """Examine, and print the report; returns False if a problem has to be solved first."""
     report = examine(settings)
     if settings.as_json:
         print(json.dumps(asdict(report), indent=2))
@@ -124,11 +120,7 @@ def show(settings: DoctorSettings) -> bool:
 
 
 def examine(settings: DoctorSettings) -> Report:
-    """Check a target, with a draft model and heads if they are given; no weights are loaded if a problem is found.
-
-    Raises:
-        OSError, ValueError: if a model cannot be found or is no causal language model.
-    """
+    """Check a target, with a draft model and heads if they are given; no weights are loaded if a problem is found."""
     name = settings.model or settings.model_option
     if not name or (settings.model and settings.model_option):
         raise ValueError("name one target: hf-specgen doctor MODEL")
@@ -192,11 +184,7 @@ class Blueprint:
 
 
 def blueprint(name: str, dtype: str) -> Blueprint:
-    """Read the configuration and the tokenizer of a model, in a dtype or "auto" for the checkpoint's.
-
-    Raises:
-        OSError, ValueError: if there is no such model, or it is no causal language model.
-    """
+    """Read the configuration and the tokenizer of a model, in a dtype or "auto" for the checkpoint's."""
     with source_errors(name):
         config = AutoConfig.from_pretrained(name)
         chosen = torch_dtype(dtype) if dtype != "auto" else config.dtype or torch.float32

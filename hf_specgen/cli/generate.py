@@ -29,11 +29,7 @@ RESUMABLE = ("plain", "draft", "heads", "adapter", "device")
 
 
 def show(settings: GenerateSettings) -> None:
-    """Write the answers of all prompts that have none yet.
-
-    Raises:
-        OSError, ValueError: for models, rows or settings that cannot be used.
-    """
+    """Write the answers of all prompts that have none yet."""
     processes = PartialState(cpu=settings.device == "cpu" or not torch.accelerator.is_available())
     console = Console(quiet=not processes.is_main_process)
     if settings.output.exists():
@@ -78,12 +74,7 @@ def show(settings: GenerateSettings) -> None:
 
 
 def read_rows(settings: GenerateSettings) -> list[Row]:
-    """The rows of a JSONL file or of a dataset.
-
-    Raises:
-        FileNotFoundError: if there is no such file or dataset.
-        ValueError: if a row cannot be answered, or has a column of the answers' name.
-    """
+    """The rows of a JSONL file or of a dataset."""
     path = Path(settings.source)
     if path.suffix in (".jsonl", ".json") or path.is_file():
         if not path.is_file():

@@ -35,12 +35,7 @@ from hf_specgen.heads.lora import copy_lora
 
 
 def show(settings: TuneSettings) -> None:
-    """Measure, store, and print what was measured.
-
-    Raises:
-        OSError: if a model or the prompts are not there, or a file cannot be written.
-        ValueError: for settings that contradict each other, damaged files, or heads of another target.
-    """
+    """Measure, store, and print what was measured."""
     console = terminal()
     if settings.output is not None and not settings.heads:
         raise ValueError(f"--output {settings.output} is for tuned heads; name them with --heads")
@@ -86,11 +81,7 @@ def tune_heads(
     prompts: dict[str, list[str]],
     console: Console,
 ) -> RenderableType:
-    """Measure the acceptance of Medusa heads, save it with the heads, and return tables of what was measured.
-
-    Raises:
-        ValueError: for heads whose acceptance is not measured in advance.
-    """
+    """Measure the acceptance of Medusa heads, save it with the heads, and return tables of what was measured."""
     heads = load_medusa(settings.heads, model)
     if heads.config.reads_path:
         raise ValueError(

@@ -116,11 +116,6 @@ class Total:
             self.drafted += sample.speculation.drafted
             self.accepted += sample.speculation.accepted
 
-    def __add__(self, other: Total) -> Total:
-        names = ("tokens", "seconds", "steps", "emitted", "drafted", "accepted")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return Total(**sums, identical=self.identical and other.identical, samples=self.samples + other.samples)
-
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
