@@ -24,8 +24,7 @@ from benchmarks.harness.loading import SHIPPED, build
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.prompts import of_length
-from hf_specgen.evaluation.measure import Variant, wait
-from hf_specgen.evaluation.memory import peak_memory, reset_peak_memory
+from hf_specgen.evaluation.measure import Variant, peak_memory, reset_peak_memory, wait
 from hf_specgen.evaluation.workloads import EMBEDDED_MODEL, WorkloadSettings, domain_prompts, load
 
 Rows = list[dict[str, Any]]

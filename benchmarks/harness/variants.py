@@ -49,11 +49,6 @@ class Family:
         kept = {name: made for name, made in self.settings.items() if name.endswith(f"={AUTO}") or not self.ours}
         return replace(self, settings=kept)
 
-    def with_packed_weights(self) -> Family:
-        """The family with packed weights, which Transformers does not have."""
-        packed = {name: partial(_packed, made) for name, made in self.settings.items()}
-        return replace(self, settings=packed) if self.ours else self
-
     def variant(self, setting: str) -> Variant:
         """The family with one of its settings."""
         return Variant(f"{self.name} {setting}", self.settings[setting], batched=self.ours)
@@ -85,10 +80,6 @@ class Strategy:
         if self.name == "n-grams":
             made[" ".join(f"{name}={value}" for name, value in BRANCHED.items())] = ours(NgramCandidates(**BRANCHED))
         return Family(self.name, made, ours=True)
-
-
-def _packed(made: Arguments) -> dict[str, Any]:
-    return {**made(), "pack_weights": True}
 
 
 def ours(candidates: Candidates) -> Arguments:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks import metrics
 from hf_specgen.counters import RowStep, Statistics
-from hf_specgen.evaluation.intervals import Interval, speedup_interval
+from hf_specgen.evaluation.measure import Interval, speedup_interval
 
 pytest.importorskip("evaluate", reason="the metrics need evaluate")
 

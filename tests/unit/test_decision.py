@@ -93,6 +93,6 @@ def test_first_page_of_the_recorded_report_decides() -> None:
     )
     assert f"Use <b>{best['variant']}</b>: <b>{best['all']:.2f}\N{MULTIPLICATION SIGN}</b>" in first
     code = escape(code_of(best["variant"], found))
-    packed = ", pack_weights=True" if found["plan"]["pack_weights"] else ""
-    assert f"candidate_generator={code}{packed})</pre>" in first
+    packed = "with prepacked(model): " if found["plan"]["pack_weights"] else ""
+    assert f"{packed}model.generate(**inputs, candidate_generator={code})</pre>" in first
     assert all(f"<td>{domain}</td>" in first for domain in ("math", "code", "edit", "json", "prose"))
