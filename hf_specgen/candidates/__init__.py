@@ -11,10 +11,10 @@ from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
 from hf_specgen.candidates.mtp import MTPCandidates
 from hf_specgen.candidates.native import NativeCandidates
-from hf_specgen.candidates.ngram import NgramCandidates, NgramHistory
+from hf_specgen.candidates.ngram import NgramCandidates
+from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.candidates.peagle import PEagleCandidates
-from hf_specgen.candidates.recycling import RecyclingCandidates
-from hf_specgen.candidates.recycling_table import RecyclingTable
+from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingTable
 
 __all__ = [
     "AutoCandidates",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.recycling_table import RecyclingTable
+from hf_specgen.candidates.recycling import RecyclingTable
 from hf_specgen.candidates.tree_builder import TreeBuilder
 from hf_specgen.candidates.tree_edges import Edges
 from hf_specgen.depth.calibration import BIN_CENTERS

@@ -38,7 +38,7 @@ def variants(settings: DemoSettings, packed: bool = False) -> list[Variant]:
         heads = heads or [str(folder) for folder in shipped if folder.exists()]
     built = [*strategies(draft, "", adapter, dtype=settings.dtype), *map(head_strategy, heads)]
     found: dict[str, Candidates] = {strategy.name: strategy.candidates for strategy in built}
-    found[NGRAM] = NgramCandidates(k=settings.k, branches=settings.branches)
+    found[NGRAM] = NgramCandidates(k=settings.k)
     if packed:
         found = {PACKED: NgramCandidates(policy=FixedDepth(0)), **found}
     ours: Any = partial(dict, verification=settings.verification, pack_weights=packed)

@@ -36,7 +36,7 @@ def target() -> Any:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_compiled_target_in_several_calls_same_tokens(target: Any, mode: str, batch: int) -> None:
     """Graphs are replayed in later calls, whose prompts are shorter and longer."""
-    candidates = NgramCandidates(k=4, branches=2)
+    candidates = NgramCandidates(k=4, tree=8)
     for length in (12, 30, 7):
         statistics = same_tokens(target, inputs(batch, length), candidates, compile=True, **SAMPLING[mode])
         assert statistics.drafted > 0

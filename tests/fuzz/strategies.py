@@ -112,7 +112,8 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
     if name in ("oracle", "oracle_tree", "random", "random_tree"):
         return Scripted(lambda: _script(name, case, answers), case.k, policy)
     if name in ("ngram", "ngram_tree"):
-        return NgramCandidates(**settings, branches=case.branches if name == "ngram_tree" else 1)
+        has_size = name == "ngram_tree" and not adaptive
+        return NgramCandidates(**settings, tree=4 * case.branches if has_size else None)
     if name == "history":
         history = NgramHistory(max_tokens=200)
         for row in known.ids.tolist():

@@ -63,7 +63,7 @@ def mixed_jobs() -> tuple[Any, list[Job]]:
     strategies: dict[str, dict[str, Any]] = {
         "plain": {},
         "ngram auto": {"candidate_generator": NgramCandidates()},
-        "ngram tree": {"candidate_generator": NgramCandidates(k=5, branches=3), "verification": verifier},
+        "ngram tree": {"candidate_generator": NgramCandidates(k=5, tree=15), "verification": verifier},
         "history": {"candidate_generator": NgramCandidates(k=5, history=NgramHistory())},
         "draft": {"candidate_generator": DraftModelCandidates(draft, k=4), "verification": verifier},
         "draft auto": {"candidate_generator": DraftModelCandidates(draft), "monitor": monitor},

@@ -24,7 +24,6 @@ from tests.helpers import FailingOracle, Oracle, fresh_model, prompts, tiny_mode
         ({"k": True}, "k must be at least 1, got True"),
         ({"min_ngram": 0}, "min_ngram must be at least 1, got 0"),
         ({"min_ngram": 4, "max_ngram": 3}, "max_ngram must be at least min_ngram=4, got 3"),
-        ({"branches": 0}, "branches must be at least 1, got 0"),
     ],
 )
 def test_ngram_candidates_bad_setting_raises(arguments: dict[str, Any], message: str) -> None:

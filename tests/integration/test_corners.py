@@ -12,7 +12,7 @@ from hf_specgen import Candidates, CombinedCandidates, DraftModelCandidates, Ngr
 from tests.helpers import Oracle, RecordingStreamer, assert_same_tokens, fresh_model, prompts, tiny_model
 
 
-@pytest.mark.parametrize("candidates", [partial(Oracle, accuracy=0.7), NgramCandidates(branches=3)])
+@pytest.mark.parametrize("candidates", [partial(Oracle, accuracy=0.7), NgramCandidates(tree=16)])
 def test_generate_prompt_of_one_token_same_tokens(candidates: object) -> None:
     assert_same_tokens(tiny_model("llama"), {"input_ids": torch.tensor([[5]])}, candidates, max_new_tokens=12)
 
@@ -58,5 +58,5 @@ def test_generate_in_lower_precision_same_first_token(dtype: torch.dtype) -> Non
     """Later tokens may differ at near-ties, since k rows round differently from one; the first pass is the same."""
     model = fresh_model("llama").to(dtype)
     plain = model.generate(**prompts(2), max_new_tokens=10)
-    ours = model.generate(**prompts(2), max_new_tokens=10, candidate_generator=NgramCandidates(branches=2))
+    ours = model.generate(**prompts(2), max_new_tokens=10, candidate_generator=NgramCandidates(tree=16))
     assert ours.shape == plain.shape and torch.equal(ours[:, :13], plain[:, :13])

@@ -51,7 +51,7 @@ def strategy(name: str, *, k: Any = 5, policy: Policy | None = None) -> Candidat
     arguments: dict[str, Any] = {"k": k, "policy": policy}
     return {
         "ngram": lambda: NgramCandidates(**arguments),
-        "tree": lambda: NgramCandidates(**arguments, branches=3),
+        "tree": lambda: NgramCandidates(**arguments, tree=12),
         "draft": lambda: DraftModelCandidates(shared_draft(model), **arguments),
         "skip": lambda: LayerSkipCandidates(1, **arguments),
         "medusa": lambda: MedusaCandidates(random_heads(model), policy=policy),

@@ -81,7 +81,7 @@ def test_strategies_give_the_tokens_of_plain_generate(kind: str, strategy: str) 
     model = encoder_decoder(kind)
     draft = DraftModelCandidates(shared_draft(model), k=4, tree=6, policy=FixedDepth())
     candidates: Any = {
-        "ngrams": NgramCandidates(k=4, branches=2),
+        "ngrams": NgramCandidates(k=4, tree=8),
         "recycling": RecyclingCandidates(k=4, tree=8),
         "combined": CombinedCandidates([NgramCandidates(k=3), draft], policy=FixedDepth()),
         "draft": draft,

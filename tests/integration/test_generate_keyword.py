@@ -263,7 +263,7 @@ def test_native_generator_that_reads_the_target_raises() -> None:
 
 def test_generate_second_call_equals_the_first() -> None:
     """Would catch: a state of the call kept in the strategy; only a history is meant to last."""
-    model, inputs, ngram = tiny_model("llama"), prompts(2), NgramCandidates(k=4, branches=2)
+    model, inputs, ngram = tiny_model("llama"), prompts(2), NgramCandidates(k=4, tree=8)
     counts = []
     for _ in range(2):
         ids = model.generate(**inputs, max_new_tokens=30, candidate_generator=ngram)

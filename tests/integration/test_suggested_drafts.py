@@ -18,7 +18,7 @@ from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.draft_model_session import DraftModelSession
 from hf_specgen.candidates.read_ahead import MAX_FIRST_STAGE_NODES
 from hf_specgen.candidates.read_nodes import ReadNodes
-from hf_specgen.candidates.recycling_table import RecyclingTable
+from hf_specgen.candidates.recycling import RecyclingTable
 from hf_specgen.state import GenerationState
 from hf_specgen.tree import DraftTree
 from tests.helpers.captures import graphs_on_cpu

@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 
 from hf_specgen.candidates.draft_growth import DraftGrowth
-from hf_specgen.candidates.ngram_history import NgramHistory
-from hf_specgen.candidates.ngram_odds import MatchOdds
-from hf_specgen.candidates.ngram_text import MatchLengths, RowText
 from hf_specgen.candidates.read_ahead import (
     CENTERS,
     MIN_FIRST_STAGE_PROBABILITY,
@@ -21,7 +18,7 @@ from hf_specgen.candidates.read_ahead import (
     Start,
     starts_of,
 )
-from hf_specgen.candidates.recycling_table import SUCCESSORS, RecyclingTable
+from hf_specgen.candidates.recycling import SUCCESSORS, RecyclingTable
 from hf_specgen.candidates.scored_nodes import ScoredNodes
 from hf_specgen.candidates.tree_builder import Proposals, TreeBuilder
 from hf_specgen.candidates.tree_edges import edges
@@ -160,17 +157,3 @@ def _scored(tokens: list[list[list[int]]]) -> ScoredNodes:
     """The same confidence in all tokens `[rows, nodes, count]`."""
     confidence = np.full(np.array(tokens).shape, 0.6)
     return ScoredNodes(np.array(tokens), confidence, confidence, None, None)
-
-
-def test_continuations_of_a_text_are_what_followed_in_it() -> None:
-    """After a path that the text does not end with, most likely first; nothing after a token that it lacks."""
-    text = RowText([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 5], MatchOdds())
-    tokens, probabilities = text.continuations([1, 2])
-    assert set(tokens) == {3, 4} and tokens[0] == 3 and sum(probabilities) < 1
-    assert probabilities == sorted(probabilities, reverse=True)
-    assert text.continuations([7]) == ([], [])
-    history = NgramHistory()
-    history.add([6, 7, 4])
-    assert RowText([1, 2, 3], MatchOdds(), history).continuations([7])[0] == [4]
-    assert RowText([1, 2, 3, 1], MatchOdds(), lengths=MatchLengths(least=2)).continuations([2])[0] == [3]
-    assert RowText([1, 2, 3, 9], MatchOdds(), lengths=MatchLengths(least=2)).continuations([2])[0] == []
