@@ -26,15 +26,13 @@ from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.micro.trace_replay import trace_replay
 from benchmarks.workloads.domains import Domain
 from benchmarks.workloads.prompts import first_turns
-from hf_specgen import Candidates
+from hf_specgen import Candidates, prepacked
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.projection import latency_for, project
 from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load
-from hf_specgen.targets.packed_weights import packed_weights
-from hf_specgen.targets.packing import pack_target
 
 
 @dataclass
@@ -206,8 +204,7 @@ def _measure(
 ) -> None:
     _warm_up(plan, domains, families, bench)
     if bench.state.is_main_process:
-        with packed_weights():
-            pack_target(bench.model, plan.pack_weights or None)
+        with prepacked(bench.model) if plan.pack_weights else nullcontext():
             outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
     tuned = [family for family in families if len(family.settings) > 1]
     tuning = list(tuning_units(plan, domains, bench.tokenizer, tuned)) if tuned else []

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.micro.compilation import compilation
 from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.micro.large_target import (
     large_target,
-    large_target_compiled,
     large_target_graphs,
     large_target_latency,
 )
@@ -25,14 +23,12 @@ MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
     "other-tokenizer": other_tokenizer,
     "loop-overhead": loop_overhead,
     "long-context": long_context,
-    "compilation": compilation,
     "packed-weights": packed_weights,
     "trace-replay": trace_replay,
     "known-acceptance": known_acceptance,
     "large-target-latency": large_target_latency,
     "large-target": large_target,
     "large-target-graphs": large_target_graphs,
-    "large-target-compiled": large_target_compiled,
 }
-ON_A_GPU = ("large-target-latency", "large-target", "large-target-graphs", "large-target-compiled")
+ON_A_GPU = ("large-target-latency", "large-target", "large-target-graphs")
 """Measurements that are made only if they are named."""

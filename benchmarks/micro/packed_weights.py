@@ -30,14 +30,14 @@ from hf_specgen.evaluation.workloads import (
     encode,
     load,
 )
-from hf_specgen.targets.packable import packable_dtypes
 
 PARAMETERS, QUICK_PARAMETERS, NEW_TOKENS = 300 * 10**6, 20 * 10**6, 64
 
 
 def packed_weights(repeats: int, quick: bool) -> list[dict[str, Any]]:
     """Speed of every side in float32, and in bfloat16 where this processor multiplies it."""
-    dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in packable_dtypes()]
+    with_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    dtypes = (torch.float32, torch.bfloat16) if with_bfloat16 else (torch.float32,)
     return [row for dtype in dtypes for row in _of_dtype(dtype, repeats, quick)]
 
 

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from hf_specgen import compat
+from hf_specgen.call import Compile
 from hf_specgen.candidates.attached import number_of
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
 from hf_specgen.candidates.draft_model_session import DraftModelSession
@@ -28,13 +29,10 @@ from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt, embeddi
 from hf_specgen.candidates.translated import translated_session
 from hf_specgen.candidates.vocabulary import have_same_vocabulary
 from hf_specgen.depth import Policy
-from hf_specgen.targets.compilable import Compile, check_setting, named
-from hf_specgen.targets.encoder import reads_encoder
-from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.self_check import check_computation
-from hf_specgen.targets.state_layers import keeps_state
-from hf_specgen.targets.support import check_model, is_causal_kernel, position_table
+from hf_specgen.targets.support import check_model, position_table
 
 MAX_DEPTH = 16
 """Maximum depth of k="auto": drafts of copied text are accepted that far; elsewhere trees stop growing earlier."""
@@ -60,8 +58,7 @@ class DraftModelCandidates(Candidates):
         share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
             returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
             the encoder is shared if both have the same weights.
-        compile: compile the draft's forward passes with `torch.compile`, once per model and shape; takes 10 to 60
-            seconds for each of a few shapes. The tokens of `generate` stay the same.
+        compile: "graphs" captures the draft's forward passes as CUDA graphs. The tokens of `generate` stay the same.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -99,7 +96,8 @@ class DraftModelCandidates(Candidates):
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
-        check_setting(compile)
+        if compile is not False and compile != "graphs":
+            raise ValueError(f'compile must be False or "graphs", got {compile!r}')
         self.compile, self._is_given_loaded = compile, loaded
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
@@ -149,7 +147,7 @@ class DraftModelCandidates(Candidates):
             self.confidence_threshold,
         )
         key = key if self.share_encoder is None else (*key, self.share_encoder)
-        return (*key, {True: "compiled", "graphs": "graphs"}[self.compile]) if self.compile else key
+        return (*key, self.compile) if self.compile else key
 
     def _identity(self) -> tuple[str, ...]:
         """The draft model's name and how it is loaded; one that was given loaded may have no name, but a number."""
@@ -171,7 +169,7 @@ class DraftModelCandidates(Candidates):
     def __repr__(self) -> str:
         tree = "" if self.tree is None else f", tree={self.tree!r}"
         share = "" if self.share_encoder is None else f", share_encoder={self.share_encoder}"
-        compile = f", {named(self.compile)}" if self.compile else ""
+        compile = f", compile={self.compile!r}" if self.compile else ""
         settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{share}{compile}"
         return f"DraftModelCandidates({self._name!r}, {settings}{self._show_policy()})"
 

@@ -18,10 +18,10 @@ from hf_specgen.candidates.draft_prompt import embedding_size, known_tokens
 from hf_specgen.candidates.read_ahead import ReadAhead
 from hf_specgen.candidates.read_nodes import LeadingText
 from hf_specgen.candidates.recycling_table import RecyclingTable
-from hf_specgen.targets.base import Target
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.model_parts import text_config
-from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.support import position_table
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 _tables: WeakKeyDictionary[PreTrainedModel, RecyclingTable] = WeakKeyDictionary()

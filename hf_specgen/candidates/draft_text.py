@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from hf_specgen.call import Compile
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.draft_prompt import draft_prompt, embedding_size, known_tokens
 from hf_specgen.candidates.reencoding import Reencoder
-from hf_specgen.targets.compilable import Compile
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.model_parts import text_config
-from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.support import position_table
 from hf_specgen.tree import DraftTree

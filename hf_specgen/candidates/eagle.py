@@ -22,7 +22,7 @@ from hf_specgen.heads.base import AttachedHead, DraftHead
 from hf_specgen.heads.captured_head import captured_head
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.reader import HeadReader
-from hf_specgen.targets.compilable import GRAPH_DEVICES
+from hf_specgen.targets.graphs import GRAPH_DEVICES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult

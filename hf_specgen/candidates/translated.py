@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from hf_specgen.call import Compile
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
 from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
 from hf_specgen.candidates.draft_prompt import embedding_size
@@ -25,7 +26,6 @@ from hf_specgen.candidates.pair_speed import DraftTranslation, warn_if_slower
 from hf_specgen.candidates.reencoding import Codec, Reencoder, load_tokenizer
 from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_vocabulary
 from hf_specgen.depth.schedules import context_length
-from hf_specgen.targets.compilable import Compile
 from hf_specgen.tree import DraftTree
 
 MIN_SHARED = 0.5

@@ -32,7 +32,6 @@ from hf_specgen.evaluation.workloads import (
     first_difference,
     load,
 )
-from hf_specgen.targets.packable import is_packable
 
 WARM_UP, WARM_UP_TOKENS = "Write a function that adds two numbers.", 8
 """An uncounted call of each variant, in which models are loaded and checked, and the speed of plain `generate`."""
@@ -104,7 +103,7 @@ def run_demo(
     check_installed(settings)
     prompts = list(round_robin(domain_prompts(settings)))
     model, tokenizer = load(settings)
-    compared = variants(settings, packed=any(map(is_packable, model.modules())))
+    compared = variants(settings)
     size = sum(parameter.numel() for parameter in model.parameters())
     targets = [_empty(f"{_millions(size)} {settings.dtype}", settings.dtype, compared)]
     if settings.widened:
@@ -116,7 +115,7 @@ def run_demo(
             on_change(targets, f"{target.title}: widening the layers")
             model, target.dtype = widen_in_fast_dtype(model, settings.wide * 10**6)
             target.title = f"{settings.wide}M {target.dtype}"
-            compared = variants(settings, packed=any(map(is_packable, model.modules())))
+            compared = variants(settings)
             target.totals = {variant.name: Total() for variant in compared}
             seconds = settings.seconds * WIDE_SHARE
         _measure(target, model, tokenizer, compared, prompts, settings, seconds, partial(on_change, targets))

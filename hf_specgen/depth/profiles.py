@@ -18,8 +18,8 @@ import transformers
 from huggingface_hub import constants
 
 from hf_specgen import compat
+from hf_specgen.call import Compile
 from hf_specgen.depth.latency import LatencyModel
-from hf_specgen.targets.compilable import Compile
 from hf_specgen.version import __version__
 
 logger = logging.getLogger("hf_specgen")

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.measure import wait
-from hf_specgen.targets.base import Target
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 QUERIES = (1, 2, 4, 8, 16, 32)

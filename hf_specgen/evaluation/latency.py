@@ -24,7 +24,6 @@ from hf_specgen.depth import profiles
 from hf_specgen.depth.latency import LatencyModel, Slice, slice_of
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.depth.recorder import GRID, MEDIAN_WINDOW, LatencyRecorder
-from hf_specgen.targets.packing import is_packed_by_default
 from hf_specgen.tree import DraftTree
 
 PATTERN = 32
@@ -56,8 +55,7 @@ def measure_profile(
     for count in rows:
         found = measure_slice(model, candidates, rows=count, context=context, sample=sample)
         slices[found.target.batch, found.target.context] = found
-    packed = is_packed_by_default(model)
-    description = profiles.describe(model, candidates.profile_key(), sample, packed=packed)
+    description = profiles.describe(model, candidates.profile_key(), sample)
     return profiles.save(description, LatencyModel(tuple(slices.values()), kind))
 
 

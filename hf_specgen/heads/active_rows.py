@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.row_layout import spread_rows
+from hf_specgen.targets.inputs import spread_rows
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ import torch
 
 from hf_specgen.heads.base import AttachedHead, HeadOutput
 from hf_specgen.heads.gemma_assistant import KeysValues, source_layers
-from hf_specgen.targets.base import Target
-from hf_specgen.targets.row_layout import spread_rows
+from hf_specgen.targets.inputs import spread_rows
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 

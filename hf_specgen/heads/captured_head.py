@@ -1,4 +1,4 @@
-"""Runs the passes of an EAGLE head as CUDA graphs, see `hf_specgen.targets.captured`.
+"""Runs the passes of an EAGLE head as CUDA graphs, see `hf_specgen.targets.graphs`.
 
 A pass of a head has many small kernels, and launching them takes most of its time: on an H100 drafting a level of a
 tree takes 4.4 ms, and with captured passes 2.1 ms. A pass over n positions is padded to the next of the widths 1, 4, 8,
@@ -18,10 +18,16 @@ from transformers.cache_utils import Cache
 
 from hf_specgen.heads.base import DraftHead, HeadOutput
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.captured import Buffers, CapturedPass, GraphMemory, fingerprint, graph_memory
-from hf_specgen.targets.fixed_shapes import padded_width
-from hf_specgen.targets.graph_buffers import GraphBuffers
-from hf_specgen.targets.step_cache import StepLayer
+from hf_specgen.targets.graphs import (
+    Buffers,
+    CapturedPass,
+    GraphBuffers,
+    GraphMemory,
+    StepLayer,
+    fingerprint,
+    graph_memory,
+    padded_width,
+)
 
 logger = logging.getLogger("hf_specgen")
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_specgen import attached, speculate
-from hf_specgen.targets.packed_weights import is_packable
 from tests.fuzz import strategies
 from tests.fuzz.cases import Case
 
@@ -18,8 +17,7 @@ def call_settings(case: Case, model: Any) -> dict[str, Any]:
     policy = strategies.call_policy(case)
     if policy is not None:
         call["policy"] = policy
-    packable = any(map(is_packable, model.modules()))  # not in float64
-    if case.pack_weights is not None and (packable or not case.pack_weights):
+    if case.pack_weights is not None:
         call["pack_weights"] = case.pack_weights
     return call
 

@@ -26,7 +26,6 @@ from hf_specgen.evaluation.workloads import (
     read_prompts,
     torch_dtype,
 )
-from hf_specgen.targets.packable import packable_dtypes
 from tests.helpers.paths import REFERENCE_LM
 
 
@@ -56,9 +55,7 @@ def test_demo_shows_two_targets_in_80_columns(tmp_path: Path, monkeypatch: pytes
     first, second = saved["targets"]
     assert first == "16M float32" and second in ("18M bfloat16", "18M float32")
     for title, target in saved["targets"].items():
-        is_packable = getattr(torch, title.split()[1]) in packable_dtypes()
-        packed = {"packed weights alone"} if is_packable else set()
-        assert set(target["variants"]) == {"plain", "prompt lookup", *packed, *OURS}
+        assert set(target["variants"]) == {"plain", "prompt lookup", *OURS}
         assert list(target["domains"]) == ["math"]
         assert title in result.output and all(variant["tokens"] <= 4 for variant in target["variants"].values())
     embedded = saved["targets"]["16M float32"]

@@ -20,8 +20,8 @@ from hf_specgen.candidates import pair_speed, translated
 from hf_specgen.candidates.reencoding import Codec, Reencoder
 from hf_specgen.depth import AdaptiveDepth, CostCurve, LatencyModel
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
-from hf_specgen.targets import compiled
 from tests.helpers import SAMPLING, assert_same_tokens
+from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.goodness_of_fit import goodness_of_fit
 
 
@@ -216,11 +216,11 @@ def test_prompt_of_one_token_is_read_once(tmp_path: Path) -> None:
     assert read == [[6]]
 
 
-def test_compiled_draft_with_another_tokenizer_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: passes for trees and texts in the draft's tokens that do not fit the compiled cache."""
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
+def test_captured_draft_with_another_tokenizer_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: passes for trees and texts in the draft's tokens that do not fit the captured buffers."""
+    graphs_on_cpu(monkeypatch)
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 0)
-    candidates = DraftModelCandidates(draft, k=3, tree=6, compile=True)
+    candidates = DraftModelCandidates(draft, k=3, tree=6, compile="graphs")
     statistics = assert_same_tokens(target, {"input_ids": torch.tensor([[0, 1, 2]])}, candidates, max_new_tokens=12)
     assert statistics.drafted > 10
 

@@ -62,7 +62,7 @@ def _run(settings: DoctorSettings, target: Blueprint, report: Report) -> None:
 
     found = strategies(settings.draft, settings.heads, dtype=target.dtype)
     benchmark = QuickBenchmark(settings.model, found, target.dtype, settings.device, settings.batch_size)
-    report.findings.append(recommend.verification_cost(benchmark.cost_curve(), benchmark.packable))
+    report.findings.append(recommend.verification_cost(benchmark.cost_curve()))
     generation: dict[str, Any] = {"do_sample": False, "max_new_tokens": settings.max_new_tokens}
     if settings.temperature:
         generation |= {"do_sample": True, "temperature": settings.temperature}

@@ -14,9 +14,6 @@ from hf_specgen.evaluation.measure import Total, Variant, interleave
 from hf_specgen.evaluation.strategies import Strategy
 from hf_specgen.evaluation.taps import TapsResult, compare_taps
 from hf_specgen.evaluation.workloads import PLAIN, encode, load_model
-from hf_specgen.targets.packable import is_packable
-from hf_specgen.targets.packed_weights import packed_weights
-from hf_specgen.targets.packing import is_packed_by_default, pack_target
 
 QUERIES = (1, 2, 4, 8, 16)
 """Tokens per row of the timed passes."""
@@ -50,16 +47,7 @@ class QuickBenchmark:
     def cost_curve(self) -> CostCurve:
         """T(q) at this batch size, with a short context."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-        with packed_weights():
-            pack_target(self.model, None)
-            return measure_cost_curve(
-                self.model, QUERIES, context=min(CONTEXT, limit // 2), batch=self.batch, repeats=5
-            )
-
-    @property
-    def packable(self) -> bool:
-        """Whether the target has weights that only `pack_weights=True` packs."""
-        return any(map(is_packable, self.model.modules())) and not is_packed_by_default(self.model)
+        return measure_cost_curve(self.model, QUERIES, context=min(CONTEXT, limit // 2), batch=self.batch, repeats=5)
 
     def compare_taps(self, prompts: Sequence[str], generation: dict[str, Any]) -> list[TapsResult]:
         """The acceptance of heads with their configured taps and with neighbours; empty without such heads."""
