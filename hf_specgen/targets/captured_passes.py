@@ -133,7 +133,7 @@ class CapturedPasses:
             key = batch, width, capacity, taps, model.dtype, attention, torch.is_inference_mode_enabled()
             if key not in self._functions:
                 self._functions[key] = self._capture(model, arguments, cache, capacity, taps)
-            output = _replay(self._functions[key], model, arguments, cache, capacity)
+            output = _run_captured(self._functions[key], model, arguments, cache, capacity)
         cache.set_lengths([length + tokens for length in cache.lengths])
         return PassOutput(output.logits[:, :tokens], tuple(state[:, :tokens] for state in output.states))
 
@@ -159,7 +159,7 @@ class CapturedPasses:
         cache.set_lengths(lengths)
         function = self._function(model, taps)
         try:
-            output = _replay(function, model, arguments, cache, capacity)
+            output = _run_captured(function, model, arguments, cache, capacity)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -207,7 +207,7 @@ def fixed_mask(mask: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
     return fixed
 
 
-def _replay(
+def _run_captured(
     function: CapturedPass, model: PreTrainedModel, arguments: dict[str, Any], cache: RaggedCache, capacity: int
 ) -> PassOutput:
     """Run a captured pass after the tokens of a cache."""

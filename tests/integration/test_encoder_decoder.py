@@ -334,7 +334,7 @@ def test_strategies_that_read_hidden_states_are_refused(strategy: str) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cache": ({"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "leave past_key_values"),
-    "static": ({"cache_implementation": "static"}, "cache_implementation unset"),
+    "static": ({"cache_implementation": "static"}, 'cache_implementation="dynamic"'),
     "beams": ({"num_beams": 2}, "set num_beams=1"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "embeddings": ({"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "not as decoder_inputs_embeds"),

@@ -240,23 +240,23 @@ def test_stateful_draft_model_is_refused() -> None:
 def test_uncached_tokens_come_first_until_a_pass_is_kept_completely() -> None:
     """Would catch: the bookkeeping of one row in isolation."""
     tokens = UncachedTokens(1)
-    tree, pending = tokens.put_first(DraftTree.chains([[2, 3, 4]]), [1], None)
+    tree, pending = tokens.prepend(DraftTree.chains([[2, 3, 4]]), [1], None)
     assert (pending, tree.tokens.tolist()) == ([1], [[2, 3, 4]])
-    assert tokens.keep([[0]]) == [None] and tokens.tokens == [[1, 2]]
-    tree, pending = tokens.put_first(DraftTree.chains([[6, 7]]), [5], None)
+    assert tokens.commit([[0]]) == [None] and tokens.tokens == [[1, 2]]
+    tree, pending = tokens.prepend(DraftTree.chains([[6, 7]]), [5], None)
     assert (pending, tree.tokens.tolist()) == ([1], [[2, 5, 6, 7]])
     assert tokens.align(torch.arange(5)[None, :, None]).flatten().tolist() == [2, 3, 4]
-    assert tokens.keep([[0, 1]]) == [[0, 1, 2, 3]] and tokens.tokens == [[]]
+    assert tokens.commit([[0, 1]]) == [[0, 1, 2, 3]] and tokens.tokens == [[]]
     assert tokens.remove(0, 2) == 5 and tokens.tokens == [[1, 2, 5]]
 
 
 def test_uncached_row_that_takes_no_part_in_a_pass_cannot_return_behind_it() -> None:
     """Would catch: a state that is to return to a pass before the last one, whose state is not kept."""
     tokens = UncachedTokens(1)
-    tokens.put_first(DraftTree.chains([[2]]), [1], None)
-    assert tokens.keep([[0]]) == [[0]]
-    tokens.put_first(DraftTree.empty(1), [3], [False])
-    assert tokens.keep([None]) == [None]
+    tokens.prepend(DraftTree.chains([[2]]), [1], None)
+    assert tokens.commit([[0]]) == [[0]]
+    tokens.prepend(DraftTree.empty(1), [3], [False])
+    assert tokens.commit([None]) == [None]
     with pytest.raises(RuntimeError, match="cannot return by 1 tokens"):
         tokens.remove(0, 1)
 
