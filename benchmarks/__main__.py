@@ -66,8 +66,7 @@ def make_parser() -> ArgumentParser:
     suite.add_argument(
         "--wide",
         action="store_true",
-        help="the embedded model widened to 300M parameters, in bfloat16, or in float32 with packed weights on a CPU "
-        "where that is faster",
+        help="the embedded model widened to 300M parameters, in bfloat16, or in float32 on a CPU where that is faster",
     )
     suite.add_argument("--quick", action="store_true", help="little work: no results to quote")
     suite.add_argument("--resume", action="store_true", help="continue the interrupted run in --out")
@@ -133,10 +132,10 @@ def run_suite(options: Namespace) -> int:
 
 def _wide(given: dict[str, Any]) -> dict[str, Any]:
     """The settings of `--wide` on this machine."""
-    from hf_specgen.evaluation.widen import fast_dtype
+    from hf_specgen.evaluation.cost import fast_dtype
     from hf_specgen.evaluation.workloads import WorkloadSettings, load
 
-    if given.get("device", "cpu") != "cpu" or {"dtype", "pack_weights", "resume"} & set(given):
+    if given.get("device", "cpu") != "cpu" or {"dtype", "resume"} & set(given):
         return WIDE
     small, _ = load(WorkloadSettings())
     return WIDE_FLOAT32 if fast_dtype(small, WIDE["widen"]) == "float32" else WIDE
@@ -179,7 +178,7 @@ def _record(name: str, options: Namespace, measure: Callable[[], list[dict[str, 
     from rich.console import Console
 
     from benchmarks.report.tables import show
-    from hf_specgen.evaluation.provenance import provenance
+    from hf_specgen.evaluation.measure import provenance
 
     begin = perf_counter()
     rows = measure()

@@ -18,7 +18,7 @@ from typing import Any, cast
 import typer
 from rich.console import Console
 
-from hf_specgen.cli.options import errors
+from hf_specgen.cli.settings import errors
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for the package `benchmarks`
@@ -51,15 +51,15 @@ def chat() -> Path:
 
     from hf_specgen import Candidates, DraftModelCandidates
     from hf_specgen.cli.chat import Chat, Conversation
-    from hf_specgen.evaluation.widen import widen
+    from hf_specgen.evaluation.cost import widen
     from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, WorkloadSettings, load
 
     model, tokenizer = load(WorkloadSettings())
     draft = DraftModelCandidates(str(EMBEDDED_DRAFT), dtype=model.dtype)
     model = widen(model, 300 * 10**6)
     generation = {"max_new_tokens": 64, "do_sample": False}
-    settings: dict[str, Any] = {"candidate_generator": draft, "pack_weights": True}
-    cast(Any, model).generate(torch.tensor([[1, 2]]), max_new_tokens=24, **settings)  # loads, checks and packs
+    settings: dict[str, Any] = {"candidate_generator": draft}
+    cast(Any, model).generate(torch.tensor([[1, 2]]), max_new_tokens=24, **settings)  # loads and checks
     console = terminal()
     lines = iter([QUESTION, "/plain", "/again", "/quit"])
 
@@ -69,7 +69,7 @@ def chat() -> Path:
         return line
 
     choices: dict[str, Candidates | None] = {PLAIN: None, "draft model": draft}
-    Chat(Conversation(model, tokenizer, generation, pack_weights=True), choices, console).run(read)
+    Chat(Conversation(model, tokenizer, generation), choices, console).run(read)
     return save(console, "hf-specgen chat", "chat.svg")
 
 

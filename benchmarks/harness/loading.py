@@ -25,7 +25,6 @@ from hf_specgen.candidates.base import Depth
 from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.depth import LatencyModel
-from hf_specgen.evaluation.strategies import HEAD_NAMES
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_ADAPTER,
     EMBEDDED_DFLASH,
@@ -33,6 +32,7 @@ from hf_specgen.evaluation.workloads import (
     EMBEDDED_EAGLE,
     EMBEDDED_HEADS,
     EMBEDDED_MODEL,
+    HEAD_NAMES,
 )
 from hf_specgen.heads import load_medusa
 from hf_specgen.heads.exit_head import exit_layer_of

@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +24,7 @@ from benchmarks.harness.loading import SHIPPED, build
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.prompts import of_length
-from hf_specgen.evaluation.measure import Variant, wait
-from hf_specgen.evaluation.memory import peak_memory, reset_peak_memory
+from hf_specgen.evaluation.measure import Variant, peak_memory, reset_peak_memory, wait
 from hf_specgen.evaluation.workloads import EMBEDDED_MODEL, WorkloadSettings, domain_prompts, load
 
 Rows = list[dict[str, Any]]
@@ -121,8 +119,8 @@ def _variants(plan: Plan, model: PreTrainedModel) -> list[Variant]:
 
 
 def _depth(setting: str) -> int:
-    """The draft tokens of a setting such as "k=8 branches=4"."""
-    return prod(int(number) for number in re.findall(r"\b(?:k|tree|branches)=(\d+)", setting))
+    """The draft tokens of a setting such as "k=8 tree=32"."""
+    return max(int(number) for number in re.findall(r"\b(?:k|tree)=(\d+)", setting))
 
 
 def _generate(

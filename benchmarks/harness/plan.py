@@ -22,7 +22,7 @@ QUICK = {
 DTYPES = ("float32", "bfloat16", "float16")
 WIDE: dict[str, Any] = {"widen": 300_000_000, "dtype": "bfloat16"}
 """The embedded model widened to 300M parameters, as a latency model of a larger target."""
-WIDE_FLOAT32: dict[str, Any] = {**WIDE, "dtype": "float32", "pack_weights": True}
+WIDE_FLOAT32: dict[str, Any] = {**WIDE, "dtype": "float32"}
 """The same on CPUs without matrix instructions for bfloat16."""
 
 
@@ -61,9 +61,7 @@ class Plan:
     seed: int = _option(0, "seed of the sampled domains")
     dtype: str = _option("float32", "float32, bfloat16 or float16")
     device: str = _option("cpu", "cpu, cuda, mps …")
-    pack_weights: bool = _option(
-        False, "packed weights of any size for target and strategies of this package (float32 or bfloat16 on a CPU)"
-    )
+    pack_weights: bool = _option(False, "prepacked weights of the target for all sides (float32 or bfloat16 on a CPU)")
     widen: int = _option(0, "measure the same function with so many parameters; 0 for the model itself")
 
     def __post_init__(self) -> None:

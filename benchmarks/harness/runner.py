@@ -20,6 +20,7 @@ from benchmarks.harness.journal import Journal, Record, read
 from benchmarks.harness.loading import build
 from benchmarks.harness.memory import measure_memory
 from benchmarks.harness.plan import Plan
+from benchmarks.harness.projection import latency_for, project
 from benchmarks.harness.units import Unit, load_domains, measured_units, mixed_prompts, tuning_units
 from benchmarks.harness.variants import PLAIN, Family
 from benchmarks.micro.known_acceptance import known_acceptance
@@ -28,14 +29,9 @@ from benchmarks.workloads.domains import Domain
 from benchmarks.workloads.prompts import first_turns
 from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.depth.calibrate import QUERIES
-from hf_specgen.evaluation.cost import measure_cost_curve
+from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
-from hf_specgen.evaluation.projection import latency_for, project
-from hf_specgen.evaluation.widen import widen
-from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load
-from hf_specgen.targets.packed_weights import packed_weights
-from hf_specgen.targets.packing import pack_target
+from hf_specgen.evaluation.workloads import WorkloadSettings, first_difference, load, maybe_prepacked
 
 
 @dataclass
@@ -175,14 +171,15 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     families = build(plan.strategies, plan.peers, model, profile)
     if plan.default_settings:
         families = [family.with_defaults() for family in families]
-    if plan.pack_weights:
-        families = [family.with_packed_weights() for family in families]
     journal = Journal(folder, plan, state.process_index, resume=resume)
     bench = Bench(model, tokenizer, journal, state, plan.seed, profile)
     begin = perf_counter()
     try:
         if domains:
-            with _progress(console) if state.is_main_process else nullcontext() as bar:
+            with (
+                maybe_prepacked(model, plan.pack_weights),  # for plain decoding and all peers too
+                _progress(console) if state.is_main_process else nullcontext() as bar,
+            ):
                 _measure(plan, domains, families, bench, outcome, bar)
         if state.is_main_process:
             _count(plan, outcome)
@@ -207,9 +204,7 @@ def _measure(
 ) -> None:
     _warm_up(plan, domains, families, bench)
     if bench.state.is_main_process:
-        with packed_weights():
-            pack_target(bench.model, plan.pack_weights or None)
-            outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
+        outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
     tuned = [family for family in families if len(family.settings) > 1]
     tuning = list(tuning_units(plan, domains, bench.tokenizer, tuned)) if tuned else []
     any_setting = [PLAIN, *(family.variant(next(iter(family.settings))) for family in families)]

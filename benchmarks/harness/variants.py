@@ -22,7 +22,7 @@ AUTO: Literal["auto"] = "auto"
 PLAIN = Variant("plain", dict)
 PLAIN_AGAIN = Variant("plain again", dict)
 """Its speedup over `PLAIN` shows how far a speedup may be off without any cause."""
-BRANCHED: dict[str, Any] = {"k": 8, "branches": 4}
+BRANCHED: dict[str, Any] = {"k": 8, "tree": 32}
 """One more setting of n-grams, so that both sides try five."""
 
 
@@ -48,11 +48,6 @@ class Family:
         """The family with its default setting alone; those of Transformers keep all, as there is no such default."""
         kept = {name: made for name, made in self.settings.items() if name.endswith(f"={AUTO}") or not self.ours}
         return replace(self, settings=kept)
-
-    def with_packed_weights(self) -> Family:
-        """The family with packed weights, which Transformers does not have."""
-        packed = {name: partial(_packed, made) for name, made in self.settings.items()}
-        return replace(self, settings=packed) if self.ours else self
 
     def variant(self, setting: str) -> Variant:
         """The family with one of its settings."""
@@ -85,10 +80,6 @@ class Strategy:
         if self.name == "n-grams":
             made[" ".join(f"{name}={value}" for name, value in BRANCHED.items())] = ours(NgramCandidates(**BRANCHED))
         return Family(self.name, made, ours=True)
-
-
-def _packed(made: Arguments) -> dict[str, Any]:
-    return {**made(), "pack_weights": True}
 
 
 def ours(candidates: Candidates) -> Arguments:

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.micro.compilation import compilation
 from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.micro.large_target import (
     large_target,
-    large_target_compiled,
     large_target_graphs,
     large_target_latency,
 )
@@ -16,7 +14,6 @@ from benchmarks.micro.loop_overhead import loop_overhead
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.ngram_precision import ngram_precision
 from benchmarks.micro.other_tokenizer import other_tokenizer
-from benchmarks.micro.packed_weights import packed_weights
 from benchmarks.micro.trace_replay import trace_replay
 
 MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
@@ -25,14 +22,11 @@ MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
     "other-tokenizer": other_tokenizer,
     "loop-overhead": loop_overhead,
     "long-context": long_context,
-    "compilation": compilation,
-    "packed-weights": packed_weights,
     "trace-replay": trace_replay,
     "known-acceptance": known_acceptance,
     "large-target-latency": large_target_latency,
     "large-target": large_target,
     "large-target-graphs": large_target_graphs,
-    "large-target-compiled": large_target_compiled,
 }
-ON_A_GPU = ("large-target-latency", "large-target", "large-target-graphs", "large-target-compiled")
+ON_A_GPU = ("large-target-latency", "large-target", "large-target-graphs")
 """Measurements that are made only if they are named."""

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import torch
 
+from benchmarks.harness.analysis import estimated_alpha, expected_accepted
 from benchmarks.workloads.scripted import KnownAcceptance, ScriptedTarget
 from hf_specgen import Statistics
-from hf_specgen.evaluation.analysis import estimated_alpha, expected_accepted
 
 VOCAB, LENGTH, K = 1000, 200, 5
 

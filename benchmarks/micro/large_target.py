@@ -26,9 +26,8 @@ from hf_specgen import (
     FixedDepth,
     NgramCandidates,
 )
-from hf_specgen.evaluation.cost import measure_cost_curve
+from hf_specgen.evaluation.cost import measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
-from hf_specgen.evaluation.widen import widen
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     EMBEDDED_DRAFT,
@@ -45,8 +44,6 @@ PARAMETERS, LAYERS = 8 * 10**9, 32
 layers."""
 QUICK_PARAMETERS, QUICK_LAYERS = 20 * 10**6, 9
 NEW_TOKENS, CONTEXT, WIDTHS = 64, 256, (1, 2, 4, 8, 16, 32, 64)
-NODES = 31
-"""Draft tokens of a tree where passes are compiled: fixed, so that few input widths are compiled."""
 
 
 class Setup(NamedTuple):
@@ -64,14 +61,8 @@ def large_target(repeats: int, quick: bool) -> list[dict[str, Any]]:
     return _measure(setup, _eager(setup.draft), repeats, quick)
 
 
-def large_target_compiled(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Speed of compiled passes, captured as CUDA graphs on a GPU."""
-    setup = _setup(quick)
-    return _measure(setup, _compiled(setup.draft), repeats, quick)
-
-
 def large_target_graphs(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Speed of passes captured as CUDA graphs without being compiled; needs a GPU."""
+    """Speed of passes captured as CUDA graphs; needs a GPU."""
     setup = _setup(quick)
     return _measure(setup, _captured(setup.draft), repeats, quick)
 
@@ -173,19 +164,6 @@ def _eager(draft: PreTrainedModel) -> list[Variant]:
         Variant("assistant_model", lambda: {"assistant_model": draft}),
         *(Variant(name, partial(dict, candidate_generator=build())) for name, build in strategies.items()),
     ]
-
-
-def _compiled(draft: PreTrainedModel) -> list[Variant]:
-    strategies: dict[str, Candidates] = {
-        "no drafts": NgramCandidates(policy=FixedDepth(0)),
-        "EAGLE-3": EagleCandidates(str(EMBEDDED_EAGLE), k=6, tree=NODES),
-        "draft model": DraftModelCandidates(draft, k=6, tree=NODES, compile=True),
-    }
-    compiled = (
-        Variant(f"{name}, compiled", partial(dict, candidate_generator=strategy, compile=True))
-        for name, strategy in strategies.items()
-    )
-    return [PLAIN, *compiled]
 
 
 def _captured(draft: PreTrainedModel) -> list[Variant]:

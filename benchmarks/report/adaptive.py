@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.harness.journal import Record
 from benchmarks.harness.variants import AUTO, PLAIN, PLAIN_AGAIN
 from benchmarks.report.tables import Rows
-from hf_specgen.evaluation.intervals import Interval, speedup_interval
+from hf_specgen.evaluation.measure import Interval, speedup_interval
 
 NEVER_SLOWER, CLOSE = 0.97, 0.93
 """Goals: speed relative to plain decoding, and to the best fixed depth of each cell."""

@@ -116,7 +116,7 @@ def sentence(result: dict[str, Any]) -> str | None:
     if best.variant is None:
         return f"Use plain generate: no strategy was faster over all domains (the best: {best.speedup:.2f}x)."
     interval = f" (95% interval {best.low:.2f} to {best.high:.2f})" if best.low is not None else ""
-    packed = " with pack_weights=True" if result["plan"].get("pack_weights") else ""
+    packed = " inside prepacked(model)" if result["plan"].get("pack_weights") else ""
     return f"Use {best.code}{packed}: {best.speedup:.2f}x{interval}."
 
 
@@ -139,8 +139,8 @@ def _divided(variant: str) -> tuple[str, str]:
     """Name and setting: the setting begins at the first word with "=".
 
     Example:
-        >>> _divided("n-grams k=8 branches=4")
-        ('n-grams', 'k=8 branches=4')
+        >>> _divided("n-grams k=8 tree=32")
+        ('n-grams', 'k=8 tree=32')
     """
     words = variant.split()
     first = next((place for place, word in enumerate(words) if "=" in word), len(words))

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.harness.runner import Outcome
 from benchmarks.report import summary
 from benchmarks.report.tables import Rows, by_domain
-from hf_specgen.evaluation.provenance import provenance
+from hf_specgen.evaluation.measure import provenance
 
 
 def tables(outcome: Outcome) -> dict[str, Rows]:

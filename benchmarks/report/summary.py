@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks import metrics
+from benchmarks.harness.analysis import estimated_alpha, expected_accepted, optimal_k, speedup_limit
 from benchmarks.harness.journal import Record
+from benchmarks.harness.projection import Projection
 from benchmarks.harness.variants import PLAIN
 from benchmarks.report.tables import Rows
 from hf_specgen import Statistics
 from hf_specgen.counters import RowStep
 from hf_specgen.depth import CostCurve
-from hf_specgen.evaluation.analysis import estimated_alpha, expected_accepted, optimal_k, speedup_limit
-from hf_specgen.evaluation.intervals import Interval, speedup_interval
-from hf_specgen.evaluation.projection import Projection
+from hf_specgen.evaluation.measure import Interval, speedup_interval
 
 ALL = "all"
 MIN_REQUESTS = 3

@@ -63,8 +63,12 @@ def by_domain(rows: Rows, value: str = "speedup", column: str = "domain") -> Row
 
 
 def show(console: Console, title: str, rows: Rows) -> None:
-    """Print a table on the terminal."""
-    console.print(Markdown(f"**{title}**\n\n{markdown(rows)}"))
+    """Print a table on the terminal; as Markdown, which is not cut at any width, where the output is piped."""
+    text = f"**{title}**\n\n{markdown(rows)}"
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def short_commit(commit: str | None) -> str:
@@ -100,12 +104,7 @@ def tables_of(result: dict[str, Any]) -> dict[str, Rows]:
 
 def command(result: dict[str, Any]) -> str:
     """The command that made a result, as it was at the commit of the result."""
-    program, *options = result["provenance"]["argv"]
-    if program == "__main__.py":
-        return f"python -m benchmarks {shlex.join(options)}"
-    if "section" in result:
-        return f"python -m benchmarks.core {result['section']} --repeats {result['repeats']}"
-    return f"python benchmarks/{program} {shlex.join(options)}"
+    return f"python -m benchmarks {shlex.join(result['provenance']['argv'][1:])}"
 
 
 def _folded(rows: Rows) -> str:

@@ -13,9 +13,9 @@ from hf_specgen.candidates.draft_heads import (
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
-from hf_specgen.candidates.ngram import NgramCandidates, NgramHistory
-from hf_specgen.candidates.recycling import RecyclingCandidates
-from hf_specgen.candidates.recycling_table import RecyclingTable
+from hf_specgen.candidates.ngram import NgramCandidates
+from hf_specgen.candidates.ngram_history import NgramHistory
+from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingTable
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 
 __all__ = [

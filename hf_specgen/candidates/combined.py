@@ -10,22 +10,19 @@ Token Recycling or EAGLE; there one of them drafts a step, here both do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, reduce
-from itertools import islice
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree, check_tree
+from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
 from hf_specgen.candidates.tree_search import (
     MAX_PROBABILITY,
-    Child,
-    RowTree,
     TreeSize,
-    best_first,
     draft_of,
     tree_size,
 )
@@ -111,7 +108,7 @@ class _CombinedSession(DraftSession):
         self._searches = self._adds_to_networks and not (call.verification is not None and call.verification.wants_q)
         recycling = (session for session, _ in self._members if isinstance(session, RecyclingSession))
         self._recycling = next(recycling, None) if self._searches else None
-        self._trees: list[RowTree] = []
+        self._trees: list[SearchTree[_Origin]] = []
         self._is_prefill, self._has_drafted = True, False
         self.passes: list[int] = []
 
@@ -125,8 +122,9 @@ class _CombinedSession(DraftSession):
         """Pass the outcome on to every member as one of its own draft."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
             for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
-                if self._recycling is not None and tree.tags[node].recycled is not None:
-                    self._recycling.count(tree.tags[node].recycled, accepted)
+                key = tree.tags[node].recycled
+                if self._recycling is not None and key is not None:
+                    self._recycling.count(key, accepted)
         for (session, _), draft in zip(self._members, self._drafts, strict=True):
             # After a prefill without drafts only members that use more than the outcome of a draft are called.
             if not self._is_prefill or draft.nodes or session.top_tokens or self._has_drafted:
@@ -172,8 +170,8 @@ class _CombinedSession(DraftSession):
         for row, depth in enumerate(max_depths):
             search = _RowSearch(self._drafts, self._first_network, row, self.call.state.last_token(row), extension)
             is_chain = self._is_prefill and has_size  # the prefill pass verifies chains
-            children = search.first_child if is_chain else search.children
-            self._trees.append(best_first(children, depth, nodes, size.min_probability))
+            limits = SearchLimits(nodes, size.min_probability, is_chain)
+            self._trees.append(best_first(search.root, search.children, depth, limits))
         if size.latency is not None:
             has_network = any(draft.nodes for draft in self._drafts[self._first_network :])
             drafting = size.latency.drafter.draft(self.passes) if has_network else 0.0
@@ -182,10 +180,11 @@ class _CombinedSession(DraftSession):
 
 
 class _Origin(NamedTuple):
-    """Where a node comes from: the node of each draft that it stands for, None where a draft does not have it; and for
-    a token of `RecyclingSession.candidate_tokens` its key.
+    """Where a token comes from: the node of each draft that it stands for, None where a draft does not have it; and for
+    one of `RecyclingSession.candidate_tokens` its key.
     """
 
+    token: int
     nodes: tuple[int | None, ...]
     recycled: tuple[int, int] | None = None
 
@@ -209,21 +208,16 @@ class _RowSearch:
         last_token: int,
         recycling: RecyclingSession | None,
     ):
-        self._first_network, self._last_token, self._recycling = first_network, last_token, recycling
-        self._root = _Origin((-1,) * len(drafts))
+        self._first_network, self._recycling = first_network, recycling
+        self.root = _Origin(last_token, (-1,) * len(drafts))
         self._children = [_children(draft, row) for draft in drafts]
 
-    def first_child(self, node: int, tree: RowTree) -> Iterator[Child]:
-        """The most likely child of a node."""
-        return islice(self.children(node, tree), 1)
-
-    def children(self, node: int, tree: RowTree) -> Iterator[Child]:
+    def children(self, origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
         """The children of a node, most likely first.
 
         Estimates of several members without a network are combined as if they were independent. A network has processed
         the text that the others copy from, so its estimates replace theirs.
         """
-        origin: _Origin = tree.tags[node] if node >= 0 else self._root
         proposals: dict[int, tuple[float, list[int | None]]] = {}
         has_network = False
         for number, parent in enumerate(origin.nodes):
@@ -237,18 +231,15 @@ class _RowSearch:
                 proposals[token] = (acceptance if has_network else 1 - (1 - before) * (1 - acceptance)), nodes
         total = sum(value for value, _ in proposals.values())
         scale = 1 / max(1.0, total)
-        found: list[Child] = [
-            (token, scale * value, _Origin(tuple(nodes))) for token, (value, nodes) in proposals.items()
-        ]
+        found = [(token, scale * value, _Origin(token, tuple(nodes))) for token, (value, nodes) in proposals.items()]
         if self._recycling is not None and not has_network:
             nowhere, rest = (None,) * len(origin.nodes), max(0.0, 1 - total)
-            token = tree.tokens[node] if node >= 0 else self._last_token
             found += [
-                (candidate, rest * acceptance, _Origin(nowhere, key))
-                for candidate, acceptance, key in self._recycling.candidate_tokens(token)
+                (candidate, rest * acceptance, _Origin(candidate, nowhere, key))
+                for candidate, acceptance, key in self._recycling.candidate_tokens(origin.token)
                 if candidate not in proposals
             ]
-        return iter(sorted(found, key=lambda child: -child[1]))
+        return sorted(found, key=lambda child: -child[1])
 
 
 def _children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:

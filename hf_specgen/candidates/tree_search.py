@@ -1,13 +1,9 @@
-"""Best-first search for draft trees: the nodes with the highest probability that they and all nodes above are accepted.
+"""Draft trees as arrays, for drafters with one forward pass per level, and how large all kinds of draft trees become.
 
 A drafter gives for some nodes likely next tokens with acceptance probabilities. The path probability of a node is their
 product along its path. The expected number of tokens of a step is one plus the sum of the path probabilities of its
 nodes, so the best tree of a given size consists of the nodes with the highest ones. They form a tree, since no node is
 more likely than its parent.
-
-`best_first` searches one row on the host, for drafters that know the children of any node at once. `TreeBuilder` holds
-the trees of all rows as arrays, for drafters with one forward pass per level (draft models, EAGLE heads): `frontier`
-selects the nodes to expand next. `TreeSize` decides how large trees become.
 
 Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (2024), section 4; Chen et
 al., "Sequoia" (2024), section 3, for the best tree of a given size.
@@ -15,25 +11,23 @@ al., "Sequoia" (2024), section 3, for the best tree of a given size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heappop, heappush
-from itertools import accumulate, count, zip_longest
+from itertools import accumulate, zip_longest
 from math import isqrt
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.base import DraftCall
+from hf_specgen.candidates.base import DraftCall, Tree
+from hf_specgen.candidates.best_first import SearchLimits, SearchTree, Tag, best_first
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency
 from hf_specgen.tree import DraftTree, Parents
 
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.integer[Any]]
-Child = tuple[int, float, Any]
-"""A token, the probability that it is accepted if its parent is, and anything the drafter wants to know of it later."""
 MAX_PROBABILITY = 0.999
 """Upper limit of an acceptance probability: keeps every node strictly less likely than its parent."""
 MAX_NODES = 64
@@ -42,68 +36,6 @@ MAX_CHILDREN = 8
 """Maximum number of children of a node, and of nodes of a row that are expanded in one pass."""
 MIN_GAIN = 0.001
 """Relative gain in expected tokens per second below which no pass of the drafter is made, even if it costs nothing."""
-
-
-@dataclass
-class RowTree:
-    """The tree of one row, in descending order of path probabilities; parents come first.
-
-    Args:
-        tokens, parents, probability: of each node; the probabilities are those of its path.
-        tags: what `best_first` received with each node.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    probability: list[float] = field(default_factory=list)
-    tags: list[Any] = field(default_factory=list)
-
-
-def best_first(
-    children: Callable[[int, RowTree], Iterator[Child]], depth: int, nodes: int, min_probability: float = 0.0
-) -> RowTree:
-    """Grow the most probable tree of one row.
-
-    Args:
-        children: the children of a node of the tree so far (-1 for the row's last token), most likely first.
-        depth, nodes: maximum depth and number of nodes.
-        min_probability: path probability below which a node is left out.
-
-    Example:
-        >>> table = {0: [(5, 0.6, None), (6, 0.3, None)], 5: [(7, 0.9, None)], 6: [], 7: []}
-        >>> tree = best_first(lambda node, tree: iter(table[tree.tokens[node] if node >= 0 else 0]), depth=2, nodes=3)
-        >>> tree.tokens, tree.parents
-        ([5, 7, 6], [-1, 0, -1])
-    """
-    tree, order = RowTree(), count()
-    heap: list[tuple[float, int, int, int, int, Any, Iterator[Child], float]] = []
-
-    def push_next(siblings: Iterator[Child], parent: int, level: int, above: float) -> None:
-        for token, acceptance, tag in siblings:
-            probability = above * min(acceptance, MAX_PROBABILITY)
-            if probability > min_probability:
-                heappush(heap, (-probability, next(order), parent, level, token, tag, siblings, above))
-            return
-
-    if depth > 0:
-        push_next(children(-1, tree), -1, 1, 1.0)
-    while heap and len(tree.tokens) < nodes:
-        negative, _, parent, level, token, tag, siblings, above = heappop(heap)
-        node = len(tree.tokens)
-        tree.tokens.append(token)
-        tree.parents.append(parent)
-        tree.probability.append(-negative)
-        tree.tags.append(tag)
-        push_next(siblings, parent, level, above)
-        if level < depth:
-            push_next(children(node, tree), node, level + 1, -negative)
-    return tree
-
-
-def draft_of(trees: Sequence[RowTree], nodes: int) -> DraftTree:
-    """The first `nodes` nodes of each row's tree as a draft."""
-    probability = tuple(tuple(tree.probability[:nodes]) for tree in trees)
-    return DraftTree.from_nodes([(tree.tokens[:nodes], tuple(tree.parents[:nodes])) for tree in trees], probability)
 
 
 @dataclass(frozen=True)
@@ -179,10 +111,10 @@ class TreeBuilder:
                 for level, pair in enumerate(zip(tokens[row].tolist(), acceptance[row].tolist(), strict=True))
             ]
 
-            def children(node: int, tree: RowTree, ranked: list[list[Child]] = ranked) -> Iterator[Child]:
-                return iter(ranked[tree.tags[node][0] if node >= 0 else 0])
+            def children(tag: tuple[int, int], depth: int, ranked: Any = ranked) -> list[tuple[int, float, Any]]:
+                return ranked[depth]
 
-            trees.append(best_first(children, limit, nodes))
+            trees.append(best_first((0, 0), children, limit, SearchLimits(nodes)))
         shape = len(trees), max(len(tree.tokens) for tree in trees)
         builder.tokens, builder.probability = np.zeros(shape, dtype=np.int64), np.zeros(shape)
         builder.parents, builder.depth = np.full(shape, -1), np.zeros(shape, dtype=np.int64)
@@ -414,3 +346,36 @@ def tree_size(
         return TreeSize(None, children=1)
     rows = max(1, sum(depth > 0 for depth in depths))
     return TreeSize(None, children, latency.at(rows, call.context_length), rows, 0.3 if is_prefill else 0.0)
+
+
+def draft_rows(
+    call: DraftCall,
+    size: Tree,
+    depths: Sequence[int],
+    search: Callable[[int, SearchLimits], SearchTree[Tag]],
+    is_prefill: bool = False,
+) -> tuple[DraftTree, list[SearchTree[Tag]]]:
+    """Search a tree for every row and cut it to the size to verify.
+
+    Args:
+        call: whose latencies decide if the size is "auto".
+        size: number of nodes, "auto", or None for a chain.
+        depths: maximum depth of each row.
+        search: the tree of a row.
+        is_prefill: whether the draft is verified with the prompt, which takes chains.
+    """
+    limit = tree_size(size, call, depths, is_prefill=is_prefill)
+    is_chain = is_prefill or size is None
+    if limit.is_fastest or isinstance(size, int):
+        limits = SearchLimits(limit.max_nodes, limit.min_probability, is_chain)
+    else:  # without a latency model, "auto" drafts what is not improbable
+        limits = SearchLimits(max(depths), 0.0 if size is None else 0.05, is_chain)
+    trees = [search(row, limits) for row in range(len(depths))]
+    nodes = limit.best_size([tree.probability for tree in trees]) if limit.is_fastest else limits.nodes
+    return draft_of(trees, nodes), trees
+
+
+def draft_of(trees: Sequence[SearchTree[Any]], nodes: int) -> DraftTree:
+    """The first `nodes` nodes of each row's tree as a draft."""
+    probability = tuple(tuple(tree.probability[:nodes]) for tree in trees)
+    return DraftTree.from_nodes([(tree.tokens[:nodes], tuple(tree.parents[:nodes])) for tree in trees], probability)

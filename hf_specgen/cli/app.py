@@ -2,89 +2,116 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from hf_specgen.cli.options import command
 from hf_specgen.cli.settings import (
     ChatSettings,
     DemoSettings,
     DoctorSettings,
-    ExportSettings,
     GenerateSettings,
     TuneSettings,
+    command,
+    errors,
 )
+from hf_specgen.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Lossless speculative decoding for Transformers.")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hf-specgen {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Lossless speculative decoding for Transformers."""
 
 
-@command(app, DemoSettings)
-def demo(settings: DemoSettings) -> None:
-    """Compare plain generate and every strategy on two targets, live, in about a minute.
-
-    Exit code 1 if a token differs in float32.
-    """
-    from hf_specgen.cli.demo import show
-
-    if not show(settings):
-        raise typer.Exit(1)
-
-
-@command(app, ChatSettings)
-def chat(settings: ChatSettings) -> None:
-    """Chat with a model; accepted draft tokens are coloured. /strategy and /plain compare."""
-    from hf_specgen.cli.chat import show
-
-    show(settings)
-
-
-@command(app, GenerateSettings)
-def generate(settings: GenerateSettings) -> None:
-    """Answer the prompts of a file or dataset: batched by length, resumable, sharded by `accelerate launch`."""
-    from hf_specgen.cli.generate import show
-
-    show(settings)
-
-
-@command(app, TuneSettings)
-def tune(settings: TuneSettings) -> None:
-    """Measure latencies on this machine and store them as the profiles by which draft depths are chosen.
-
-    For Medusa heads with --output, also measure their acceptance on a dataset and save it with them.
-    """
-    from hf_specgen.cli.tune import show
-
-    show(settings)
+command(
+    app,
+    "demo",
+    DemoSettings,
+    "Compare plain generate and the fastest strategies on two targets, live, in about a minute.\n\n"
+    "Exit code 1 if a token differs in float32.",
+)
+command(
+    app, "chat", ChatSettings, "Chat with a model; accepted draft tokens are coloured. /strategy and /plain compare."
+)
+command(
+    app,
+    "generate",
+    GenerateSettings,
+    "Answer the prompts of a file or dataset: batched by length, resumable, sharded by `accelerate launch`.",
+)
+command(
+    app,
+    "tune",
+    TuneSettings,
+    "Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths.\n\n"
+    "For Medusa heads with --output, also measure their acceptance on a dataset and save it with them.",
+)
+command(
+    app,
+    "doctor",
+    DoctorSettings,
+    "Check whether speculation works and is faster here, and recommend a strategy.\n\n"
+    "Exit code 1 if a problem has to be solved first.",
+)
 
 
-@command(app, ExportSettings)
-def export(settings: ExportSettings) -> None:
+@app.command()
+def export(
+    heads: Annotated[str, typer.Argument(help="Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash.")],
+    to: Annotated[str, typer.Option(help="The program: medusa, tgi or vllm; for others eagle, sglang or vllm.")],
+    output: Annotated[Path, typer.Option(help="Folder to write to.")],
+    target: Annotated[str, typer.Option(help="Hub id or folder of the target, for its output matrix (Medusa).")] = "",
+) -> None:
     """Write heads in the layout that another program reads."""
-    from hf_specgen.cli.export import export_heads
+    with errors():
+        from transformers import AutoModelForCausalLM
 
-    for file in export_heads(settings):
-        typer.echo(file)
+        from hf_specgen.heads import load_medusa
+        from hf_specgen.heads.checkpoint import Source
+        from hf_specgen.heads.export import export_medusa
+        from hf_specgen.heads.files import source_errors
+        from hf_specgen.heads.loading import holds_medusa, load_head
+        from hf_specgen.heads.saving import export_head
 
-
-@command(app, DoctorSettings)
-def doctor(settings: DoctorSettings) -> None:
-    """Check whether speculation works and is faster here, and recommend a strategy.
-
-    Exit code 1 if a problem has to be solved first.
-    """
-    from hf_specgen.cli.doctor import show
-
-    if not show(settings):
-        raise typer.Exit(1)
+        if holds_medusa(Source(heads)):
+            with source_errors(target):
+                model = AutoModelForCausalLM.from_pretrained(target, dtype="auto") if target else None
+            files = export_medusa(load_medusa(heads, model), output, to, model)
+        else:
+            files = export_head(load_head(heads), output, to)
+        for file in files:
+            typer.echo(file)
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
-    """Measure acceptance and speed by task domain: `python -m benchmarks suite` in a clone; see `bench --help`."""
-    from hf_specgen.cli.bench import run
+    """Measure acceptance and speed by task domain: `python -m benchmarks suite` in a clone; see `bench --help`.
 
-    run(context.args)
+    Without options that choose the target, it is the embedded model widened to 300M parameters; `--widen 0` measures
+    the embedded model itself.
+    """
+    if not (Path("benchmarks") / "__main__.py").is_file():
+        raise SystemExit(
+            "the benchmarks come with the repository, not with the package: change to the root of a clone and run "
+            "`python -m benchmarks suite`"
+        )
+    sys.stdout.flush()
+    choosing = ("--model", "--wide", "--widen", "--help", "-h", "--resume")
+    chosen = any(argument.partition("=")[0] in choosing for argument in context.args)
+    target = [] if chosen else ["--wide"]
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks", "suite", *target, *context.args])

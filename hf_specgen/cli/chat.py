@@ -10,16 +10,18 @@ from typing import Any, cast
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
+from hf_specgen.call import Call
 from hf_specgen.candidates import Candidates
-from hf_specgen.candidates.combined import default_candidates
-from hf_specgen.cli.chat_stream import ACCEPTED, ColouredStreamer
+from hf_specgen.candidates.default import default_candidates
 from hf_specgen.cli.settings import ChatSettings
-from hf_specgen.counters import Statistics
-from hf_specgen.evaluation.strategies import strategies
-from hf_specgen.evaluation.workloads import PLAIN, load_model, torch_dtype
+from hf_specgen.counters import Statistics, StepRecord
+from hf_specgen.evaluation.workloads import DEFAULT, PLAIN, chat_text, load_model, maybe_prepacked, strategies
+from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 
-AUTO = "auto"
+ACCEPTED = "green"
+"""Style of accepted draft tokens."""
 HELP = """\
 /plain            answer with plain generate from now on
 /strategy [NAME]  answer with this strategy; without a name, list them
@@ -30,15 +32,7 @@ HELP = """\
 
 @dataclass
 class Answer:
-    """An answer, and how it was generated.
-
-    Args:
-        text: of the answer.
-        strategy: its name.
-        tokens: generated, the end-of-turn token included.
-        seconds: wall time.
-        speculation: None for plain generation.
-    """
+    """An answer, and how it was generated; `speculation` is None for plain generation."""
 
     text: str
     strategy: str
@@ -64,7 +58,6 @@ class Conversation:
         generation: arguments of `generate` for every answer.
         seed: of every answer, so that strategies give the same one.
         system: the system prompt; "" for none.
-        pack_weights: as for `speculate`.
 
     Attributes:
         messages: of the conversation, in the format of chat templates.
@@ -77,7 +70,6 @@ class Conversation:
     generation: dict[str, Any]
     seed: int = 0
     system: str = ""
-    pack_weights: bool | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     read: torch.Tensor | None = None
     cache: Any = None
@@ -102,13 +94,7 @@ class Conversation:
         return self.messages.pop()["content"]
 
     def answer(self, name: str, candidates: Candidates | None, write: Callable[[str, bool], None]) -> Answer:
-        """Answer the last message.
-
-        Args:
-            name: of the strategy.
-            candidates: the strategy; None for plain generation.
-            write: receives the text piece by piece, and whether it is an accepted draft token.
-        """
+        """Answer the last message; `write` receives pieces of text, and whether each is an accepted draft token."""
         ids = self._prompt()
         read = self.read
         if read is None or ids.shape[1] <= read.shape[1] or not torch.equal(ids[:, : read.shape[1]], read):
@@ -116,7 +102,7 @@ class Conversation:
         streamer = ColouredStreamer(self.tokenizer, write)
         arguments = {**self.generation, "past_key_values": self.cache, "return_dict_in_generate": True}
         if candidates is not None:
-            arguments.update(candidate_generator=candidates, monitor=streamer.monitor, pack_weights=self.pack_weights)
+            arguments.update(candidate_generator=candidates, monitor=streamer.monitor)
         torch.manual_seed(self.seed)
         begin = perf_counter()
         output = cast(Any, self.model).generate(
@@ -131,13 +117,11 @@ class Conversation:
 
     def _prompt(self) -> torch.Tensor:
         """`[1, tokens]` the conversation so far, in the model's chat format if it has one."""
-        if self.tokenizer.chat_template:
-            ids: Any = self.tokenizer.apply_chat_template(
-                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        else:
-            ids = self.tokenizer("\n".join(message["content"] for message in self.messages), return_tensors="pt")
-        return cast(torch.Tensor, ids["input_ids"]).to(self.model.device)
+        has_template = bool(self.tokenizer.chat_template)
+        plain = "\n".join(message["content"] for message in self.messages)
+        text = chat_text(self.tokenizer, self.messages) if has_template else plain
+        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=not has_template)["input_ids"]
+        return cast(torch.Tensor, ids).to(self.model.device)
 
 
 class Chat:
@@ -166,6 +150,7 @@ class Chat:
             if line.startswith("/"):
                 self._command(*line[1:].split(maxsplit=1))
             elif line:
+                line = line.encode("utf-8", "replace").decode("utf-8")  # lone surrogates, which no tokenizer takes
                 self.conversation.messages.append({"role": "user", "content": line})
                 if not self._answer():
                     self.conversation.messages.pop()
@@ -226,16 +211,94 @@ class Chat:
             self.console.print(f"[dim]{HELP}[/]\n", highlight=False)
 
 
-def show(settings: ChatSettings) -> None:
-    """Load the models and chat on the terminal.
+class ColouredStreamer(BaseStreamer):
+    """Writes the text of one row piece by piece.
 
-    Raises:
-        OSError, ValueError: for models or settings that cannot be used.
+    With the monitor, tokens are held until their step is reported with the number of accepted draft tokens; without it,
+    every token is written at once as the target's own.
+
+    Args:
+        tokenizer: of the target.
+        write: receives each piece of text, and whether its last token is an accepted draft token.
+
+    Attributes:
+        monitor: for `generate(monitor=…)`; not used in plain generation.
     """
-    dtype = "auto" if settings.dtype == "auto" else torch_dtype(settings.dtype)
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], None]):
+        self._tokenizer, self._write = tokenizer, write
+        self._has_prompt = False
+        self._held: list[int] = []  # tokens whose step was not reported yet
+        self._line: list[int] = []  # tokens of the current line
+        self._written = ""  # what has been written of it
+        self._holds_tokens = False
+        self.monitor = _StepMonitor(self)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Receive the prompt, then every token."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            return
+        self._held += value.flatten().tolist()
+        if not self._holds_tokens:
+            self._flush(0, 0)
+
+    def end(self) -> None:
+        """Write what is left."""
+        self._flush(0, 0)
+        self._decode(False, final=True)
+
+    def wait_for_steps(self) -> None:
+        """From now on, hold tokens until `step`."""
+        self._holds_tokens = True
+
+    def step(self, accepted: int, emitted: int) -> None:
+        """The last `emitted` tokens are those of a step that accepted so many draft tokens."""
+        self._flush(accepted, emitted)
+
+    def _flush(self, accepted: int, emitted: int) -> None:
+        before = len(self._held) - emitted
+        for place, token in enumerate(self._held):
+            self._line.append(token)
+            self._decode(before <= place < before + accepted)
+        self._held = []
+
+    def _decode(self, accepted: bool, *, final: bool = False) -> None:
+        """Write what the last token adds to the text, once its characters are complete."""
+        text = str(self._tokenizer.decode(self._line, skip_special_tokens=True))
+        if text.endswith("\ufffd") and not final:  # the first bytes of a character
+            return
+        if text[len(self._written) :]:
+            self._write(text[len(self._written) :], accepted)
+        self._written = text
+        if text.endswith("\n"):
+            self._line, self._written = [], ""
+
+
+class _StepMonitor(Monitor):
+    def __init__(self, streamer: ColouredStreamer):
+        self._streamer = streamer
+
+    def start(self, call: Call) -> MonitorSession:
+        self._streamer.wait_for_steps()
+        return _StepSession(self._streamer)
+
+
+class _StepSession(MonitorSession):
+    def __init__(self, streamer: ColouredStreamer):
+        self._streamer = streamer
+
+    def observe(self, step: StepRecord) -> None:
+        row = step.rows[0]
+        if row is not None:
+            self._streamer.step(row.accepted, row.emitted)
+
+
+def show(settings: ChatSettings) -> None:
+    """Load the models and chat on the terminal."""
     named = strategies(settings.draft, settings.heads, settings.adapter)[1:]
-    model, tokenizer = load_model(settings.model, dtype, settings.device)
-    choices: dict[str, Candidates | None] = {PLAIN: None, AUTO: default_candidates()}
+    model, tokenizer = load_model(settings.model, settings.dtype, settings.device)
+    choices: dict[str, Candidates | None] = {PLAIN: None, DEFAULT: default_candidates()}
     choices.update({strategy.name: strategy.candidates for strategy in named})
     generation: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0}
     if settings.temperature > 0:
@@ -244,5 +307,6 @@ def show(settings: ChatSettings) -> None:
     console.print(
         f"[bold]{settings.model}[/]. [{ACCEPTED}]Accepted draft tokens[/] are coloured; /help lists commands.\n"
     )
-    conversation = Conversation(model, tokenizer, generation, settings.seed, settings.system, settings.pack_weights)
-    Chat(conversation, choices, console).run(lambda: console.input("[bold cyan]>[/] "))
+    conversation = Conversation(model, tokenizer, generation, settings.seed, settings.system)
+    with maybe_prepacked(model, settings.pack_weights):
+        Chat(conversation, choices, console).run(lambda: console.input("[bold cyan]>[/] "))

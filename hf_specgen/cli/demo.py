@@ -3,51 +3,62 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain, zip_longest
 from time import perf_counter
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.cli.demo_plan import answer_length, batches, order, round_robin
-from hf_specgen.cli.demo_variants import variants
-from hf_specgen.cli.demo_view import closing_lines, comparison, one_answer
-from hf_specgen.cli.settings import DemoSettings
-from hf_specgen.evaluation.measure import Sample, Total, Variant, interleave, measure_round
-from hf_specgen.evaluation.provenance import provenance
-from hf_specgen.evaluation.widen import widen_in_fast_dtype
+from hf_specgen.candidates import Candidates, NgramCandidates
+from hf_specgen.cli.settings import DemoSettings, check_writable, terminal
+from hf_specgen.evaluation.cost import widen_in_fast_dtype
+from hf_specgen.evaluation.measure import Sample, Total, Variant, interleave, measure_round, provenance
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
+    EMBEDDED_ADAPTER,
+    EMBEDDED_DFLASH,
+    EMBEDDED_DRAFT,
+    EMBEDDED_EAGLE,
+    EMBEDDED_HEADS,
     GREEDY,
+    NGRAM,
     PEER,
     PLAIN,
     Difference,
     check_installed,
+    default_device,
     domain_prompts,
     encode,
     first_difference,
+    head_strategy,
     load,
+    strategies,
 )
-from hf_specgen.targets.packable import is_packable
 
-WARM_UP, WARM_UP_TOKENS = "Write a function that adds two numbers.", 8
-"""An uncounted call of each variant, in which models are loaded and checked, and the speed of plain `generate`."""
 WIDE_SHARE = 0.8
-"""Share of the time for the widened target, which takes longer for each prompt."""
+"""Fraction of the time for the widened target, which takes longer for each prompt."""
+BAR = 15
+"""Width of the longest bar, in columns of the terminal."""
+ACCEPTED = "black on green"
+"""Style of accepted draft tokens."""
 
 
 @dataclass
-class Target:
+class MeasuredTarget:
     """A target and what was measured on it.
 
     Args:
         title: above its column.
         dtype: of its weights.
         totals: measurements by variant.
+        able: names of the variants that accept batches of the chosen size.
         domains: the same, by domain and variant.
         prompts: how many were answered by every variant that can.
         length: maximum tokens of each answer.
@@ -58,6 +69,7 @@ class Target:
     title: str
     dtype: str
     totals: dict[str, Total]
+    able: set[str] = field(default_factory=set)
     domains: dict[str, dict[str, Total]] = field(default_factory=dict)
     prompts: int = 0
     length: int = 0
@@ -66,19 +78,10 @@ class Target:
 
 
 def show(settings: DemoSettings, console: Console | None = None) -> bool:
-    """Run the demo and print it.
-
-    Args:
-        settings: of the demo.
-        console: to print to; the terminal if left out.
-
-    Returns:
-        False if a token differs in float32.
-
-    Raises:
-        OSError, ValueError: for models, prompts or settings that cannot be used.
-    """
-    console = console or Console()
+    """Run the demo and print it; returns False if a token differs in float32."""
+    check_writable(settings.json_file)
+    settings = replace(settings, device=settings.device or default_device())
+    console = console or terminal()
     with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
         targets, tokenizer = run_demo(settings, lambda found, now: live.update(comparison(found, now), refresh=True))
         live.update(comparison(targets), refresh=True)
@@ -93,22 +96,17 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
 
 
 def run_demo(
-    settings: DemoSettings, on_change: Callable[[list[Target], str], None]
-) -> tuple[list[Target], PreTrainedTokenizerBase]:
-    """Measure all variants on every target.
-
-    Args:
-        settings: of the demo.
-        on_change: receives the targets, and what is being done, whenever that changes.
-    """
+    settings: DemoSettings, on_change: Callable[[list[MeasuredTarget], str], None]
+) -> tuple[list[MeasuredTarget], PreTrainedTokenizerBase]:
+    """Measure all variants on every target; `on_change` receives the targets and what is being done."""
     check_installed(settings)
     prompts = list(round_robin(domain_prompts(settings)))
     model, tokenizer = load(settings)
-    compared = variants(settings, packed=any(map(is_packable, model.modules())))
+    compared = variants(settings)
     size = sum(parameter.numel() for parameter in model.parameters())
-    targets = [_empty(f"{_millions(size)} {settings.dtype}", settings.dtype, compared)]
+    targets = [_empty(f"{size / 1e6:.0f}M {settings.dtype}", settings.dtype, compared, settings.batch_size)]
     if settings.widened:
-        targets.append(_empty(f"{settings.wide}M", "", compared))
+        targets.append(_empty(f"{settings.wide}M", "", compared, settings.batch_size))
     on_change(targets, "loading")
     seconds = settings.seconds * (1 - WIDE_SHARE if settings.widened else 1)
     for target in targets:
@@ -116,7 +114,7 @@ def run_demo(
             on_change(targets, f"{target.title}: widening the layers")
             model, target.dtype = widen_in_fast_dtype(model, settings.wide * 10**6)
             target.title = f"{settings.wide}M {target.dtype}"
-            compared = variants(settings, packed=any(map(is_packable, model.modules())))
+            compared = variants(settings)
             target.totals = {variant.name: Total() for variant in compared}
             seconds = settings.seconds * WIDE_SHARE
         _measure(target, model, tokenizer, compared, prompts, settings, seconds, partial(on_change, targets))
@@ -124,7 +122,7 @@ def run_demo(
 
 
 def _measure(
-    target: Target,
+    target: MeasuredTarget,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     compared: Sequence[Variant],
@@ -168,13 +166,13 @@ def _warm_up(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, compared: Sequence[Variant], size: int
 ) -> float:
     """A short call of each variant; returns the tokens per second of plain `generate`, its prefill left out."""
-    inputs = encode(tokenizer, [WARM_UP] * size, size)
-    (samples,) = interleave(model, inputs, compared, {"max_new_tokens": WARM_UP_TOKENS, "do_sample": False})
+    inputs = encode(tokenizer, ["Write a function that adds two numbers."] * size, size)
+    (samples,) = interleave(model, inputs, compared, {"max_new_tokens": 8, "do_sample": False})
     plain = samples[PLAIN]
     return max(1, plain.tokens - size) / max(1e-3, plain.seconds - plain.first_token)
 
 
-def to_json(settings: DemoSettings, targets: Sequence[Target]) -> dict[str, Any]:
+def to_json(settings: DemoSettings, targets: Sequence[MeasuredTarget]) -> dict[str, Any]:
     """All numbers, with their provenance."""
     return {
         "provenance": provenance(),
@@ -197,8 +195,9 @@ def _numbers(totals: dict[str, Total]) -> dict[str, dict[str, Any]]:
     return {name: {field: getattr(total, field) for field in fields} for name, total in totals.items()}
 
 
-def _empty(title: str, dtype: str, compared: Sequence[Variant]) -> Target:
-    return Target(title, dtype, {variant.name: Total() for variant in compared})
+def _empty(title: str, dtype: str, compared: Sequence[Variant], rows: int) -> MeasuredTarget:
+    able = {variant.name for variant in compared if variant.batched or rows == 1}
+    return MeasuredTarget(title, dtype, {variant.name: Total() for variant in compared}, able)
 
 
 def _is_exact(settings: DemoSettings, generation: dict[str, Any]) -> bool:
@@ -206,5 +205,162 @@ def _is_exact(settings: DemoSettings, generation: dict[str, Any]) -> bool:
     return settings.verification == "exact" or (settings.verification == "rejection" and greedy)
 
 
-def _millions(parameters: int) -> str:
-    return f"{parameters / 1e6:.0f}M"
+def variants(settings: DemoSettings) -> list[Variant]:
+    """Plain `generate`, Transformers' prompt lookup, then our strategies: those named, or the fastest embedded ones."""
+    draft, adapter, heads = settings.draft, settings.adapter, [settings.heads] if settings.heads else []
+    if not settings.model:
+        draft = draft or str(EMBEDDED_DRAFT)
+        adapter = adapter or (str(EMBEDDED_ADAPTER) if settings.every else "")
+        shipped = (EMBEDDED_EAGLE, EMBEDDED_HEADS, EMBEDDED_DFLASH) if settings.every else (EMBEDDED_EAGLE,)
+        heads = heads or [str(folder) for folder in shipped if folder.exists()]
+    built = [*strategies(draft, "", adapter, dtype=settings.dtype), *map(head_strategy, heads)]
+    found: dict[str, Candidates] = {strategy.name: strategy.candidates for strategy in built}
+    found[NGRAM] = NgramCandidates(k=settings.k, branches=settings.branches)
+    ours: Any = partial(dict, verification=settings.verification)
+    return [
+        Variant(PLAIN, dict),
+        Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),
+        *(Variant(name, partial(ours, candidate_generator=strategy)) for name, strategy in found.items()),
+    ]
+
+
+def answer_length(longest: int, seconds: float, speed: float, compared: int) -> int:
+    """Tokens per answer with which a prompt of each of the 5 embedded domains fits into the time, but at least 24.
+
+    Every variant is assumed to be as slow as plain `generate`, which generates `speed` tokens per second.
+
+    Example:
+        >>> [answer_length(64, seconds=40, speed=speed, compared=6) for speed in (200, 40, 8)]
+        [64, 53, 24]
+    """
+    return int(min(longest, max(24, seconds * speed / max(1, compared) / 5)))
+
+
+def order(compared: Sequence[Variant], number: int, rows: int) -> list[Variant]:
+    """Plain `generate` first, then the others in an order that rotates from prompt to prompt."""
+    plain, *others = (variant for variant in compared if variant.batched or rows == 1)
+    first = number % max(1, len(others))
+    return [plain, *others[first:], *others[:first]]
+
+
+def round_robin(domains: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
+    """The first prompt of every domain, then the second of every domain, and so on."""
+    columns = [[(domain, prompt) for prompt in prompts] for domain, prompts in domains.items()]
+    yield from (pair for pair in chain.from_iterable(zip_longest(*columns)) if pair is not None)
+
+
+def batches(prompts: Sequence[tuple[str, str]], size: int) -> Iterator[tuple[str, list[str]]]:
+    """Batches of `size` prompts of one domain; the rest of each domain at the end."""
+    incomplete: dict[str, list[str]] = {}
+    for domain, prompt in prompts:
+        incomplete.setdefault(domain, []).append(prompt)
+        if len(incomplete[domain]) == size:
+            yield domain, incomplete.pop(domain)
+    yield from incomplete.items()
+
+
+def comparison(targets: Sequence[MeasuredTarget], now: str = "") -> RenderableType:
+    """A row for each variant, a bar for each target; strategies in increasing order of speed on the last target."""
+    view = Table(box=None, pad_edge=False, padding=(0, 1), show_header=True, header_style="bold")
+    view.add_column("tokens per second", no_wrap=True)
+    for target in targets:
+        view.add_column(target.title, no_wrap=True)
+    for name in _ordered(targets[-1].totals):
+        view.add_row(_name(name), *(_bar(target.totals, name, name in target.able) for target in targets))
+    return Group("", view, Text(now, style="dim"))
+
+
+def closing_lines(targets: Sequence[MeasuredTarget], widened: bool) -> Iterator[str]:
+    """The conclusion: the fastest strategy, whether tokens were the same, what the second target is."""
+    for target in targets:
+        totals = target.totals
+        best = _ordered(totals)[-1]
+        if best not in (PLAIN, PEER) and totals[best].tokens:
+            speedup = _speedup(totals, best)
+            yield (
+                f"[bold]{target.title}[/]: {best} is [bold {_colour(speedup)}]{speedup:.2f}x[/] as fast as plain "
+                f"generate, with {totals[best].tokens_per_step:.1f} tokens per step, on {target.prompts} "
+                f"{'prompt' if target.prompts == 1 else 'prompts'} and up to {target.length} new tokens for each."
+            )
+    for target in targets:
+        yield _same_tokens(target)
+    if widened:
+        yield (
+            f"[dim]{targets[-1].title} computes the function of the small model with wider layers: a latency model of "
+            "a larger target. Texts and acceptance are those of the small one, the cost of a step is not.[/]"
+        )
+        if targets[-1].dtype == "float32":
+            yield "[dim]It runs in float32, since this processor has no fast kernels for several tokens in bfloat16.[/]"
+
+
+def one_answer(totals: dict[str, Total], tokenizer: PreTrainedTokenizerBase) -> RenderableType:
+    """The answer with the most tokens per step of the fastest strategy, its accepted draft tokens coloured."""
+    name = next((name for name in reversed(_ordered(totals)) if _samples(totals[name])), None)
+    if name is None:
+        return ""
+    best = max(_samples(totals[name]), key=lambda sample: sample.speculation.tokens_per_step)  # type: ignore[union-attr]
+    title = f"\nOne answer, with {name}. [{ACCEPTED}]Accepted draft tokens[/]; the others are the target's own.\n"
+    return Group(Text.from_markup(title), coloured(tokenizer, best), "")
+
+
+def coloured(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Text:
+    """The first row of an answer, its accepted draft tokens coloured."""
+    statistics = sample.speculation
+    assert statistics is not None
+    answer = sample.ids[0, sample.ids.shape[1] - max(statistics.lengths) :].tolist()
+    text = Text()
+    for token, accepted in zip(answer, statistics.origins(0), strict=False):
+        text.append(str(tokenizer.decode([token], skip_special_tokens=True)), style=ACCEPTED if accepted else "")
+    return text
+
+
+def _ordered(totals: dict[str, Total]) -> list[str]:
+    """Plain, Transformers' prompt lookup, then our strategies by increasing speed; unmeasured ones as given."""
+    ours = [name for name in totals if name not in (PLAIN, PEER)]
+    return [PLAIN, PEER, *sorted(ours, key=lambda name: totals[name].tokens_per_second)]
+
+
+def _name(name: str) -> str:
+    return f"[dim]{'HF ' if name == PEER else ''}{name}[/]" if name in (PLAIN, PEER) else name
+
+
+def _bar(totals: dict[str, Total], name: str, batched: bool = True) -> Text:
+    total = totals.get(name, Total())
+    if not total.tokens:
+        return Text("waiting" if batched else "one row only", style="dim")
+    fastest = max(one.tokens_per_second for one in totals.values())
+    speedup = _speedup(totals, name)
+    style = "dim" if name in (PLAIN, PEER) else _colour(speedup)
+    bar = "█" * max(1, round(BAR * total.tokens_per_second / fastest))
+    text = Text(f"{bar:<{BAR}}", style=style)
+    digits = 0 if fastest >= 20 else 1
+    text.append(f"{total.tokens_per_second:>6.{digits}f}", style="default")
+    text.append("       " if name == PLAIN else f"{speedup:6.2f}x", style="bold" if name not in (PLAIN, PEER) else "")
+    return text
+
+
+def _colour(speedup: float) -> str:
+    return "green" if speedup > 1 else "yellow"
+
+
+def _speedup(totals: dict[str, Total], name: str) -> float:
+    """Throughput relative to plain `generate` on the same prompts."""
+    plain = totals[PLAIN].tokens_per_second
+    return totals[name].tokens_per_second / plain if plain else 0.0
+
+
+def _same_tokens(target: MeasuredTarget) -> str:
+    if not target.answers:
+        return f"{target.title}: this verification does not promise the tokens of plain generate."
+    if not target.differences:
+        return f"{target.title}: the tokens of all {target.answers} answers are those of plain generate."
+    name, d = target.differences[0]
+    return (
+        f"[yellow]{target.title}: {len(target.differences)} of {target.answers} answers differ from plain generate; "
+        f"{name} first at position {d.position}, plain took token {d.plain_token} (logit {d.plain_logit:.4f}) and ours "
+        f"{d.our_token} (logit {d.our_logit:.4f}).[/]"
+    )
+
+
+def _samples(total: Total) -> list[Sample]:
+    return [sample for sample in total.samples if sample.speculation is not None]

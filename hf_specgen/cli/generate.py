@@ -21,33 +21,27 @@ from hf_specgen.attachment import attached
 from hf_specgen.candidates import Candidates
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import GenerateSettings
-from hf_specgen.evaluation.strategies import strategies
-from hf_specgen.evaluation.workloads import load_model, torch_dtype
+from hf_specgen.evaluation.workloads import chat_text, load_model, maybe_prepacked, strategies
 
 Row = dict[str, Any]
 RESUMABLE = ("plain", "draft", "heads", "adapter", "device")
-"""Settings that may differ when a run is resumed: they do not change the answers."""
+"""Settings that may differ when a run is resumed: in float32 they do not change the answers."""
 
 
 def show(settings: GenerateSettings) -> None:
-    """Write the answers of all prompts that have none yet.
-
-    Raises:
-        OSError, ValueError: for models, rows or settings that cannot be used.
-    """
+    """Write the answers of all prompts that have none yet."""
     processes = PartialState(cpu=settings.device == "cpu" or not torch.accelerator.is_available())
     console = Console(quiet=not processes.is_main_process)
-    rows = read_rows(settings)
     if settings.output.exists():
         raise ValueError(f"{settings.output} exists already; delete it or name another file")
+    rows = read_rows(settings)
     parts = settings.output.with_name(settings.output.name + ".parts")
     if processes.is_main_process:
         _begin(parts, settings)
     processes.wait_for_everyone()
     known = read_answers(parts)
     processes.wait_for_everyone()  # no process writes before all have read, so that all divide the same batches
-    dtype = "auto" if settings.dtype == "auto" else torch_dtype(settings.dtype)
-    model, tokenizer = load_model(settings.model, dtype, settings.device or str(processes.device))
+    model, tokenizer = load_model(settings.model, settings.dtype, settings.device or str(processes.device))
     batches = make_batches(rows, tokenizer, settings)
     open_batches = [(number, batch) for number, batch in enumerate(batches) if not known.keys() >= set(batch)]
     mine = open_batches[processes.process_index :: processes.num_processes]
@@ -55,10 +49,9 @@ def show(settings: GenerateSettings) -> None:
     shared = f", {processes.num_processes} processes" if processes.num_processes > 1 else ""
     console.print(f"{len(rows)} rows{before}{shared}")
     begin, tokens = perf_counter(), 0
-    speculation = (
-        nullcontext() if settings.plain else attached(model, _strategy(settings), pack_weights=settings.pack_weights)
-    )
+    speculation = nullcontext() if settings.plain else attached(model, _strategy(settings))
     with (
+        maybe_prepacked(model, settings.pack_weights),
         speculation as totals,
         (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file,
     ):
@@ -81,17 +74,15 @@ def show(settings: GenerateSettings) -> None:
 
 
 def read_rows(settings: GenerateSettings) -> list[Row]:
-    """The rows of a JSONL file or of a dataset.
-
-    Raises:
-        FileNotFoundError: if there is no such file or dataset.
-        ValueError: if a row has no prompt.
-    """
+    """The rows of a JSONL file or of a dataset."""
     path = Path(settings.source)
     if path.suffix in (".jsonl", ".json") or path.is_file():
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {settings.source!r}")
-        lines = path.read_text(encoding="utf-8").split("\n")
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{settings.source} is not UTF-8: {error}") from None
         rows = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     else:
         rows = _dataset(settings)
@@ -99,13 +90,30 @@ def read_rows(settings: GenerateSettings) -> list[Row]:
     if not rows:
         raise ValueError(f"{settings.source} has no rows")
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get(settings.column), str | list) or not row[settings.column]:
-            columns = ", ".join(row)
-            raise ValueError(
-                f"row {number} of {settings.source} has no prompt in column {settings.column!r}; its columns are "
-                f"{columns}; name one with --column"
-            )
+        if problem := _problem(row, settings):
+            raise ValueError(f"row {number} of {settings.source} {problem}")
     return rows
+
+
+def _problem(row: Row, settings: GenerateSettings) -> str:
+    """Why a row cannot be answered; empty if it can."""
+    prompt = row.get(settings.column)
+    if not isinstance(prompt, str | list) or not prompt:
+        return f"has no prompt in column {settings.column!r}; its columns are {', '.join(row)}; name one with --column"
+    if settings.answer_column in row:
+        return f"has a column {settings.answer_column!r} already; name another one with --answer-column"
+    if isinstance(prompt, list):
+        if not all(isinstance(message, dict) and "role" in message for message in prompt):
+            return f"has no chat messages {{role, content}} in column {settings.column!r}"
+        if prompt[-1]["role"] == "assistant":
+            return "ends with a message of the assistant, so there is nothing to answer; remove that message"
+    try:
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return "has a lone surrogate, which is not text; remove it"
+    except TypeError as error:
+        return f"has a value that a JSONL file cannot hold ({error}); remove that column"
+    return ""
 
 
 def make_batches(
@@ -162,18 +170,17 @@ def write_output(settings: GenerateSettings, rows: Sequence[Row], answers: dict[
 
 
 def _begin(parts: Path, settings: GenerateSettings) -> None:
-    """Create the folder of partial answers, or check that it belongs to the same run.
-
-    Raises:
-        ValueError: if it was written with settings that give other answers.
-    """
+    """Create the folder of partial answers, or raise a `ValueError` unless it belongs to the same run."""
     parts.mkdir(parents=True, exist_ok=True)
     run = {name: str(value) for name, value in asdict(settings).items() if name not in RESUMABLE}
     file = parts / "settings.json"
     if not file.exists():
         file.write_text(json.dumps(run, indent=2), encoding="utf-8")
         return
-    before = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        before = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise ValueError(f"{file} is damaged; delete the folder {parts} to begin anew") from None
     changed = [f"{name} was {before.get(name)!r}, is {run[name]!r}" for name in run if before.get(name) != run[name]]
     if changed:
         raise ValueError(
@@ -197,8 +204,7 @@ def _text(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
     """A prompt as the model reads it."""
     if isinstance(prompt, str) and not (chat and tokenizer.chat_template):
         return prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return cast(str, tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    return chat_text(tokenizer, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
 
 def _parsed(line: str, where: str) -> Row:
@@ -218,6 +224,6 @@ def _dataset(settings: GenerateSettings) -> list[Row]:
         raise ImportError("a dataset of the Hub needs datasets: pip install datasets") from None
     try:
         return [dict(row) for row in load_dataset(settings.source, settings.name or None, split=settings.split)]
-    except (OSError, ValueError, ConnectionError) as error:
+    except Exception as error:  # the readers of many formats raise errors of many types
         reason = str(error).split("\n", 1)[0]
         raise FileNotFoundError(f"cannot load the dataset {settings.source!r}: {reason}") from error

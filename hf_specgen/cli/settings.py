@@ -1,24 +1,29 @@
-"""The options of every command: one dataclass each, without heavy imports."""
+"""The options of every command, one dataclass each, and how a dataclass becomes a command. Without heavy imports."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import inspect
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from hf_specgen.evaluation.settings import DTYPES, WorkloadSettings, setting
+import typer
+from rich.console import Console
+from rich.markup import escape
 
-DEVICE = "cpu, cuda, cuda:1, mps …"
+from hf_specgen.evaluation import DTYPES, WorkloadSettings, setting
+
+DEVICE = "cpu, cuda, cuda:1, mps …; a GPU if there is one, if left out."
 
 
 def argument(help: str) -> Any:
     """A required positional argument."""
     return field(metadata={"help": help, "argument": True})
-
-
-def required(help: str, **more: Any) -> Any:
-    """A required option; `more` as for `setting`."""
-    return field(metadata={"help": help, **more})
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class DemoSettings(WorkloadSettings):
     wide: int = setting(300, "Size of the second target, in million parameters; 0 for none.", min=0)
     seconds: float = setting(80.0, "Seconds to measure, over both targets; at least one prompt on each.", min=0)
     json_file: Path | None = setting(None, "Write the results to this file.", flag="--json")
+    device: str = setting("", DEVICE)
 
     @property
     def widened(self) -> bool:
@@ -37,75 +43,67 @@ class DemoSettings(WorkloadSettings):
         return self.wide > 0 and not self.model
 
 
-@dataclass(frozen=True)
-class DoctorSettings:
-    """Options of `hf-specgen doctor`."""
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """A target, and what strategies need."""
 
-    model: str = required("Hub id or folder of the target.", flags=("--model", "--target"))
     draft: str = setting("", "Hub id or folder of a draft model.")
     heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
+    adapter: str = setting("", "Hub id or folder of an exit adapter.")
+    dtype: str = setting("auto", "Data type of the models; auto for that of the checkpoint.", choices=("auto", *DTYPES))
+    device: str = setting("", DEVICE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings(ModelSettings):
+    """Options of `hf-specgen doctor`."""
+
+    model: str = setting("", "Hub id or folder of the target.", argument=True)
+    model_option: str = setting("", "The target, in another place.", flags=("--model", "--target"))
     prompt: tuple[str, ...] = setting((), "A prompt like yours; may be given several times.")
     batch_size: int = setting(1, "Prompts per generate call.", min=1)
     length: int = setting(2048, "Tokens per row, prompt included, that must fit into memory.", min=1)
     temperature: float = setting(0.0, "Sampling temperature; 0 for greedy decoding.", min=0)
     max_new_tokens: int = setting(96, "Tokens per answer of the quick benchmark.", min=1)
     rounds: int = setting(3, "Runs of each prompt in the quick benchmark.", min=1)
-    dtype: str = setting("auto", "Data type of the models; auto for that of the checkpoint.", choices=("auto", *DTYPES))
-    device: str = setting("cpu", DEVICE)
     run: bool = setting(True, "Measure; without it no weights are loaded.")
     as_json: bool = setting(False, "Print JSON instead of a table.", flag="--json")
 
 
-@dataclass(frozen=True)
-class TuneSettings:
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings(ModelSettings):
     """Options of `hf-specgen tune`."""
 
     model: str = argument("Hub id or folder of the target.")
-    draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
-    adapter: str = setting("", "Hub id or folder of an exit adapter.")
+    latency: Path = setting(Path("latency.json"), "File to write, for AdaptiveDepth(latency=...).")
+    batch_size: tuple[int, ...] = setting((1,), "Rows to measure latencies for; may be given several times.", min=1)
+    context: int = setting(256, "Cached tokens per row to measure latencies at.", min=1)
     output: Path | None = setting(None, "Measure the heads' acceptance too, and write them to this folder.")
     prompts: Path | None = setting(None, "JSONL rows {prompt, domain} for acceptance; the embedded ones if left out.")
     prompts_per_domain: int = setting(10, "Prompts from each domain.", min=1)
     max_new_tokens: int = setting(128, "Tokens per answer.", min=1)
-    batch_size: tuple[int, ...] = setting((1,), "Rows to measure latencies for; may be given several times.", min=1)
-    context: int = setting(256, "Cached tokens per row to measure latencies at.", min=1)
-    dtype: str = setting("auto", "Data type of the target; auto for that of the checkpoint.", choices=("auto", *DTYPES))
-    device: str = setting("cpu", DEVICE)
-    target: str = setting("", "Earlier form: the target, with the heads as the first argument.")
 
 
-@dataclass(frozen=True)
-class ExportSettings:
-    """Options of `hf-specgen export`."""
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings(ModelSettings):
+    """Options of `hf-specgen chat` and `generate`."""
 
-    heads: str = argument("Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash.")
-    to: str = required(
-        "Program that reads them: medusa, tgi or vllm for Medusa heads; eagle, sglang or vllm for others."
-    )
-    output: Path = required("Folder to write to.")
-    target: str = setting("", "Hub id or folder of the target, where its output matrix is needed (Medusa).")
+    temperature: float = setting(0.0, "Sampling temperature; 0 for greedy decoding.", min=0)
+    pack_weights: bool = setting(False, "Prepack the weights, where that is faster on this CPU.")
 
 
-@dataclass(frozen=True)
-class ChatSettings:
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings(AnswerSettings):
     """Options of `hf-specgen chat`."""
 
     model: str = argument("Hub id or folder of the target.")
-    draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of draft heads of any format.")
-    adapter: str = setting("", "Hub id or folder of an exit adapter.")
     system: str = setting("", "System prompt.")
     max_new_tokens: int = setting(512, "Tokens per answer.", min=1)
-    temperature: float = setting(0.0, "Sampling temperature; 0 for greedy decoding.", min=0)
     seed: int = setting(0, "Seed of every answer, so that all strategies give the same one.")
-    dtype: str = setting("auto", "Data type of the target; auto for that of the checkpoint.", choices=("auto", *DTYPES))
-    device: str = setting("cpu", DEVICE)
-    pack_weights: bool | None = setting(None, "Packed weights on a CPU; by default up to 1 GiB of them.")
 
 
-@dataclass(frozen=True)
-class GenerateSettings:
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(AnswerSettings):
     """Options of `hf-specgen generate`."""
 
     model: str = argument("Hub id or folder of the target.")
@@ -116,15 +114,92 @@ class GenerateSettings:
     split: str = setting("train", "Split of a dataset.")
     name: str = setting("", "Configuration of a dataset.")
     limit: int = setting(0, "Rows to use; 0 for all.", min=0)
-    draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of draft heads of any format.")
-    adapter: str = setting("", "Hub id or folder of an exit adapter.")
     plain: bool = setting(False, "Generate without a strategy.")
     chat: bool = setting(True, "Put texts into the model's chat format, if it has one.")
     batch_size: int = setting(8, "Prompts per generate call, of similar length.", min=1)
     max_new_tokens: int = setting(256, "Tokens per answer.", min=1)
-    temperature: float = setting(0.0, "Sampling temperature; 0 for greedy decoding.", min=0)
     seed: int = setting(0, "Seed; each batch has its own, derived from it.")
-    dtype: str = setting("auto", "Data type of the target; auto for that of the checkpoint.", choices=("auto", *DTYPES))
-    device: str = setting("", "cpu, cuda:1 …; the process's own if left out.")
-    pack_weights: bool | None = setting(None, "Packed weights on a CPU; by default up to 1 GiB of them.")
+
+
+def command(app: typer.Typer, name: str, settings: type, about: str) -> None:
+    """Register `hf_specgen.cli.NAME.show(settings)` as a command whose options are the fields of a dataclass.
+
+    The module is imported when the command runs. Where `show` returns False, the exit code is 1.
+    """
+
+    def run(**options: Any) -> None:
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+        with errors():
+            succeeded = import_module(f"hf_specgen.cli.{name}").show(settings(**values))
+        if succeeded is False:
+            raise typer.Exit(1)
+
+    hints = get_type_hints(settings)
+    parameters = [_parameter(item, hints[item.name]) for item in fields(settings)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app.command(name, help=about)(run)
+
+
+def _parameter(item: Field[Any], kind: Any) -> inspect.Parameter:
+    """A field as a parameter that typer reads."""
+    about = dict(item.metadata)
+    if get_origin(kind) is tuple:
+        kind = list[get_args(kind)[0]]  # type: ignore[misc]
+    if "choices" in about:
+        kind = Literal[tuple(about["choices"])]
+    default = inspect.Parameter.empty if item.default is MISSING else item.default
+    limits = {"min": about["min"]} if "min" in about else {}
+    if about.get("argument"):
+        info = typer.Argument(help=about["help"], **limits)
+    else:
+        names = (about["flag"],) if "flag" in about else about.get("flags", ())
+        info = typer.Option(*names, help=about["help"], **limits)
+    if isinstance(default, tuple):
+        default = list(default)
+    return inspect.Parameter(
+        item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    """Prints an expected error as one sentence and exits with code 2; without messages of other libraries meanwhile."""
+    for name in ("torch.utils._pytree", "torchao", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
+        message = str(error)
+        if isinstance(error, MemoryError | RuntimeError):
+            message = _out_of_memory(error)
+        Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(message)}", highlight=False)
+        raise typer.Exit(2) from None
+
+
+def _out_of_memory(error: MemoryError | RuntimeError) -> str:
+    """A sentence for a failed allocation; any other error is raised again."""
+    reason = str(error).split("\n", 1)[0]
+    if isinstance(error, MemoryError) or "allocate" in reason or "out of memory" in reason:
+        return f"not enough memory for this; use a smaller batch, length, model or dtype ({reason})"
+    raise error
+
+
+def terminal() -> Console:
+    """A console for results: not cut at 80 columns where the output is piped."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=200)
+
+
+def check_writable(file: Path | None) -> None:
+    """Raise an `OSError` now if a file that is written at the end cannot be."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise IsADirectoryError(f"{str(file)!r} is a folder; name a file")
+    folder = file if file.exists() else file.resolve().parent
+    if not folder.exists() or not os.access(folder, os.W_OK):
+        raise OSError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r} that is writable")

@@ -1,9 +1,9 @@
-"""`hf-specgen tune`: measures latency profiles, and the acceptance of Medusa heads, and stores both."""
+"""`hf-specgen tune`: measures latencies, and the acceptance of Medusa heads, and writes both."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,11 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import compat
-from hf_specgen.candidates.tree_search import TreeBuilder
-from hf_specgen.cli.profile import latency_table
-from hf_specgen.cli.settings import TuneSettings
-from hf_specgen.depth import profiles
+from hf_specgen.candidates.tree_builder import TreeBuilder
+from hf_specgen.cli.settings import TuneSettings, check_writable, terminal
+from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_acceptance
-from hf_specgen.evaluation.latency import measure_profile
-from hf_specgen.evaluation.strategies import Strategy, strategies
+from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     EMBEDDED_PROMPTS,
@@ -29,52 +27,50 @@ from hf_specgen.evaluation.workloads import (
     encode,
     load_model,
     read_prompts,
-    torch_dtype,
+    strategies,
 )
 from hf_specgen.heads.compatibility import other_chat_template
+from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import copy_lora
-from hf_specgen.heads.medusa_formats import load_medusa
-
-SHOWN_RANKS, SHOWN_NODES = 5, (1, 2, 4, 8, 16, 32, 64)
 
 
 def show(settings: TuneSettings) -> None:
-    """Measure, store, and print what was measured.
-
-    Raises:
-        FileNotFoundError: if a model or the prompts are not there.
-        ValueError: for settings that contradict each other, damaged files, or heads of another target.
-    """
-    console = Console()
-    if settings.target:  # the form before latency profiles: tune HEADS --target MODEL
-        settings = replace(settings, model=settings.target, heads=settings.model, target="")
+    """Measure, store, and print what was measured."""
+    console = terminal()
     if settings.output is not None and not settings.heads:
         raise ValueError(f"--output {settings.output} is for tuned heads; name them with --heads")
     if settings.output is not None and settings.prompts is None and not EMBEDDED_PROMPTS.exists():
         raise FileNotFoundError("the embedded prompts are a package: pip install 'hf-specgen[demo]'; or give --prompts")
+    check_writable(settings.latency)
     rows = read_prompts(settings.prompts or EMBEDDED_PROMPTS, settings.prompts_per_domain) if settings.output else {}
-    dtype = "auto" if settings.dtype == "auto" else torch_dtype(settings.dtype)
-    model, tokenizer = load_model(settings.model, dtype, settings.device)
+    model, tokenizer = load_model(settings.model, settings.dtype, settings.device)
+    named = strategies(settings.draft, settings.heads, settings.adapter)
+    for strategy in named:  # every strategy must fit the target before anything is measured
+        strategy.candidates.target_requirements(model)
     if settings.output is not None:
         console.print(tune_heads(settings, settings.output, model, tokenizer, rows, console))
-    heads = settings.heads if settings.output is None else str(settings.output)
-    for strategy in strategies(settings.draft, heads, settings.adapter):
-        _tune_latency(strategy, model, settings, console)
+        named = strategies(settings.draft, str(settings.output), settings.adapter)
+    with console.status("measuring latencies"):
+        candidates = [strategy.candidates for strategy in named]
+        latency = measure_latency(model, candidates, rows=settings.batch_size, context=settings.context)
+    settings.latency.write_text(json.dumps(latency.to_dict(), indent=2), encoding="utf-8")
+    console.print(_latencies(latency))
+    console.print(f"{settings.latency}: read by AdaptiveDepth(latency={str(settings.latency)!r})", highlight=False)
 
 
-def _tune_latency(strategy: Strategy, model: PreTrainedModel, settings: TuneSettings, console: Console) -> None:
-    """Measure and store the profiles of a strategy, for greedy and sampled calls, and print them."""
-    for sample in (False, True):
-        name = f"{strategy.code}, {'sampled' if sample else 'greedy'}"
-        with console.status(f"timing {name}"):
-            key = measure_profile(
-                model, strategy.candidates, rows=settings.batch_size, context=settings.context, sample=sample
-            )
-        stored = profiles.load(key)
-        if stored is None:
-            raise OSError(f"the profile {key!r} could not be written to {profiles.directory()}; set HF_SPECGEN_CACHE")
-        console.print(f"[bold]{name}[/]\n{key}", highlight=False)
-        console.print(latency_table(stored))
+def _latencies(latency: LatencyModel) -> Table:
+    """Latencies relative to a plain step, a row for each number of rows."""
+    shown = (2, 4, 8, 16, 32)
+    view = Table(box=SIMPLE, pad_edge=False, title="latency in plain steps", title_style="bold", title_justify="left")
+    drafters = sorted({kind for one in latency.slices for kind in one.drafters} - {"any"})
+    for name in ("rows", "context", "plain step", *(f"T({tokens})" for tokens in shown), *drafters):
+        view.add_column(name.replace("_", " "), justify="right")
+    for curve, kinds in latency.slices:
+        cells = [str(curve.batch), str(curve.context), f"{1000 * curve(1):.1f} ms"]
+        cells += [f"{curve.relative(tokens):.2f}" for tokens in shown]
+        cells += [f"{kinds[kind].seconds[0] / curve(1):.2f}" for kind in drafters]
+        view.add_row(*cells)
+    return view
 
 
 def tune_heads(
@@ -85,14 +81,7 @@ def tune_heads(
     prompts: dict[str, list[str]],
     console: Console,
 ) -> RenderableType:
-    """Measure the acceptance of Medusa heads, and save it with the heads.
-
-    Returns:
-        tables of what was measured.
-
-    Raises:
-        ValueError: for heads whose acceptance is not measured in advance.
-    """
+    """Measure the acceptance of Medusa heads, save it with the heads, and return tables of what was measured."""
     heads = load_medusa(settings.heads, model)
     if heads.config.reads_path:
         raise ValueError(
@@ -110,7 +99,7 @@ def tune_heads(
     tuned.save_pretrained(output)
     if tuned.config.lora_rank:
         copy_lora(settings.heads, output)
-    return _report(counts, output)
+    return _acceptance(counts, output)
 
 
 def _calls(
@@ -122,20 +111,20 @@ def _calls(
             yield {**tensors, "max_new_tokens": max_new_tokens, **DOMAINS.get(domain, GREEDY)}
 
 
-def _report(counts: Counts, output: Path) -> RenderableType:
+def _acceptance(counts: Counts, output: Path) -> RenderableType:
     """Acceptance by rank, and the expected tokens per step of the best trees for heads of average confidence."""
-    by_rank = counts.by_rank()
+    by_rank, sizes = counts.by_rank(), (1, 2, 4, 8, 16, 32, 64)
     view = Table(box=SIMPLE, title="acceptance of each head's tokens, by rank", title_style="bold")
     view.add_column("head")
-    for rank in range(SHOWN_RANKS):
+    for rank in range(min(5, by_rank.shape[1])):
         view.add_column(f"rank {rank}", justify="right")
     for head, shares in enumerate(by_rank.tolist()):
-        view.add_row(str(head), *[f"{share:.0%}" for share in shares[:SHOWN_RANKS]])
+        view.add_row(str(head), *[f"{share:.0%}" for share in shares[:5]])
     trees = Table(box=SIMPLE, title="expected tokens per step of the best draft tree, by its nodes", title_style="bold")
     builder = TreeBuilder.from_marginals(
-        [counts.heads], np.zeros((1, *by_rank.shape), dtype=np.int64), by_rank.numpy()[None], SHOWN_NODES[-1]
+        [counts.heads], np.zeros((1, *by_rank.shape), dtype=np.int64), by_rank.numpy()[None], sizes[-1]
     )
-    for nodes in SHOWN_NODES:
+    for nodes in sizes:
         trees.add_column(str(nodes), justify="right")
-    trees.add_row(*[f"{1 + builder.sorted_joint(nodes)[0].sum():.2f}" for nodes in SHOWN_NODES])
+    trees.add_row(*[f"{1 + builder.sorted_joint(nodes)[0].sum():.2f}" for nodes in sizes])
     return Group(view, trees, f"Saved with the heads in {output}. MedusaCandidates chooses a tree in each step.")

@@ -1,8 +1,7 @@
-"""Measures the acceptance rates of Medusa heads on a dataset, from which the best draft tree is chosen.
+"""Measures the acceptance of draft heads: of Medusa heads by rank, and of heads with neighbouring hidden states.
 
-The target generates with the decoding settings of each domain; the tokens that the heads propose in each step are
-compared with the generated tokens. Head h is counted only in steps in which every head before it had the generated
-token among its first `RANKS`: otherwise the token of head h could not have been accepted.
+The acceptance of Medusa heads determines the best draft tree. Which hidden states of the target a head was trained with
+is not certain from its config, as formats count them differently; the acceptance shows it.
 """
 
 from __future__ import annotations
@@ -15,22 +14,20 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import DraftCall, DraftSession
+from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates, MedusaSession
-from hf_specgen.heads.medusa import CONFIDENCE_EDGES, RANKS, Acceptance, MedusaHeads, confidence_bin
+from hf_specgen.depth import FixedDepth
+from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, RANKS, Acceptance, confidence_bin
+from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.tree import DraftTree
-
-PRIOR_WEIGHT = 10.0
-"""Weight, in steps, of the default acceptance of heads without measurements."""
-PROBE_NODES = 16
-"""Nodes of the draft trees verified during the measurement; they change the number of steps only."""
 
 
 @dataclass
 class Counts:
-    """How often the target generated the tokens of each head, by confidence and rank.
+    """How often the target generated the tokens of each Medusa head, by confidence and rank.
 
-    Args:
-        heads: number of heads.
+    Head h is counted only in steps in which every head before it had the generated token among its first `RANKS`:
+    otherwise the token of head h could not have been accepted.
 
     Example:
         >>> counts = Counts(heads=1)
@@ -57,9 +54,9 @@ class Counts:
             self.hits[head, bin_, tokens.index(token)] += 1
 
     def acceptance(self) -> Acceptance:
-        """Acceptance rates, shrunk towards the default acceptance of heads without measurements."""
+        """Acceptance rates, shrunk towards those of heads without measurements, which weigh as much as 10 steps."""
         prior = torch.tensor(Acceptance.untuned(self.heads).table)
-        shares = (self.hits + PRIOR_WEIGHT * prior) / (self.seen.unsqueeze(-1) + PRIOR_WEIGHT)
+        shares = (self.hits + 10.0 * prior) / (self.seen.unsqueeze(-1) + 10.0)
         return Acceptance.from_lists(shares.sort(dim=-1, descending=True).values.tolist())
 
     def by_rank(self) -> torch.Tensor:
@@ -71,7 +68,7 @@ class _Recording(MedusaCandidates):
     """Medusa heads whose draft tokens, by rank, are compared with the generated tokens at the end of each call."""
 
     def __init__(self, heads: MedusaHeads, counts: Counts, lora: Any):
-        super().__init__(heads, tree=PROBE_NODES, lora=lora)
+        super().__init__(heads, tree=16, lora=lora)
         self._counts = counts
 
     def start(self, call: DraftCall) -> DraftSession:
@@ -99,13 +96,9 @@ class _RecordingSession(DraftSession):
 
 
 def measure_acceptance(
-    model: PreTrainedModel,
-    heads: MedusaHeads,
-    calls: Iterable[dict[str, Any]],
-    lora: Any = None,
-    seed: int = 0,
+    model: PreTrainedModel, heads: MedusaHeads, calls: Iterable[dict[str, Any]], lora: Any = None, seed: int = 0
 ) -> Counts:
-    """Generate, and count how often the target generates the tokens of the heads.
+    """Generate, and count how often the target generates the tokens of Medusa heads.
 
     Args:
         model: the target.
@@ -130,3 +123,44 @@ def measure_acceptance(
 def save_acceptance(heads: MedusaHeads, counts: Counts) -> None:
     """Store acceptance rates in the heads' config; `save_pretrained` writes them."""
     heads.config.acceptance = [[list(ranks) for ranks in bins] for bins in counts.acceptance().table]
+
+
+def compare_taps(
+    model: PreTrainedModel,
+    heads: HeadCandidates,
+    batches: Sequence[dict[str, torch.Tensor]],
+    generation: dict[str, Any],
+) -> dict[tuple[int, ...], float]:
+    """Tokens per step of a head with its configured hidden states of the target, and one layer below and above.
+
+    Args:
+        model: the target.
+        heads: the strategy, with the configured hidden states.
+        batches: inputs of `generate`.
+        generation: further arguments of `generate`.
+
+    Returns:
+        tokens per step by indices into Transformers' `hidden_states`, the configured ones first.
+    """
+    configured = heads.target_requirements(model).taps
+    last = model.config.get_text_config().num_hidden_layers
+    choices = [tuple(layer + shift for layer in configured) for shift in (0, -1, 1)]
+    return {
+        layers: _tokens_per_step(model, heads.with_taps(layers, 4), batches, generation)
+        for layers in choices
+        if all(0 <= layer <= last for layer in layers)
+    }
+
+
+def _tokens_per_step(
+    model: PreTrainedModel, heads: HeadCandidates, batches: Iterable[dict[str, torch.Tensor]], generation: Any
+) -> float:
+    tokens = steps = 0
+    for seed, inputs in enumerate(batches):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            cast(Any, model).generate(**inputs, **generation, candidate_generator=heads, policy=FixedDepth())
+        assert heads.speculation is not None
+        tokens += heads.speculation.emitted
+        steps += sum(len(row) for row in heads.speculation.rows)
+    return tokens / max(steps, 1)

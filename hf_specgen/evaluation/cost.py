@@ -1,21 +1,31 @@
-"""Measures T(q): the latency of a forward pass of the target over q tokens per row.
+"""Measures latencies: T(q) of a target, passes of drafters; and pads a model to the latency of a larger one.
 
 Speculative decoding is fast where T(q) is nearly flat, which holds while decoding is limited by memory bandwidth.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
+from time import perf_counter
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.depth import CostCurve
-from hf_specgen.depth.calibrate import QUERIES, time_pass
+from hf_specgen.candidates import Candidates
+from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel
+from hf_specgen.depth.latency import ANY_KIND, DraftLatency, Slice
+from hf_specgen.evaluation.measure import wait
 from hf_specgen.targets.base import Target
 from hf_specgen.tree import DraftTree
+
+QUERIES = (1, 2, 4, 8, 16, 32)
+"""Tokens per row of the timed passes: up to a draft of 31 tokens and the pending token."""
 
 
 def measure_cost_curve(
@@ -39,12 +49,8 @@ def measure_cost_curve(
 
     Raises:
         ValueError: if a number is out of range, or the model has fewer positions than context + queries.
-
-    Example:
-        >>> # curve = measure_cost_curve(model); curve.relative(6)  # T(6) / T(1): verification of 5 draft tokens
     """
-    if not queries or queries[0] != 1 or sorted(set(queries)) != list(queries):
-        raise ValueError(f"queries must increase from 1, got {list(queries)}")
+    _check_queries(queries)
     for name, value in (("context", context), ("batch", batch), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -59,10 +65,49 @@ def measure_cost_curve(
         target = _read(model, tokens)
         for repeat in range(repeats + 1):
             for q in queries:
-                seconds = time_pass(target, tokens[:, 0].tolist(), q)
+                seconds = _forward(target, tokens, q)
                 if repeat:
                     times[q].append(seconds)
     return CostCurve(tuple(queries), tuple(median(times[q]) for q in queries), context, batch)
+
+
+def measure_latency(
+    model: PreTrainedModel, strategies: Sequence[Candidates], *, rows: Sequence[int] = (1,), context: int = 256
+) -> LatencyModel:
+    """The latency model of a target, and of the drafters of strategies, for `AdaptiveDepth(latency=…)`.
+
+    Args:
+        model: the target.
+        strategies: whose drafters are timed too; drafting with the others is assumed to take no time.
+        rows: numbers of rows to measure at.
+        context: cached tokens in each row.
+
+    Raises:
+        ValueError: if a number is out of range, or a strategy does not fit the target.
+    """
+    slices = []
+    for count in rows:
+        curve = measure_cost_curve(model, context=context, batch=count)
+        drafters = {ANY_KIND: DraftLatency()}
+        for candidates in strategies:
+            if not candidates.negligible_draft_cost:
+                drafters[str(candidates.profile_key()[0])] = _time_drafter(model, candidates, count)
+        slices.append(Slice(curve, drafters))
+    return LatencyModel(tuple(slices))
+
+
+def _time_drafter(model: PreTrainedModel, candidates: Candidates, rows: int) -> DraftLatency:
+    """Mean seconds of a forward pass of the drafter, over the steps of the second of two short calls."""
+    ids = torch.arange(8).repeat(rows, 4).to(compat.input_device(model))
+    settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    for _ in range(2):
+        cast(Any, model).generate(
+            ids, attention_mask=torch.ones_like(ids), candidate_generator=candidates, policy=FixedDepth(4), **settings
+        )
+    statistics = candidates.speculation
+    assert statistics is not None
+    passes = sum(len(step.drafter or ()) for step in statistics.passes)
+    return DraftLatency(seconds=(statistics.seconds.get("draft", 0.0) / max(1, passes),))
 
 
 def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
@@ -73,3 +118,110 @@ def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
     target = Target(model, tokens, GenerationConfig(), arguments)
     target.prefill(DraftTree.empty(len(tokens)))
     return target
+
+
+def _forward(target: Target, tokens: torch.Tensor, queries: int) -> float:
+    """Seconds of one pass over the pending token and `queries - 1` draft tokens, all of which are rolled back."""
+    tree = DraftTree.chains([row[: queries - 1] for row in tokens.repeat(1, 1 + queries // tokens.shape[1]).tolist()])
+    pending = tokens[:, 0].to(target.device)
+    wait(target.device)
+    begin = perf_counter()
+    target.forward(tree, pending)
+    wait(target.device)
+    seconds = perf_counter() - begin
+    target.rewind([0] * len(tokens))
+    return seconds
+
+
+def _check_queries(queries: Sequence[int]) -> None:
+    if not queries or queries[0] != 1 or any(b <= a for a, b in pairwise(queries)):
+        raise ValueError(f"queries must increase from 1, got {list(queries)}")
+
+
+def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A model with about `parameters` parameters that computes the same function as `model`.
+
+    Every MLP gets additional neurons whose output columns are zero: acceptance is that of the small model, latency that
+    of a larger one.
+
+    Args:
+        model: a Llama-like model, whose MLPs have `gate_proj`, `up_proj` and `down_proj`.
+        parameters: size of the result; at least that of `model`.
+        dtype: of the result; that of `model` if left out.
+
+    Returns:
+        A new model on the same device, in evaluation mode; `model` is unchanged.
+
+    Raises:
+        ValueError: if `model` is larger than that.
+    """
+    config = model.config
+    missing = parameters - sum(p.numel() for p in model.parameters())
+    if missing < 0:
+        raise ValueError(f"parameters must be at least the model's {parameters - missing}, got {parameters}")
+    wide = copy.deepcopy(model)
+    for parameter in wide.parameters():  # `Module.to` would round the frequencies of rotary embeddings too
+        parameter.data = parameter.data.to(dtype or model.dtype)
+    neurons = config.intermediate_size + missing // (3 * config.hidden_size * config.num_hidden_layers)
+    # A multiple of 128, as in large models: for other numbers GPUs have slower kernels (20 instead of 11 ms for 8
+    # tokens of an 8B model on an H100).
+    neurons = max(config.intermediate_size, neurons - neurons % 128)
+    wide.config.intermediate_size = neurons
+    for module in wide.modules():
+        if hasattr(module, "gate_proj"):
+            mlp = cast(Any, module)
+            mlp.intermediate_size = neurons
+            mlp.gate_proj = _with_outputs(mlp.gate_proj, neurons)
+            mlp.up_proj = _with_outputs(mlp.up_proj, neurons)
+            mlp.down_proj = _with_inputs(mlp.down_proj, neurons)
+    return wide.eval()
+
+
+@torch.no_grad()
+def _with_outputs(layer: nn.Linear, outputs: int) -> nn.Linear:
+    """The layer with further outputs, which repeat its own."""
+    source = torch.arange(outputs, device=layer.weight.device) % layer.out_features
+    wide = _empty(layer, layer.in_features, outputs)
+    wide.weight.copy_(layer.weight[source])
+    if layer.bias is not None:
+        wide.bias.copy_(layer.bias[source])
+    return wide
+
+
+@torch.no_grad()
+def _with_inputs(layer: nn.Linear, inputs: int) -> nn.Linear:
+    """The layer with further inputs, which it multiplies by zero."""
+    wide = _empty(layer, inputs, layer.out_features)
+    wide.weight[:, : layer.in_features] = layer.weight
+    wide.weight[:, layer.in_features :] = 0
+    if layer.bias is not None:
+        wide.bias.copy_(layer.bias)
+    return wide
+
+
+def _empty(like: nn.Linear, inputs: int, outputs: int) -> nn.Linear:
+    """A layer whose memory is not initialised, which takes longer than everything else here."""
+    kind = {"device": like.weight.device, "dtype": like.weight.dtype}
+    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=like.bias is not None, **kind)
+
+
+def widen_in_fast_dtype(model: PreTrainedModel, parameters: int) -> tuple[PreTrainedModel, str]:
+    """`widen` in the dtype of `fast_dtype`; returns the model and the name of its dtype."""
+    name = fast_dtype(model, parameters)
+    return widen(model, parameters, getattr(torch, name)), name
+
+
+def fast_dtype(model: PreTrainedModel, parameters: int) -> str:
+    """The name of the dtype, bfloat16 or float32, that has the faster pass over several tokens on this machine.
+
+    A processor without matrix instructions for bfloat16 takes five times as long for 8 tokens as for one. Tried with a
+    model of at most 64M parameters, which is larger than the caches of a few cores.
+    """
+    size = max(sum(p.numel() for p in model.parameters()), min(parameters, 64 * 10**6))
+
+    def seconds(name: str) -> float:
+        probe = widen(model, size, getattr(torch, name))
+        # Other load on the machine only adds time.
+        return min(measure_cost_curve(probe, (1, 8), context=8, repeats=1).seconds[1] for _ in range(3))
+
+    return min(("bfloat16", "float32"), key=seconds)

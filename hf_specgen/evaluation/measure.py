@@ -1,19 +1,58 @@
-"""Times several generation variants, interleaved in one process, on the same prompts with the same seeds."""
+"""Times several generation variants, interleaved in one process, on the same prompts with the same seeds.
+
+Also the confidence interval of a speedup, and the provenance that is saved with every measurement.
+"""
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.counters import Statistics
-from hf_specgen.evaluation.memory import Peak, peak_memory, reset_peak_memory
+from hf_specgen.version import __version__
+
+PACKAGE = Path(__file__).resolve().parents[1]
+RECORDED = ("benchmarks/results", "benchmarks/README.md")
+"""Recorded results: changes in them do not change what is measured."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak memory in bytes of the process, and of torch on the accelerator; None where it is not reported."""
+
+    host: int | None = None
+    device: int | None = None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement of the peaks."""
+    with suppress(OSError):  # Linux only: sets the peak of resident memory to its current value
+        Path("/proc/self/clear_refs").write_text("5")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> Peak:
+    """The peaks since `reset_peak_memory`."""
+    host = None
+    with suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        host = next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
+    return Peak(host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None)
 
 
 @dataclass(frozen=True)
@@ -41,7 +80,7 @@ class Sample:
         ids: `[batch, prompt + generated]`.
         speculation: the statistics of this package's variants; None for others.
         first_token: seconds until the first new token.
-        peak: peak memory during the call; None if it was not measured.
+        peak: peak memory during the call.
     """
 
     tokens: int
@@ -76,11 +115,6 @@ class Total:
             self.emitted += sum(step.emitted for row in sample.speculation.rows for step in row)
             self.drafted += sample.speculation.drafted
             self.accepted += sample.speculation.accepted
-
-    def __add__(self, other: Total) -> Total:
-        names = ("tokens", "seconds", "steps", "emitted", "drafted", "accepted")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return Total(**sums, identical=self.identical and other.identical, samples=self.samples + other.samples)
 
     @property
     def tokens_per_second(self) -> float:
@@ -217,3 +251,119 @@ def wait(device: torch.device) -> None:
     """Block until all work submitted to the device is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio and its confidence interval.
+
+    Args:
+        value: the ratio over all samples.
+        low, high: ends of the confidence interval.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def differs(self) -> bool:
+        """False if the interval includes 1: the measurement shows no difference."""
+        return not self.low <= 1 <= self.high
+
+    def __str__(self) -> str:
+        ratio = f"{self.value:.2f}x" if self.differs else "no difference"
+        return f"{ratio} ({self.low:.2f}-{self.high:.2f})"
+
+
+def speedup_interval(
+    tokens: Sequence[float],
+    seconds: Sequence[float],
+    plain_tokens: Sequence[float],
+    plain_seconds: Sequence[float],
+    *,
+    resamples: int = 2000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """Ratio of two throughputs, each the sum of tokens divided by the sum of time, with its confidence interval.
+
+    The bootstrap is paired: it resamples requests with the times of both sides together. Both ran on the same prompts
+    at the same time, so variation that affects both sides alike does not widen the interval.
+
+    Args:
+        tokens, seconds: of each request.
+        plain_tokens, plain_seconds: of the same requests with plain decoding.
+        resamples: number of bootstrap samples.
+        confidence: level of the interval, between 0 and 1.
+        seed: of the resampling.
+
+    Raises:
+        ValueError: if the lists are empty, differ in length, contain a time of 0, or a number is out of range.
+
+    Source: Efron & Tibshirani, "An Introduction to the Bootstrap" (1993), section 13.3 (the percentile interval).
+    """
+    columns = [np.asarray(column, dtype=float) for column in (tokens, seconds, plain_tokens, plain_seconds)]
+    sizes = {len(column) for column in columns}
+    if len(sizes) != 1 or sizes == {0}:
+        raise ValueError(f"need the same number of requests on both sides, at least 1, got {sorted(sizes)}")
+    if min(columns[1].min(), columns[3].min()) <= 0:
+        raise ValueError("the time of a request must be positive")
+    if not 0 < confidence < 1 or resamples < 1:
+        raise ValueError(f"confidence must be between 0 and 1 and resamples positive, got {confidence}, {resamples}")
+    (count,) = sizes
+    drawn = np.random.default_rng(seed).integers(count, size=(resamples, count))
+    ratios = _ratio([column[drawn].sum(axis=1) for column in columns])
+    tail = 100 * (1 - confidence) / 2
+    low, high = np.percentile(ratios, [tail, 100 - tail])
+    return Interval(float(_ratio([column.sum() for column in columns])), float(low), float(high))
+
+
+def _ratio(sums: Sequence[np.ndarray]) -> np.ndarray:
+    tokens, seconds, plain_tokens, plain_seconds = sums
+    return (tokens / seconds) / (plain_tokens / plain_seconds)
+
+
+def provenance() -> dict[str, Any]:
+    """Everything needed to repeat a measurement: commit, command, versions and machine.
+
+    The commit is that of the clone, with "+changes" if anything but recorded results differs from it; None for an
+    installed package.
+    """
+    versions = {"python": platform.python_version(), "hf-specgen": __version__}
+    return {
+        "commit": _commit(),
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "versions": versions | {name: version(name) for name in ("torch", "transformers")},
+        "machine": {
+            "processor": _processor(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+
+
+def _commit() -> str | None:
+    try:
+        root = Path(_git("rev-parse", "--show-toplevel")).resolve()
+        if root != PACKAGE.parent or not _git("ls-files", "--", "__init__.py"):
+            return None  # installed somewhere inside another repository
+        excluded = [f":(top,exclude){path}" for path in RECORDED]
+        changes = _git("status", "--porcelain", "--", ":/", *excluded)
+        return _git("rev-parse", "HEAD") + ("+changes" if changes else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

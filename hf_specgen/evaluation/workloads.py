@@ -1,10 +1,12 @@
-"""Workloads of demo, doctor, tuning and benchmarks: loading models, the embedded models, prompts by domain."""
+"""Workloads of demo, doctor, tuning and benchmarks: models, strategies and prompts, by the names on a command line."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from math import nan
 from pathlib import Path
@@ -15,10 +17,25 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import compat
-from hf_specgen.evaluation.measure import Sample
-from hf_specgen.evaluation.settings import DTYPES
-from hf_specgen.evaluation.settings import WorkloadSettings as WorkloadSettings
-from hf_specgen.heads.checkpoint import source_errors
+from hf_specgen.candidates import (
+    AutoCandidates,
+    Candidates,
+    CombinedCandidates,
+    DFlashCandidates,
+    DraftModelCandidates,
+    EagleCandidates,
+    GemmaAssistantCandidates,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    MTPCandidates,
+    NgramCandidates,
+    PEagleCandidates,
+)
+from hf_specgen.evaluation import DTYPES
+from hf_specgen.evaluation import WorkloadSettings as WorkloadSettings
+from hf_specgen.evaluation.measure import Sample, Variant
+from hf_specgen.heads.exit_head import exit_layer_of
+from hf_specgen.heads.files import check_source, source_errors
 
 
 def _assets() -> Path:
@@ -42,8 +59,16 @@ NOT_INSTALLED = (
 )
 PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
 EAGLE, PEAGLE, DFLASH, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "DFlash", "MTP", "Gemma assistant"
-PACKED = "packed weights alone"
-"""Names of variants in tables; PEER is the prompt lookup of Transformers, PACKED is ours without drafts."""
+COMBINED, DEFAULT = "n-grams + draft", "auto"
+"""Names of variants in tables; PEER is the prompt lookup of Transformers, DEFAULT is `candidate_generator="auto"`."""
+HEAD_NAMES: dict[type[Candidates], str] = {
+    MedusaCandidates: MEDUSA,
+    EagleCandidates: EAGLE,
+    PEagleCandidates: PEAGLE,
+    DFlashCandidates: DFLASH,
+    MTPCandidates: MTP,
+    GemmaAssistantCandidates: ASSISTANT,
+}
 
 # Greedy decoding of a small model falls into repetition where the answer is open, which favours every n-gram method:
 # those domains are sampled with a seed, so that tokens can still be compared one by one.
@@ -52,10 +77,8 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "prose": SAMPLED}
 OWN_PROMPTS = "prompts"
 """Domain of prompts that name none."""
-
-
 NO_TOKEN = -1
-"""In place of a token after the end of an output that is shorter than the other; its logit is NaN."""
+"""In place of a token after the end of the shorter output; its logit is NaN."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +116,15 @@ def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTra
 
     Args:
         name: Hub id or folder.
-        dtype: "auto" for that of the checkpoint.
-        device: such as "cpu" or "cuda:1".
+        dtype: a type or its name; "auto" for that of the checkpoint.
+        device: such as "cpu" or "cuda:1"; "" for `default_device`.
 
     Raises:
         OSError, ValueError: as `load`.
     """
+    device = device or default_device()
     check_device(device)
+    dtype = torch_dtype(dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     with source_errors(name):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
@@ -113,14 +138,15 @@ def torch_dtype(name: str) -> torch.dtype:
 
     Raises:
         ValueError: for any other name.
-
-    Example:
-        >>> torch_dtype("bfloat16")
-        torch.bfloat16
     """
     if name not in DTYPES:
         raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {name!r}")
     return cast(torch.dtype, getattr(torch, name))
+
+
+def default_device() -> str:
+    """The device of a command without `--device`: a CUDA GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_device(name: str) -> None:
@@ -191,10 +217,32 @@ def encode(
     for first in range(0, len(prompts), batch_size):
         texts = list(prompts[first : first + batch_size])
         if tokenizer.chat_template:
-            chats = [[{"role": "user", "content": text}] for text in texts]
-            texts = cast(list[str], tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False))
+            texts = [chat_text(tokenizer, [{"role": "user", "content": text}]) for text in texts]
         encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not tokenizer.chat_template)
         yield {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> str:
+    """Messages in the model's chat format, to be continued by an answer.
+
+    Raises:
+        ValueError: if the chat template refuses them.
+    """
+    try:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates raise what their author chose, of many types
+        reason = str(error).split("\n", 1)[0]
+        raise ValueError(f"the chat template of {tokenizer.name_or_path!r} cannot format a chat: {reason}") from error
+    return cast(str, text)
+
+
+def maybe_prepacked(model: PreTrainedModel, pack: bool) -> AbstractContextManager[Any]:
+    """`hf_specgen.prepacked(model)` if `pack`, else nothing."""
+    if not pack:
+        return nullcontext()
+    from hf_specgen.prepacked_weights import prepacked
+
+    return cast(AbstractContextManager[Any], prepacked(model))
 
 
 def first_difference(
@@ -219,3 +267,59 @@ def first_difference(
         logits = model(text).logits[0, -1].float()
     tokens = int(plain_ids[row, position]), int(our_ids[row, position])
     return Difference(row, position, *tokens, *(nan if t == NO_TOKEN else float(logits[t]) for t in tokens))
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy, its name in tables, and the Python expression that builds it."""
+
+    name: str
+    code: str
+    candidates: Candidates
+
+    def variant(self, **settings: Any) -> Variant:
+        """The strategy as a variant to measure, with further arguments of `generate` such as `verification`."""
+        return Variant(self.name, partial(dict, candidate_generator=self.candidates, **settings))
+
+
+def strategies(draft: str = "", heads: str = "", adapter: str = "", *, dtype: Any = "auto") -> list[Strategy]:
+    """Every strategy that can be built, in order of draft cost: n-grams always, the others if their files are named.
+
+    Args:
+        draft, heads, adapter: folder or Hub id of a draft model, heads of any known format, an exit adapter; "" for
+            none. Draft model and heads are loaded by the first call.
+        dtype: of the draft model.
+
+    Raises:
+        FileNotFoundError: if a folder does not exist.
+        ValueError: if the adapter's config is damaged, or the heads are of an unknown format.
+    """
+    for source in filter(None, (draft, heads, adapter)):
+        check_source(source)
+    found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates())]
+    if heads:
+        found.append(head_strategy(heads))
+    if adapter:
+        layer = exit_layer_of(adapter)
+        code = f"LayerSkipCandidates({layer}, adapter={adapter!r})"
+        found.append(Strategy(SKIP, code, LayerSkipCandidates(layer, adapter=adapter)))
+    if draft:
+        model = Strategy(DRAFT, f"DraftModelCandidates({draft!r})", DraftModelCandidates(draft, dtype=dtype))
+        combined = CombinedCandidates([NgramCandidates(), model.candidates])
+        found += [model, Strategy(COMBINED, f"CombinedCandidates([NgramCandidates(), {model.code}])", combined)]
+    return found
+
+
+def head_strategy(heads: str, **settings: Any) -> Strategy:
+    """The strategy for heads of any known format; `settings` are arguments of the strategy, such as `k=4`.
+
+    Raises:
+        FileNotFoundError: if there are none.
+        ValueError: if the format is unknown.
+    """
+    candidates = AutoCandidates.from_pretrained(heads, **settings)
+    kind = type(candidates)
+    if kind not in HEAD_NAMES:
+        raise ValueError(f"{heads!r} holds no heads, but what {kind.__name__} drafts with; name it as such")
+    given = "".join(f", {name}={value!r}" for name, value in settings.items())
+    return Strategy(HEAD_NAMES[kind], f"{kind.__name__}({heads!r}{given})", candidates)

@@ -12,11 +12,7 @@ from hf_specgen.targets import captured, compilable, compiled
 
 
 def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Capture passes on a CPU: a replay computes from the captured inputs into the captured outputs.
-
-    Returns:
-        A list that receives the outputs of every capture.
-    """
+    """Capture passes on a CPU: a replay computes from the captured inputs into the captured outputs."""
     found: list[Any] = []
 
     def capture(run: Any, memory: Any) -> Any:

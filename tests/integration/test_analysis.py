@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specgen.counters import RowStep, Statistics
-from hf_specgen.depth import CostCurve
-from hf_specgen.evaluation import cost
-from hf_specgen.evaluation.analysis import (
+from benchmarks.harness.analysis import (
     estimated_alpha,
     expected_accepted,
     expected_speedup,
     optimal_k,
     speedup_limit,
 )
-from hf_specgen.evaluation.cost import measure_cost_curve
+from hf_specgen.counters import RowStep, Statistics
+from hf_specgen.evaluation import cost
+from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
 from tests.helpers import tiny_model
 
 ALPHAS = st.floats(0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import re
 from typing import Any
@@ -11,8 +12,7 @@ import torch
 from rich.console import Console
 
 from hf_specgen import LayerSkipCandidates, NgramCandidates
-from hf_specgen.cli.chat import Answer, Chat, Conversation
-from hf_specgen.cli.chat_stream import ColouredStreamer
+from hf_specgen.cli.chat import Answer, Chat, ColouredStreamer, Conversation
 
 EDIT = "Rename `x` to `total`: def add(x, y): return x + y"
 
@@ -145,6 +145,16 @@ def test_again_with_a_strategy_that_cannot_be_used_keeps_the_answer(conversation
 )
 def test_command_prints_one_answer(conversation: Conversation, line: str, message: str) -> None:
     assert message in dialogue(conversation, line)
+
+
+def test_lone_surrogate_is_no_traceback(conversation: Conversation) -> None:
+    assert "/s" in dialogue(conversation, "caf\udce9?") and conversation.messages[0]["content"] == "caf??"
+
+
+def test_chat_template_that_raises_is_one_sentence(conversation: Conversation, tokenizer: Any) -> None:
+    conversation.tokenizer = copy.deepcopy(tokenizer)
+    conversation.tokenizer.chat_template = "{{ raise_exception('no chats') }}"
+    assert "no chats" in dialogue(conversation, "Hello") and conversation.messages == []
 
 
 def test_new_forgets_the_conversation_but_not_the_system_prompt(reference_model: Any, tokenizer: Any) -> None:

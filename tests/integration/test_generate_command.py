@@ -95,11 +95,21 @@ def test_messages_and_other_columns_are_read(source: Path) -> None:
         ("nonsense\n", (), "{}, line 1: expected a JSON object, got 'nonsense'"),
         ("\n", (), "{} has no rows"),
         ('{"prompt": "a"}\n', ("--draft", "/no/such"), "there is no folder '/no/such'"),
+        ('{"prompt": "a"}\n', ("--answer-column", "prompt"), "row 1 of {} has a column 'prompt' already"),
+        ('{"prompt": "a", "answer": "b"}\n', (), "row 1 of {} has a column 'answer' already; name another one"),
+        ('{"prompt": "\\ud800"}\n', (), "row 1 of {} has a lone surrogate"),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+            (),
+            "row 1 of {} ends with a message of the assistant",
+        ),
+        ('{"prompt": ["a"]}\n', (), "row 1 of {} has no chat messages"),
+        (b"\xff", (), "{} is not UTF-8"),
     ],
 )
-def test_bad_input_is_one_sentence(tmp_path: Path, content: str, options: tuple, message: str) -> None:
+def test_bad_input_is_one_sentence(tmp_path: Path, content: str | bytes, options: tuple, message: str) -> None:
     source = tmp_path / "a.jsonl"
-    source.write_text(content)
+    source.write_bytes(content if isinstance(content, bytes) else content.encode())
     output = run(source, tmp_path / "out.jsonl", *options, exit_code=2).replace(" ", "")
     assert message.format(source).replace(" ", "") in output
 
@@ -107,5 +117,16 @@ def test_bad_input_is_one_sentence(tmp_path: Path, content: str, options: tuple,
 def test_missing_file_and_existing_output_are_named(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     assert "there is no file" in run(tmp_path / "none.jsonl", output, exit_code=2)
+    (tmp_path / "empty").mkdir()
+    assert "cannot load the dataset" in run(tmp_path / "empty", output, exit_code=2)
     output.touch()
     assert "exists already; delete it" in run(source, output, exit_code=2)
+
+
+def test_damaged_settings_of_an_interrupted_run_are_named(source: Path, tmp_path: Path) -> None:
+    """Would catch: a sentence about JSON that names no file, until somebody deletes it by hand."""
+    parts = tmp_path / "out.jsonl.parts"
+    parts.mkdir()
+    for text in ("", "[1]", "3"):
+        (parts / "settings.json").write_text(text)
+        assert "settings.json is damaged; delete the folder" in run(source, tmp_path / "out.jsonl", exit_code=2)

@@ -1,4 +1,4 @@
-"""Heads in the tools: comparing taps, the doctor's checks, export, and the strategies of the command line."""
+"""Heads in the tools: export, and the strategies of the command line."""
 
 from __future__ import annotations
 
@@ -10,61 +10,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_specgen import EagleCandidates
 from hf_specgen.cli.app import app
-from hf_specgen.cli.doctor.blueprint import blueprint
-from hf_specgen.cli.doctor.findings import CheckResult
-from hf_specgen.cli.doctor.recommend import taps
-from hf_specgen.cli.doctor.static_checks import heads
-from hf_specgen.evaluation.strategies import head_strategy, strategies
-from hf_specgen.evaluation.taps import TapsResult, compare_taps
-from hf_specgen.heads.head_formats import load_head
-from tests.helpers import prompts
-from tests.helpers.eagle import predictable_pair
+from hf_specgen.evaluation.workloads import head_strategy, strategies
+from hf_specgen.heads.loading import load_head
 from tests.helpers.head_fixtures import find_fixtures
 from tests.helpers.paths import DRAFT_LM
 
 ROOT = Path(__file__).parents[1] / "assets" / "fixtures"
 FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(ROOT)}
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def test_compare_taps_measures_the_neighbours() -> None:
-    fixture = FIXTURES["eagle3_original"]
-    candidates = EagleCandidates(fixture.head_folder)
-    found = compare_taps(fixture.target, candidates, [prompts(1)], {"max_new_tokens": 4, "do_sample": False})
-    assert [one.shift for one in found] == [0, -1, 1]
-    assert found[1].taps == tuple(tap - 1 for tap in found[0].taps)
-    assert all(one.tokens_per_step >= 1 for one in found)
-    assert candidates.aux_hidden_state_layers is None, "the strategy itself must stay as it was"
-
-
-def test_compare_taps_leaves_out_what_the_target_does_not_have() -> None:
-    """EAGLE-1 reads the last state: there is none behind it."""
-    target, head = predictable_pair(FIXTURES["eagle1_original"])
-    found = compare_taps(target, EagleCandidates(head), [prompts(1)], {"max_new_tokens": 8, "do_sample": False})
-    assert [one.shift for one in found] == [0, -1]
-    assert found[0].tokens_per_step > 1
-
-
-@pytest.mark.parametrize(("neighbour", "result"), [(2.0, CheckResult.GOOD), (2.4, CheckResult.WARNING)])
-def test_doctor_taps_warns_if_a_neighbour_is_clearly_better(neighbour: float, result: CheckResult) -> None:
-    finding = taps([TapsResult(0, (2, 4, 5), 2.1), TapsResult(1, (3, 5, 6), neighbour)])
-    assert finding.result is result
-    assert ("aux_hidden_state_layers=(3, 5, 6)" in finding.meaning) == (result is CheckResult.WARNING)
-
-
-@pytest.mark.parametrize("name", ["eagle3_original", "dflash_zlab", "speculators_peagle_llama"])
-def test_doctor_head_of_this_target_is_good(name: str) -> None:
-    fixture = FIXTURES[name]
-    found = heads(str(fixture.head_folder), blueprint(str(fixture.target_folder), "float32"))
-    assert found[0].result is CheckResult.GOOD and "reads hidden states" in found[0].found
-    assert not any(finding.result is CheckResult.BAD for finding in found)
-
-
-def test_doctor_head_of_another_target_is_bad() -> None:
-    found = heads(str(FIXTURES["eagle3_original"].head_folder), blueprint(str(DRAFT_LM), "float32"))
-    assert any(finding.result is CheckResult.BAD and "made for a target" in finding.meaning for finding in found)
 
 
 @pytest.mark.parametrize(

@@ -9,25 +9,13 @@ import pytest
 import torch
 
 from hf_specgen import AutoCandidates, MTPCandidates
-from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
+from tests.helpers import assert_same_tokens, prompts, tiny_model
 from tests.helpers.eagle import reread
 from tests.helpers.head_fixtures import find_fixtures
 
 FIXTURES = find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
 NATIVE = {fixture.folder.name: fixture for fixture in FIXTURES if fixture.family.startswith("mtp")}
-SHAPES: dict[str, dict[str, Any]] = {"chain": {"k": 2}, "tree": {"k": 2, "tree": 4}}
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", NATIVE)
-def test_mtp_own_checkpoint_same_tokens(name: str, shape: str, sampling: str) -> None:
-    """The target was loaded from its folder, so nothing has to be named."""
-    fixture = NATIVE[name]
-    candidates = MTPCandidates(str(fixture.target_folder), **SHAPES[shape])
-    statistics = assert_same_tokens(fixture.target, prompts(2), candidates, max_new_tokens=8, **SAMPLING[sampling])
-    assert statistics.drafted > 0
 
 
 @pytest.mark.parametrize("name", NATIVE)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specgen import CombinedCandidates, DFlashCandidates, FixedDepth, NgramCandidates, PEagleCandidates
-from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.runner import BlockRunner, PEagleRunner
+from hf_specgen import CombinedCandidates, DFlashCandidates, PEagleCandidates
+from hf_specgen.heads.block_reader import BlockReader
+from hf_specgen.heads.loading import load_head
+from hf_specgen.heads.parallel_reader import ParallelReader
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.comparison import SEED
 from tests.helpers.head_fixtures import Comparison, find_fixtures
@@ -21,7 +22,6 @@ from tests.helpers.policies import AfterPlainSteps
 FIXTURES = find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
 HEADS = {fixture.folder.name: fixture for fixture in FIXTURES if fixture.family in ("block", "parallel")}
 STRATEGIES: dict[str, Any] = {"block": DFlashCandidates, "parallel": PEagleCandidates}
-SHAPES: dict[str, dict[str, Any]] = {"chain": {"k": 3}, "tree": {"k": 4, "tree": 8}}
 ONE_OF_EACH = ("dflash_zlab", "speculators_peagle_llama")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -36,14 +36,6 @@ def generated(name: str, batch: int, new: int, **settings: Any) -> list[list[int
     inputs = prompts(batch)
     output = HEADS[name].target.generate(**inputs, max_new_tokens=new, **settings)
     return output[:, inputs["input_ids"].shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", HEADS)
-def test_parallel_random_head_same_tokens(name: str, shape: str) -> None:
-    candidates = strategy(name)(HEADS[name].head_folder, **SHAPES[shape])
-    statistics = assert_same_tokens(HEADS[name].target, prompts(3), candidates, max_new_tokens=8)
-    assert statistics.drafted > 0
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -73,20 +65,6 @@ def test_parallel_beside_other_strategies_reads_the_tokens_of_plain_steps(name: 
             torch.testing.assert_close(ours.keys[place, :, :length], scratch.keys[0, :, :length], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_parallel_partial_acceptance_same_tokens(name: str, sampling: str, batch: int) -> None:
-    """Would catch: features of rejected nodes in the context, a draft verified against other nodes."""
-    texts = generated(name, batch, 16)
-    candidates = recording(strategy(name), texts)(HEADS[name].head_folder, k=4, tree=8)
-    statistics = assert_same_tokens(
-        HEADS[name].target, prompts(batch), candidates, max_new_tokens=16, **SAMPLING[sampling]
-    )
-    if not SAMPLING[sampling].get("do_sample"):
-        assert 0 < statistics.accepted < statistics.drafted
-
-
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_parallel_context_equals_reading_from_scratch(name: str) -> None:
     """Would catch: a shift by one position, padding or block entries left in the cache."""
@@ -110,25 +88,6 @@ def test_parallel_ended_rows_leave_the_batch(name: str) -> None:
     ended = [row for row in range(3) if candidates.session.call.state.generated[row][-1] == ends["eos_token_id"]]
     assert ended and candidates.session.runner.cache.lengths
     assert len(candidates.session.runner.lengths) < 3
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_parallel_rejection_sampling_repeats_under_a_seed(name: str) -> None:
-    candidates, runs = strategy(name)(HEADS[name].head_folder, k=3, tree=6), []
-    for _ in range(2):
-        torch.manual_seed(6)
-        arguments = {"max_new_tokens": 10, "do_sample": True, "verification": "rejection"}
-        runs.append(HEADS[name].target.generate(**prompts(2), **arguments, candidate_generator=candidates))
-    assert torch.equal(*runs)
-
-
-def test_parallel_beside_ngrams_same_tokens() -> None:
-    fixture = HEADS["dflash_zlab"]
-    members = [NgramCandidates(k=4), recording(DFlashCandidates, generated("dflash_zlab", 2, 16))(fixture.head_folder)]
-    statistics = assert_same_tokens(
-        fixture.target, prompts(2), CombinedCandidates(members, policy=FixedDepth(4)), max_new_tokens=16
-    )
-    assert statistics.accepted > 0
 
 
 @pytest.mark.parametrize("name", HEADS)

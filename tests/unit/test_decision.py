@@ -59,7 +59,7 @@ def test_sentence_names_the_line_of_code_or_plain_generate() -> None:
 @pytest.mark.parametrize(
     ("variant", "strategies", "code"),
     [
-        ("n-grams k=8 branches=4", ["ngram"], "NgramCandidates(k=8, branches=4)"),
+        ("n-grams k=8 tree=32", ["ngram"], "NgramCandidates(k=8, tree=32)"),
         ("Medusa tree=auto", ["medusa=org/heads"], "MedusaCandidates('org/heads')"),
         ("layer skip k=2", ["layerskip=org/exit"], "LayerSkipCandidates(…, adapter='org/exit', k=2)"),
         ("layer skip without adapter k=2", ["layerskip=3"], "LayerSkipCandidates(3, k=2)"),
@@ -93,6 +93,6 @@ def test_first_page_of_the_recorded_report_decides() -> None:
     )
     assert f"Use <b>{best['variant']}</b>: <b>{best['all']:.2f}\N{MULTIPLICATION SIGN}</b>" in first
     code = escape(code_of(best["variant"], found))
-    packed = ", pack_weights=True" if found["plan"]["pack_weights"] else ""
-    assert f"candidate_generator={code}{packed})</pre>" in first
+    packed = "with prepacked(model): " if found["plan"]["pack_weights"] else ""
+    assert f"{packed}model.generate(**inputs, candidate_generator={code})</pre>" in first
     assert all(f"<td>{domain}</td>" in first for domain in ("math", "code", "edit", "json", "prose"))

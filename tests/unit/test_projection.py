@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.harness.projection import Projection, latency_for, project
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.counters import RowStep, Statistics, StepPasses
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.depth.latency import DraftLatency, Slice
-from hf_specgen.evaluation.projection import Projection, latency_for, project
 from tests.helpers import prompts, tiny_model
 
 CURVE = CostCurve((1, 11), (1.0, 1.2), context=512, batch=1)

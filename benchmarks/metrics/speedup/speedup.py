@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import evaluate
 
-from hf_specgen.evaluation.intervals import speedup_interval
+from hf_specgen.evaluation.measure import speedup_interval
 
 _DESCRIPTION = """Speedup: throughput relative to plain decoding, each the sum of tokens divided by the sum of time."""
 _INPUTS = """

@@ -1,0 +1,496 @@
+"""`hf-specgen doctor`: checks whether speculation works and is faster with these models on this machine.
+
+Checks that load no weights come first: support, tokenizers, sizes, heads, memory. If they find no problem, every
+strategy is timed on a few prompts, and the fastest one is recommended as a line of code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from rich.box import SIMPLE
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specgen.candidates.default import default_candidates
+from hf_specgen.candidates.head_candidates import HeadCandidates
+from hf_specgen.cli.settings import DoctorSettings, terminal
+from hf_specgen.compat import attention_implementation
+from hf_specgen.depth import CostCurve
+from hf_specgen.evaluation.calibration import compare_taps
+from hf_specgen.evaluation.cost import measure_cost_curve
+from hf_specgen.evaluation.measure import Interval, Total, Variant, interleave, speedup_interval
+from hf_specgen.evaluation.workloads import (
+    DEFAULT,
+    PLAIN,
+    Strategy,
+    check_device,
+    default_device,
+    encode,
+    load_model,
+    strategies,
+    torch_dtype,
+)
+from hf_specgen.heads.checkpoint import Source, open_checkpoint
+from hf_specgen.heads.compatibility import check_heads
+from hf_specgen.heads.files import source_errors
+from hf_specgen.heads.formats import inspect_medusa
+from hf_specgen.heads.loading import holds_medusa, load_head
+from hf_specgen.heads.mtp_format import has_mtp_layers
+from hf_specgen.targets.support import check_model
+
+MARGIN = 1.05
+"""Smallest ratio that counts: of speeds, of a speed to its tokens per step, of tokens per step."""
+PROMPTS = (
+    "Rename `x` to `total` in this code and repeat it whole.\n\n"
+    "def add(x, y):\n    x = x + y\n    if x > 10:\n        x = 10\n    return x\n",
+    "Write a Python function that parses a CSV line, with a docstring and two examples.",
+    "Tell a short story about a lighthouse keeper who collects clocks.",
+)
+LINE = "model.generate(**inputs, candidate_generator={})"
+
+
+class CheckResult(str, Enum):
+    """The result of a check."""
+
+    GOOD = "good"
+    WARNING = "warning"
+    BAD = "bad"
+
+
+GOOD, WARNING, BAD = CheckResult
+SIGNS = {GOOD: "[green]✓[/]", WARNING: "[yellow]![/]", BAD: "[red]✗[/]"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: its result, what was found, and the consequence with what to change."""
+
+    subject: str
+    result: CheckResult
+    found: str
+    meaning: str = ""
+
+
+@dataclass
+class Report:
+    """All findings, a recommended line of code with its reason, and the numbers of each measured variant by name."""
+
+    findings: list[Finding] = field(default_factory=list)
+    recommendation: str = ""
+    reason: str = ""
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def bad(self) -> list[Finding]:
+        """The findings that have to be solved first."""
+        return [finding for finding in self.findings if finding.result is BAD]
+
+    def table(self) -> Table:
+        """A row for each finding."""
+        view = Table(box=SIMPLE, pad_edge=False, show_header=False)
+        view.add_column()
+        view.add_column(style="bold", no_wrap=True)
+        view.add_column(overflow="fold")
+        for finding in self.findings:
+            text = finding.found + (f"\n[dim]{finding.meaning}[/]" if finding.meaning else "")
+            view.add_row(SIGNS[finding.result], finding.subject, text)
+        return view
+
+
+def show(settings: DoctorSettings) -> bool:
+    """Examine, and print the report; returns False if a problem has to be solved first."""
+    report = examine(settings)
+    if settings.as_json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        console = terminal()
+        console.print(report.table())
+        if report.recommendation:
+            console.print(f"[bold]{report.recommendation}[/]", highlight=False)
+        console.print(report.reason)
+    return not report.bad
+
+
+def examine(settings: DoctorSettings) -> Report:
+    """Check a target, with a draft model and heads if they are given; no weights are loaded if a problem is found."""
+    name = settings.model or settings.model_option
+    if not name or (settings.model and settings.model_option):
+        raise ValueError("name one target: hf-specgen doctor MODEL")
+    settings = replace(settings, model=name, device=settings.device or default_device())
+    check_device(settings.device)
+    report = Report()
+    target = blueprint(settings.model, settings.dtype)
+    draft = blueprint(settings.draft, settings.dtype) if settings.draft else None
+    report.findings += _static(settings, target, draft)
+    if report.bad:
+        report.reason = "solve what is marked with ✗ first"
+    elif settings.run:
+        _measure(settings, target, report)
+    else:
+        most = strategies(settings.draft, settings.heads, settings.adapter)[-1]
+        report.recommendation = LINE.format(most.code)
+        report.reason = "the static checks found no problem; the speed was not measured"
+    return report
+
+
+def _static(settings: DoctorSettings, target: Blueprint, draft: Blueprint | None) -> list[Finding]:
+    findings = [support(target, "target")]
+    if draft is not None:
+        findings += [support(draft, "draft"), *tokenizers(target, draft), size_ratio(target, draft)]
+    if settings.heads:
+        findings += heads(settings.heads, target)
+    models = [target] if draft is None else [target, draft]
+    return [*findings, memory(models, settings.batch_size, settings.length, settings.device)]
+
+
+@dataclass
+class Blueprint:
+    """A model without weights: its modules on the meta device, its tokenizer if there is one, its future dtype."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    dtype: torch.dtype
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the language model."""
+        return self.model.config.get_text_config()
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters; tied ones count once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self.parameters * self.dtype.itemsize
+
+    def cache_bytes(self, batch: int, length: int) -> int:
+        """Bytes of keys and values for `batch` rows of `length` tokens; sliding windows do not reduce them here."""
+        config = self.config
+        count = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 2 * int(config.num_hidden_layers) * count * width * batch * length * self.dtype.itemsize
+
+
+def blueprint(name: str, dtype: str) -> Blueprint:
+    """Read the configuration and the tokenizer of a model, in a dtype or "auto" for the checkpoint's."""
+    with source_errors(name):
+        config = AutoConfig.from_pretrained(name)
+        chosen = torch_dtype(dtype) if dtype != "auto" else config.dtype or torch.float32
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception:  # damaged files and missing packages raise errors of many types; `tokenizers` reports it
+        tokenizer = None
+    return Blueprint(name, model, tokenizer, chosen)
+
+
+def support(model: Blueprint, role: str) -> Finding:
+    """Whether the model can verify draft trees: attention implementation, positions, a cache with rollback."""
+    kind = f"{type(model.model).__name__}, attention {attention_implementation(model.config)!r}"
+    try:
+        check_model(model.model)
+    except ValueError as error:
+        return Finding(f"{role} support", BAD, kind, str(error))
+    return Finding(f"{role} support", GOOD, f"{kind}, key/value cache that can be rolled back")
+
+
+def tokenizers(target: Blueprint, draft: Blueprint) -> list[Finding]:
+    """Whether both models have the same vocabulary, special tokens and chat template."""
+    sizes = f"embedding tables of {target.config.vocab_size} and {draft.config.vocab_size} rows"
+    a, b = target.tokenizer, draft.tokenizer
+    if a is None or b is None:
+        missing = target.name if a is None else draft.name
+        same = target.config.vocab_size == draft.config.vocab_size
+        found = f"no tokenizer could be loaded for {missing!r}; {sizes}"
+        meaning = "the tokenizers cannot be compared; give folders that hold them"
+        return [Finding("tokenizers", WARNING if same else BAD, found, meaning)]
+    different = set(a.get_vocab().items()) ^ set(b.get_vocab().items())
+    if different:
+        shared = len(set(a.get_vocab()) & set(b.get_vocab()))
+        found = f"another tokenizer: {len(different)} entries differ, {shared} tokens are in both; {sizes}"
+        meaning = "supported, but fewer draft tokens are accepted; a draft model of the same family is faster"
+        return [Finding("tokenizers", WARNING, found, meaning)]
+    findings = [Finding("tokenizers", GOOD, f"all {len(a.get_vocab())} entries are the same; {sizes}")]
+    ends = [(name, getattr(a, name), getattr(b, name)) for name in ("bos_token_id", "eos_token_id")]
+    unlike = ", ".join(f"{name} {ours} and {theirs}" for name, ours, theirs in ends if ours != theirs)
+    findings.append(_alike("special tokens", unlike, "texts that begin or end differently"))
+    if a.chat_template:
+        unlike = "" if a.chat_template == b.chat_template else "not the target's"
+        findings.append(_alike("chat template", unlike, "texts in another template or none"))
+    return findings
+
+
+def _alike(subject: str, unlike: str, texts: str) -> Finding:
+    """A warning if the draft model was trained on other texts than the target writes."""
+    if not unlike:
+        return Finding(subject, GOOD, "the same")
+    return Finding(subject, WARNING, unlike, f"trained on {texts}: fewer of its draft tokens are accepted")
+
+
+def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
+    """Whether the draft model, which runs once per draft token, is small enough."""
+    ratio = draft.weight_bytes / target.weight_bytes
+    found = f"{_count(draft.parameters)} / {_count(target.parameters)} parameters, {ratio:.0%} of the target's bytes"
+    if ratio <= 0.12:
+        return Finding("draft size", GOOD, found)
+    rarely = "faster only if most draft tokens are accepted" if ratio <= 0.35 else "rarely faster"
+    return Finding("draft size", WARNING, found, f"{rarely}; about a tenth of the target is safe")
+
+
+def heads(name: str, target: Blueprint) -> list[Finding]:
+    """Whether heads, a folder or Hub id in any format that can be loaded, belong to the target."""
+    try:
+        if not holds_medusa(Source(name)):
+            return _draft_head(name, target)
+        config = inspect_medusa(name).config
+    except (OSError, ValueError) as error:
+        return [Finding("heads", BAD, f"{name!r} cannot be read", str(error))]
+    findings = [Finding("heads", GOOD, f"{config.num_heads} heads, layers in each: {config.num_layers}")]
+    config.vocab_size = config.vocab_size or target.config.vocab_size  # Medusa v2 does not state it
+    try:
+        check_heads(config, target.model, "this set of heads")
+    except ValueError as error:
+        findings.append(Finding("heads' target", BAD, "not this target", str(error)))
+    return findings + _base(str((config.base or {}).get("name_or_path") or ""), target)
+
+
+def _draft_head(name: str, target: Blueprint) -> list[Finding]:
+    """The same for heads that read several hidden states, and for the layers in a target's own checkpoint."""
+    if has_mtp_layers(open_checkpoint(Source(name))):
+        return [Finding("heads", GOOD, "MTP layers in the target's own checkpoint")]
+    head = load_head(name)
+    parameters = sum(parameter.numel() for parameter in head.parameters())
+    findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(parameters)} parameters")]
+    try:
+        taps = head.attach(target.model).taps
+        findings[0] = replace(findings[0], found=f"{findings[0].found}, reads hidden states {taps}")
+    except ValueError as error:
+        findings.append(Finding("heads' target", BAD, "not this target", str(error)))
+    return findings + _base(head.config.base_model or "", target)
+
+
+def _base(base: str, target: Blueprint) -> list[Finding]:
+    """A warning if heads were trained on a model of another name."""
+    if not base or base.rstrip("/").split("/")[-1] == target.name.rstrip("/").split("/")[-1]:
+        return []
+    meaning = "draft tokens are accepted only if the heads were trained on this very model"
+    return [Finding("heads' base", WARNING, f"trained on {base!r}, not {target.name!r}", meaning)]
+
+
+def memory(models: list[Blueprint], batch: int, length: int, device: str, available: int | None = None) -> Finding:
+    """Weights, and caches for `batch` rows of `length` tokens, compared with the free memory (`available` bytes)."""
+    weights = sum(model.weight_bytes for model in models)
+    caches = sum(model.cache_bytes(batch, length) for model in models)
+    free = free_bytes(device) if available is None else available
+    found = f"weights {_gib(weights)}, caches for {batch} x {length} tokens {_gib(caches)}"
+    if free is None:
+        return Finding("memory", WARNING, found, f"the free memory of {device} is unknown")
+    found += f"; {_gib(free)} free on {device}"
+    if weights + caches > free:
+        meaning = "does not fit: use a smaller batch, length, dtype or draft model, or device_map='auto'"
+        return Finding("memory", BAD, found, meaning)
+    if weights + caches > 0.85 * free:
+        return Finding("memory", WARNING, found, "a tight fit: activations need memory too")
+    return Finding("memory", GOOD, found)
+
+
+def free_bytes(device: str) -> int | None:
+    """Free memory of a device; None if unknown."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(torch.device(device))[0]) if torch.cuda.is_available() else None
+    if torch.device(device).type != "cpu":
+        return None
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            amounts = dict(line.split(":", 1) for line in file)
+        return 1024 * int(amounts["MemAvailable"].split()[0])
+    except (OSError, KeyError):  # not Linux: all of the memory, where the system reports it (Windows does not)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+
+
+def _count(number: float) -> str:
+    """A number of parameters, such as 16.2M or 7.0B."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def _gib(number: float) -> str:
+    return f"{number / 2**30:.2f} GiB"
+
+
+def _measure(settings: DoctorSettings, target: Blueprint, report: Report) -> None:
+    """Time T(q), and every strategy against plain `generate`; add findings and a recommendation to the report."""
+    model, tokenizer = load_model(settings.model, target.dtype, settings.device)
+    limit = getattr(target.config, "max_position_embeddings", None) or 2**31
+    sizes, context = (1, 2, 4, 8, 16), min(128, limit // 2)
+    curve = measure_cost_curve(model, sizes, context=context, batch=settings.batch_size, repeats=5)
+    report.findings.append(verification_cost(curve))
+    generation: dict[str, Any] = {"do_sample": False, "max_new_tokens": settings.max_new_tokens}
+    if settings.temperature:
+        generation |= {"do_sample": True, "temperature": settings.temperature}
+    named = strategies(settings.draft, settings.heads, settings.adapter, dtype=target.dtype)
+    prompts = list(settings.prompt or PROMPTS)
+    for one in named:
+        if isinstance(one.candidates, HeadCandidates):
+            compared = compare_taps(model, one.candidates, list(encode(tokenizer, prompts, 1)), generation)
+            report.findings.append(taps(compared))
+            report.measured |= {f"taps {layers}": {"tokens_per_step": found} for layers, found in compared.items()}
+    codes, variants = _variants([Strategy(DEFAULT, '"auto"', default_candidates()), *named], settings.device)
+    texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
+    batches = list(encode(tokenizer, texts, settings.batch_size))
+    for _ in interleave(model, batches[:1], variants, generation):
+        pass  # an uncounted call of each, which loads models and prepares kernels
+    totals = {variant.name: Total() for variant in variants}
+    for samples in interleave(model, batches * settings.rounds, variants, generation, seed=1):
+        for name, sample in samples.items():
+            totals[name].add(sample, samples[PLAIN])
+    plain = totals.pop(PLAIN)
+    report.findings.append(same_tokens(totals, exact=target.dtype == torch.float32))
+    report.measured[PLAIN] = {"tokens_per_second": plain.tokens_per_second, "speedup": 1.0}
+    speeds = {name: Speed.of(total, plain) for name, total in totals.items()}
+    for name, measured in speeds.items():
+        report.measured[name] = measured.to_dict()
+        report.findings.append(speed(name, measured))
+    report.recommendation, report.reason = recommend(speeds, codes)
+
+
+def _variants(found: Sequence[Strategy], device: str) -> tuple[dict[str, str], list[Variant]]:
+    """Plain `generate` and every strategy, on CUDA with graphs too; and the code of each strategy by name."""
+    codes = {one.name: one.code for one in found}
+    variants = [Variant(PLAIN, dict), *(one.variant() for one in found)]
+    if torch.device(device).type == "cuda":
+        codes |= {f"{one.name}, graphs": f'{one.code}, compile="graphs"' for one in found}
+        variants += [replace(one.variant(compile="graphs"), name=f"{one.name}, graphs") for one in found]
+    return codes, variants
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The calls of a strategy, and its speedup over plain `generate` with a confidence interval over calls."""
+
+    total: Total
+    interval: Interval
+
+    @classmethod
+    def of(cls, total: Total, plain: Total) -> Speed:
+        """From the totals of a strategy and of plain `generate` on the same batches."""
+        columns = [[getattr(one, name) for one in s.samples] for s in (total, plain) for name in ("tokens", "seconds")]
+        return cls(total, speedup_interval(*columns))
+
+    @property
+    def plausible(self) -> bool:
+        """Whether the speedup is possible: a step takes no less than a plain one, so it is at most tokens per step."""
+        return self.interval.value <= MARGIN * max(1.0, self.total.tokens_per_step)
+
+    @property
+    def faster(self) -> bool:
+        """Whether the strategy was clearly faster than plain `generate`."""
+        return self.plausible and self.interval.low > 1 and self.interval.value >= MARGIN
+
+    def __str__(self) -> str:
+        return f"{self.interval.value:.2f}x plain ({self.interval.low:.2f}-{self.interval.high:.2f})"
+
+    def to_dict(self) -> dict[str, float]:
+        """Numbers by name, ready for JSON."""
+        speedups = {
+            "speedup": self.interval.value,
+            "speedup_low": self.interval.low,
+            "speedup_high": self.interval.high,
+        }
+        names = ("tokens_per_second", "tokens_per_step", "acceptance_rate")
+        return speedups | {name: getattr(self.total, name) for name in names}
+
+
+def verification_cost(curve: CostCurve) -> Finding:
+    """Whether this machine reads eight tokens in about the time of one."""
+    ratio = curve.relative(8)
+    found = (
+        f"T(1) {1000 * curve(1):.1f} ms; reading 8 tokens takes {ratio:.2f} times as long, 16 tokens "
+        f"{curve.relative(16):.2f} times (batch size {curve.batch})"
+    )
+    if ratio <= 1.3:
+        meaning = "decoding is bound by memory bandwidth here: draft tokens are nearly free"
+        return Finding("verification", GOOD, found, meaning)
+    meaning = "decoding is bound by computation here: only text that repeats itself is faster; try a smaller batch"
+    if ratio <= 2.0:
+        meaning = "draft tokens take time: a high acceptance rate is needed"
+    return Finding("verification", WARNING, found, meaning)
+
+
+def speed(name: str, measured: Speed) -> Finding:
+    """The measured speed of a strategy."""
+    found = (
+        f"{measured}, {measured.total.tokens_per_step:.2f} tokens per step, "
+        f"{measured.total.acceptance_rate:.0%} of draft tokens accepted"
+    )
+    result = GOOD if measured.faster else WARNING
+    return Finding(name, result, found, "" if measured.faster else _explanation(measured))
+
+
+def taps(compared: Mapping[tuple[int, ...], float]) -> Finding:
+    """Whether a head does best with the hidden states that its checkpoint names, the first of those compared."""
+    configured = next(iter(compared))
+    found = f"{configured}: {compared[configured]:.2f} tokens per step"
+    found += "".join(f"; {layers}: {value:.2f}" for layers, value in compared.items() if layers != configured)
+    best = max(compared, key=lambda layers: compared[layers])
+    if compared[best] > MARGIN * compared[configured]:
+        meaning = f"the head was trained with another convention than its config says: use taps={best}"
+        return Finding("taps", WARNING, found, meaning)
+    return Finding("taps", GOOD, found)
+
+
+def same_tokens(totals: Mapping[str, Total], exact: bool) -> Finding:
+    """Whether the tokens are those of plain `generate`."""
+    different = [name for name, total in totals.items() if not total.identical]
+    if not different:
+        return Finding("same tokens", GOOD, "every answer is that of plain generate")
+    found = f"answers of {', '.join(different)} differ from plain generate"
+    if exact:
+        meaning = "in float32 that must not happen: please report it, with the model's name"
+        return Finding("same tokens", BAD, found, meaning)
+    meaning = "rounding decides near-ties differently in this data type, as it does between batch sizes"
+    return Finding("same tokens", WARNING, found, meaning)
+
+
+def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[str, str]:
+    """The line of code for the fastest strategy, and the reason; `codes` builds each strategy, the default first."""
+    faster = [name for name, measured in speeds.items() if measured.faster]
+    if faster:
+        best = max(faster, key=lambda name: speeds[name].interval.value)
+        return LINE.format(codes[best]), f"the fastest in the quick benchmark: {speeds[best]}"
+    first = next(iter(codes))
+    return LINE.format(codes[first]), (
+        "no strategy was clearly faster on these prompts; the default then drafts almost nothing, and more where text "
+        "repeats itself"
+    )
+
+
+def _explanation(measured: Speed) -> str:
+    if not measured.plausible:
+        return (
+            f"not possible: {measured.total.tokens_per_step:.2f} tokens per step allow at most that speedup; another "
+            "process used the machine meanwhile, so measure again"
+        )
+    if measured.total.drafted == 0:
+        return "nothing was drafted"
+    if not measured.interval.differs:
+        return "the interval includes 1: no difference was shown; more --rounds make it smaller"
+    if measured.total.acceptance_rate < 0.3:
+        return "few draft tokens are accepted: text without repetition, a high temperature, or an unrelated draft"
+    return "draft tokens are accepted, but drafting and verifying them takes too long; a larger target gains more"
