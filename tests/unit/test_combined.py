@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen import Candidates, CombinedCandidates, DraftTree, RecyclingCandidates
+from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
 from hf_specgen.candidates.base import DraftCall, DraftSession
+from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.combined import UNPROPOSED, _RowSearch
-from hf_specgen.candidates.tree_search import MAX_PROBABILITY, best_first
-from hf_specgen.depth import AdaptiveDepth, CostCurve, LatencyModel
+from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
-from tests.helpers import assert_same_tokens, make_call, make_state, prompts, tiny_model
+from tests.helpers import assert_same_tokens, prompts, tiny_model
+from tests.helpers.calls import make_call, make_state
 
 Path = tuple[int, ...]
 tries = st.dictionaries(
@@ -51,12 +52,12 @@ def reference(copied: Sequence[dict[Path, float]], network: dict[Path, float]) -
         for other in siblings:
             rejected = 1.0
             for draft in copied:
-                rejected *= 1 - min(MAX_PROBABILITY, draft.get(other, 0.0))
+                rejected *= 1 - draft.get(other, 0.0)
             acceptance[other] = (1 - rejected) * (UNPROPOSED if has_network else 1.0)
             if other in network:
-                acceptance[other] = min(MAX_PROBABILITY, network[other])
+                acceptance[other] = network[other]
         scale = max(1.0, sum(acceptance.values()))
-        found[path] = found[path[:-1]] * min(MAX_PROBABILITY, acceptance[path] / scale)
+        found[path] = found[path[:-1]] * acceptance[path] / scale
     del found[()]
     return found
 
@@ -69,7 +70,7 @@ def test_merged_tree_has_the_most_probable_nodes_of_all_drafts(
     """Would catch: a path of one draft continued in another's, a network's estimate mixed with that of copied text."""
     drafts, known = zip(*map(draft_of, (first, second, third)), strict=True)
     search = _RowSearch(drafts, first_network=2, row=0, last_token=0, recycling=None)
-    tree = best_first(search.children, depth=3, nodes=nodes)
+    tree = best_first(search.root, search.children, 3, SearchLimits(nodes))
     expected = reference(known[:2], known[2])
     paths: list[Path] = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
@@ -82,7 +83,8 @@ def test_drafts_without_estimates_and_with_zeros_are_merged() -> None:
     """Would catch: a division by zero; tokens of a strategy that estimates nothing taken for certain."""
     unknown = DraftTree.chains([[5, 6]])
     zeros = DraftTree.from_nodes([([7, 8], (-1, 0))], ((0.0, 0.0),))
-    tree = best_first(_RowSearch([unknown, zeros], 2, 0, 0, None).children, depth=9, nodes=9)
+    search = _RowSearch([unknown, zeros], first_network=2, row=0, last_token=0, recycling=None)
+    tree = best_first(search.root, search.children, 9, SearchLimits(9))
     assert (tree.tokens, tree.parents) == ([5, 6], [-1, 0])
     assert tree.probability == pytest.approx([0.6, 0.36])
 
@@ -134,11 +136,13 @@ FREE_TOKENS = LatencyModel.from_curves(CostCurve((1, 257), (0.010, 0.0101), cont
 
 
 @pytest.mark.parametrize(
-    ("tree", "policy"), [("auto", None), (None, None), (8, None), ("auto", AdaptiveDepth(FREE_TOKENS))], ids=str
+    ("tree", "policy"),
+    [("auto", FixedDepth(3)), (None, None), (8, FixedDepth(3)), ("auto", AdaptiveDepth(FREE_TOKENS))],
+    ids=str,
 )
 def test_recycling_alone_drafts_with_any_size(tree: Any, policy: Any) -> None:
     """Would catch: Token Recycling waiting to extend a tree that is not extended without a latency model."""
     candidates = CombinedCandidates([RecyclingCandidates(k=3)], tree=tree, policy=policy)
-    model = tiny_model()
+    model = tiny_model("llama")
     drafted = sum(assert_same_tokens(model, prompts(2), candidates, max_new_tokens=24).drafted for _ in range(2))
     assert drafted > 0
