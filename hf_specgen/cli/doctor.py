@@ -38,11 +38,10 @@ from hf_specgen.evaluation.workloads import (
     strategies,
     torch_dtype,
 )
-from hf_specgen.heads.checkpoint import Source, open_checkpoint
+from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
 from hf_specgen.heads.compatibility import check_heads
-from hf_specgen.heads.files import source_errors
-from hf_specgen.heads.formats import inspect_medusa
-from hf_specgen.heads.loading import holds_medusa, load_head
+from hf_specgen.heads.head_formats import holds_medusa, load_head
+from hf_specgen.heads.medusa_formats import inspect_medusa
 from hf_specgen.heads.mtp_format import has_mtp_layers
 from hf_specgen.targets.support import check_model
 
@@ -276,8 +275,8 @@ def _draft_head(name: str, target: Blueprint) -> list[Finding]:
     parameters = sum(parameter.numel() for parameter in head.parameters())
     findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(parameters)} parameters")]
     try:
-        taps = head.attach(target.model).taps
-        findings[0] = replace(findings[0], found=f"{findings[0].found}, reads hidden states {taps}")
+        layers = head.bind(target.model).aux_hidden_state_layers
+        findings[0] = replace(findings[0], found=f"{findings[0].found}, reads hidden states {layers}")
     except ValueError as error:
         findings.append(Finding("heads' target", BAD, "not this target", str(error)))
     return findings + _base(head.config.base_model or "", target)
