@@ -20,12 +20,7 @@ from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
-from hf_specgen.candidates.tree_search import (
-    MAX_PROBABILITY,
-    TreeSize,
-    draft_of,
-    tree_size,
-)
+from hf_specgen.candidates.tree_search import MAX_PROBABILITY, TreeSize, draft_of, tree_size
 from hf_specgen.depth import Policy
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements

@@ -20,7 +20,7 @@ from hf_specgen import (
     LayerSkipCandidates,
     MedusaCandidates,
 )
-from hf_specgen.candidates.rank_tree import RankTree
+from hf_specgen.candidates.medusa import RankTree
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.medusa import CONFIDENCE_EDGES, MedusaRunner, confidence_bin
 from hf_specgen.targets.hidden_states import HiddenStateTarget
