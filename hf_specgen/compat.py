@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import utils
-from transformers.utils.hub import cached_file
 
 LIBRARIES = ("hf_specgen", "transformers", "torch", "contextlib", "peft", "accelerate")
 """Packages between the line that calls `generate` and a warning."""
@@ -111,14 +110,6 @@ def prepared_call(model: Any, **arguments: Any) -> tuple[torch.Tensor, Generatio
 def attention_implementation(config: Any) -> str:
     """The attention kernel in use: "sdpa", "eager", … Symbol: `PreTrainedConfig._attn_implementation`."""
     return str(config._attn_implementation)
-
-
-def cached_file_or_none(source: str, name: str, **hub: Any) -> str | None:
-    """A file of a Hub repository or folder; None if it has no such file.
-
-    Symbol: the argument `_raise_exceptions_for_missing_entries` of `transformers.utils.cached_file`.
-    """
-    return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
 
 
 def stacklevel_of_user() -> int:

@@ -19,8 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.call import Call
-from hf_specgen.candidates.base import Candidates, DraftCall
-from hf_specgen.candidates.chains import ChainSession
+from hf_specgen.candidates.base import Candidates, ChainSession, DraftCall
 from hf_specgen.counters import RowStep, Statistics, StepPasses, StepRecord
 from hf_specgen.depth import Policy, PolicySession
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
@@ -150,6 +149,9 @@ class _Loop:
             self.drafter.observe(result)
         if tree.nodes:
             self.policy.observe(tree, self.statistics.record_prefill_draft(tree, result), self.drafter.passes)
+        if not self.state.all_stopped:
+            with self.timer.part("policy"):
+                self.policy.prefilled()
 
     def decode(self) -> None:
         """Run steps until every row has stopped, then complete the statistics."""
@@ -270,6 +272,11 @@ class PolicyRunner:
             draft_limit = positions if tokens else min(positions, MAX_PREFILL_DRAFT)
             limits.append(int(max(0, min(state.remaining(row) - 1, draft_limit))))
         return limits
+
+    def prefilled(self) -> None:
+        """Let the policy measure the target's latency, unless the target's slots are few."""
+        if self._call.context_length + MAX_DRAFT_SLOTS <= self._target.slot_limit:
+            self._session.prefilled(self._target)
 
     def observe(self, tree: DraftTree, rows: list[RowStep | None], drafter_passes: Sequence[int] | None) -> None:
         """Report a step, and count its forward passes.

@@ -18,8 +18,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call, Compile, EncoderInput
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.default import default_candidates
-from hf_specgen.candidates.native import NativeCandidates
+from hf_specgen.candidates.combined import default_candidates
+from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import speculative_decode
 from hf_specgen.depth import Policy
@@ -312,7 +312,7 @@ def as_candidates(generator: Any) -> Candidates:
     if isinstance(generator, Candidates):
         return generator
     if isinstance(generator, CandidateGenerator):
-        return NativeCandidates(generator)
+        return TransformersCandidates(generator)
     expected = '"auto" or a CandidateGenerator such as NgramCandidates(k=5)'
     if isinstance(generator, nn.Module):
         expected += "; for a draft model give DraftModelCandidates(model)"

@@ -35,8 +35,8 @@ class DraftTree:
             siblings were taken out of it (siblings are drawn one after the other, without replacement). The
             vocabulary may be smaller than the target's (the rest has probability 0), not larger. A node with all
             zeros, and every node where q is ``None``, is a deterministic proposal (a point mass).
-        joint: of each row's nodes, the estimated probability that the node and all nodes above it are accepted; None
-            if nothing was estimated. Strategies are combined by it.
+        probability: of each row's nodes, the estimated probability that the node and all nodes above it are accepted;
+            None if nothing was estimated. Strategies are combined by it.
 
     Raises:
         ValueError: if a parent does not come before its child, or the shapes do not fit.
@@ -50,7 +50,7 @@ class DraftTree:
     tokens: torch.Tensor
     parents: tuple[Parents, ...]
     q: torch.Tensor | None = None
-    joint: tuple[tuple[float, ...], ...] | None = None
+    probability: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         batch, nodes = self.tokens.shape
@@ -98,7 +98,8 @@ class DraftTree:
         """The first `count` nodes of each row."""
         tokens, parents = self.tokens[:, :count], tuple(row[:count] for row in self.parents)
         q = None if self.q is None else self.q[:, :count]
-        return DraftTree(tokens, parents, q, None if self.joint is None else tuple(row[:count] for row in self.joint))
+        probability = None if self.probability is None else tuple(row[:count] for row in self.probability)
+        return DraftTree(tokens, parents, q, probability)
 
     def leftmost_chain(self) -> DraftTree:
         """The leftmost path of each row, from every node to its first child, as a chain."""
@@ -123,10 +124,12 @@ class DraftTree:
 
     @classmethod
     def from_nodes(
-        cls, rows: Sequence[tuple[Sequence[int], Parents]], joint: tuple[tuple[float, ...], ...] | None = None
+        cls, rows: Sequence[tuple[Sequence[int], Parents]], probability: tuple[tuple[float, ...], ...] | None = None
     ) -> DraftTree:
-        """From a pair (tokens, parents) per row; see above for `joint`."""
-        return cls(_pad([tokens for tokens, _ in rows]), tuple([parents for _, parents in rows]), joint=joint)
+        """From a pair (tokens, parents) per row; see above for `probability`."""
+        return cls(
+            _pad([tokens for tokens, _ in rows]), tuple([parents for _, parents in rows]), probability=probability
+        )
 
     @classmethod
     def from_paths(cls, rows: Sequence[Sequence[Sequence[int]]]) -> DraftTree:

@@ -13,7 +13,7 @@ from answers import answer_batch, batches_by_domain
 from corpus import Batch, collate, encode_row, rows_by_domain
 from draft_loss import later_pairs
 from head_training import DraftPass, HeadSettings, read_target
-from hf_specgen.heads.base import AttachedHead
+from hf_specgen.heads.base import BoundHead
 from hf_specgen.targets.model_parts import output_logits
 
 NEW_TOKENS = 96
@@ -61,7 +61,7 @@ class HeadEvaluation:
     def __init__(
         self,
         settings: HeadSettings,
-        attached: AttachedHead,
+        attached: BoundHead,
         draft: DraftPass,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,

@@ -17,7 +17,7 @@ from head_evaluation import HeadEvaluation, eval_results, evaluation_section
 from head_training import DraftPass, HeadSettings, HeadTraining
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.eagle import Eagle3Head
-from hf_specgen.heads.saving import save_head
+from hf_specgen.heads.export import save_head
 from training import train
 from training_setup import shared_batches, start
 
@@ -47,7 +47,7 @@ def run(settings: HeadSettings, recipe: str, make_head: MakeHead, draft: DraftPa
     rows = conversations(tokenizer, settings.data, settings.max_length, settings.streaming)
     head = make_head(settings, target, rows)
     loader = shared_batches(rows, settings, tokenizer.pad_token_id or 0)
-    attached = [head.attach(target)]
+    attached = [head.bind(target)]
 
     def loss_sum(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return cast(torch.Tensor, module(batch, attached, target))

@@ -14,7 +14,7 @@ from common import option
 from corpus import Batch
 from distillation import DistillationSettings
 from draft_loss import draft_loss
-from hf_specgen.heads.base import AttachedHead
+from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.targets.model_parts import decoder, decoder_layers
 
@@ -80,7 +80,7 @@ class Anchors(NamedTuple):
 
 NEW_WEIGHT_FACTOR = 0.1
 """Factor on the random weights beside copied ones, so that a new head begins close to the copied layer."""
-DraftPass = Callable[[AttachedHead, Batch, torch.Tensor], Drafts]
+DraftPass = Callable[[BoundHead, Batch, torch.Tensor], Drafts]
 """Drafts from positions of a batch, given the features."""
 
 
@@ -91,7 +91,7 @@ class HeadTraining(nn.Module):
         super().__init__()
         self.head, self._draft, self._decay = head, draft, decay
 
-    def forward(self, batch: Batch, attached: list[AttachedHead], target: PreTrainedModel) -> torch.Tensor:
+    def forward(self, batch: Batch, attached: list[BoundHead], target: PreTrainedModel) -> torch.Tensor:
         """The loss over a batch. The list hides the target from DDP."""
         states = read_target(target, attached[0], batch)
         drafts = self._draft(attached[0], batch, states.features)
@@ -109,7 +109,7 @@ class HeadTraining(nn.Module):
 
 
 @torch.no_grad()
-def read_target(target: PreTrainedModel, attached: AttachedHead, batch: Batch) -> TargetPass:
+def read_target(target: PreTrainedModel, attached: BoundHead, batch: Batch) -> TargetPass:
     """One forward pass of the frozen target over whole conversations."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     output = cast(Any, decoder(target))(**inputs, use_cache=False, **attached.capture_arguments)
@@ -172,7 +172,7 @@ def new_layer(target: PreTrainedModel, *, qk_norm: bool = False) -> LayerConfig:
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         norm_eps=config.rms_norm_eps,
-        activation=config.hidden_act,
+        hidden_act=config.hidden_act,
         qk_norm=qk_norm,
         max_position_embeddings=config.max_position_embeddings,
         rope=dict(config.rope_parameters),

@@ -18,8 +18,7 @@ from draft_loss import later_pairs
 from hf_specgen import FixedDepth, MedusaCandidates
 from hf_specgen.evaluation.calibration import measure_acceptance, save_acceptance
 from hf_specgen.evaluation.measure import Variant, measure_round
-from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.heads.medusa_runner import MedusaRunner
+from hf_specgen.heads.medusa import MedusaHeads, MedusaRunner
 from medusa_loss import following_tokens
 
 SHOWN_RANKS = 5

@@ -29,10 +29,10 @@ from head_training import (
     new_layer,
     start_from_tap,
 )
-from hf_specgen.heads.base import AttachedHead
+from hf_specgen.heads.aux_hidden_states import block_layers
+from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
-from hf_specgen.heads.loading import load_head
-from hf_specgen.heads.taps import block_taps
+from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets.model_parts import output_matrix
 
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse, load, train, save."""
     settings = parse_config(Settings, __doc__, arguments)
 
-    def draft(attached: AttachedHead, batch: Batch, features: torch.Tensor) -> Drafts:
+    def draft(attached: BoundHead, batch: Batch, features: torch.Tensor) -> Drafts:
         return block_drafts(attached, batch, features, settings.anchors)
 
     run(settings, "train_dflash", make_head, draft)
@@ -69,7 +69,7 @@ def make_head(settings: Settings, target: PreTrainedModel, rows: Any) -> BlockHe
 def _new_head(settings: Settings, target: PreTrainedModel) -> BlockHead:
     layers, matrix = target.config.get_text_config().num_hidden_layers, output_matrix(target).weight
     copied = copied_layers(settings, target)
-    taps = tuple(settings.taps) or block_taps(layers, len(copied))
+    taps = tuple(settings.taps) or block_layers(layers, len(copied))
     mask = len(matrix) - 1 if settings.mask_token_id is None else settings.mask_token_id
     config = BlockConfig(
         layer=new_layer(target, qk_norm=True),
@@ -80,8 +80,8 @@ def _new_head(settings: Settings, target: PreTrainedModel) -> BlockHead:
         vocab_size=len(matrix),
         draft_vocab_size=len(matrix),
         target_hidden_size=matrix.shape[1],
-        num_taps=len(taps),
-        taps=taps,
+        num_aux_hidden_states=len(taps),
+        aux_hidden_state_layers=taps,
         speculative_tokens=settings.depth,
         base_model=settings.target,
         num_target_layers=layers,
@@ -92,7 +92,7 @@ def _new_head(settings: Settings, target: PreTrainedModel) -> BlockHead:
     return head
 
 
-def block_drafts(attached: AttachedHead, batch: Batch, features: torch.Tensor, anchors: int) -> Drafts:
+def block_drafts(attached: BoundHead, batch: Batch, features: torch.Tensor, anchors: int) -> Drafts:
     """Draft a block from random positions of each answer.
 
     Args:

@@ -35,10 +35,10 @@ from head_training import (
     new_layer,
     start_from_tap,
 )
-from hf_specgen.heads.base import AttachedHead
+from hf_specgen.heads.aux_hidden_states import eagle_layers
+from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
-from hf_specgen.heads.loading import load_head
-from hf_specgen.heads.taps import eagle_taps
+from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets.model_parts import output_matrix
 
 
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse, load, train, save."""
     settings = parse_config(Settings, __doc__, arguments)
 
-    def draft(attached: AttachedHead, batch: Batch, features: torch.Tensor) -> Drafts:
+    def draft(attached: BoundHead, batch: Batch, features: torch.Tensor) -> Drafts:
         return training_time_test(attached, batch, features, settings.anchors, settings.depth)
 
     run(settings, "train_eagle", make_head, draft)
@@ -82,7 +82,7 @@ def make_head(settings: Settings, target: PreTrainedModel, rows: Any) -> Eagle3H
 
 def _new_head(settings: Settings, target: PreTrainedModel, rows: Any) -> Eagle3Head:
     layers, matrix = target.config.get_text_config().num_hidden_layers, output_matrix(target).weight
-    taps, copied = tuple(settings.taps) or eagle_taps(layers), copied_layers(settings, target)
+    taps, copied = tuple(settings.taps) or eagle_layers(layers), copied_layers(settings, target)
     ids = frequent_tokens(rows, settings.draft_vocab_size or len(matrix), len(matrix))
     config = EagleConfig(
         layer=new_layer(target),
@@ -91,8 +91,8 @@ def _new_head(settings: Settings, target: PreTrainedModel, rows: Any) -> Eagle3H
         vocab_size=len(matrix),
         draft_vocab_size=len(ids),
         target_hidden_size=matrix.shape[1],
-        num_taps=len(taps),
-        taps=taps,
+        num_aux_hidden_states=len(taps),
+        aux_hidden_state_layers=taps,
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
         own_lm_head=True,
@@ -126,9 +126,7 @@ def frequent_tokens(rows: Any, count: int, vocab: int) -> torch.Tensor:
     return torch.tensor(sorted(token for token, _ in seen.most_common(count)))
 
 
-def training_time_test(
-    attached: AttachedHead, batch: Batch, features: torch.Tensor, anchors: int, depth: int
-) -> Drafts:
+def training_time_test(attached: BoundHead, batch: Batch, features: torch.Tensor, anchors: int, depth: int) -> Drafts:
     """Draft `depth` tokens from random positions of each answer.
 
     Args:

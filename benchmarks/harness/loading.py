@@ -22,8 +22,8 @@ from hf_specgen import (
     Policy,
 )
 from hf_specgen.candidates.base import Depth
-from hf_specgen.candidates.head_candidates import HeadCandidates
-from hf_specgen.candidates.vocabulary import have_same_vocabulary
+from hf_specgen.candidates.draft_heads import HeadCandidates
+from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_ADAPTER,

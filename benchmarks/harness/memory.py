@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -120,8 +119,8 @@ def _variants(plan: Plan, model: PreTrainedModel) -> list[Variant]:
 
 
 def _depth(setting: str) -> int:
-    """The draft tokens of a setting such as "k=8 branches=4"."""
-    return prod(int(number) for number in re.findall(r"\b(?:k|tree|branches)=(\d+)", setting))
+    """The draft tokens of a setting such as "k=8 tree=32"."""
+    return max(int(number) for number in re.findall(r"\b(?:k|tree)=(\d+)", setting))
 
 
 def _generate(

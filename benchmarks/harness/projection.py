@@ -61,7 +61,7 @@ def project(statistics: Statistics, latency: LatencyModel) -> Projection:
     tokens = [sum(step.emitted for step in row) for row in statistics.rows]
     rows = max(step.rows for step in statistics.passes)
     plain_steps = max(tokens) if rows > 1 else sum(tokens)
-    plain_step = mean(float(latency.at(rows, step.context).target.by_tokens(rows)) for step in statistics.passes)
+    plain_step = mean(latency.at(rows, step.context).target.seconds_of(rows) for step in statistics.passes)
     return Projection(seconds, plain_steps * plain_step)
 
 
@@ -69,7 +69,7 @@ def step_seconds(step: StepPasses, latency: LatencyModel) -> float:
     """The latency of one step, computed from its forward passes."""
     at = latency.at(step.rows, step.context)
     drafting = 0.0 if step.drafter is None else at.drafter.draft(step.drafter)
-    return float(at.target.by_tokens(step.target)) + drafting
+    return at.target.seconds_of(step.target) + drafting
 
 
 def latency_for(candidates: Candidates, profile: LatencyModel) -> LatencyModel:

@@ -22,7 +22,7 @@ AUTO: Literal["auto"] = "auto"
 PLAIN = Variant("plain", dict)
 PLAIN_AGAIN = Variant("plain again", dict)
 """Its speedup over `PLAIN` shows how far a speedup may be off without any cause."""
-BRANCHED: dict[str, Any] = {"k": 8, "branches": 4}
+BRANCHED: dict[str, Any] = {"k": 8, "tree": 32}
 """One more setting of n-grams, so that both sides try five."""
 
 

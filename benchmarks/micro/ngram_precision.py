@@ -57,7 +57,7 @@ def _count(prompt: list[int], answer: list[int], counts: Counts) -> None:
     index = NgramIndex()
     index.extend(prompt)
     for token in answer:
-        tail = list(index.tokens[: index.end])[-MAX_MATCH_LENGTH:]
+        tail = index.tokens[-MAX_MATCH_LENGTH:]
         found = index.occurrences(tail, MAX_OCCURRENCES)
         longest = max(found.values(), default=0)
         latest = [index.tokens[position] for position, n in found.items() if n == longest][:2]

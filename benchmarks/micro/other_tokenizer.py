@@ -13,23 +13,20 @@ import shutil
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen import DraftModelCandidates
-from hf_specgen.candidates import translated
-from hf_specgen.candidates.shared_vocabulary import SharedVocabulary, shared_ids
+from hf_specgen.candidates.cross_tokenizer import SharedVocabulary, shared_ids
 from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_MODEL, WorkloadSettings, load
 
 PROMPTS_PER_DOMAIN, NEW_TOKENS = 2, 32
 SEED = 0
 """Of the merges that are removed."""
-ALWAYS, NEVER = 0.0, 2.0
-"""Values of `translated.MIN_SHARED` with which drafts are always, or never, restricted to shared tokens."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +51,7 @@ TOKENIZERS = {
     "60% of the merges removed": Tokenizer(removed=0.6),
 }
 QUICK = ("same tokens in another order", "40% of the merges removed")
-WAYS: dict[str, tuple[float, dict[str, Any]]] = {
-    "shared, tree of 16": (ALWAYS, {"k": 6, "tree": 16}),
-    "shared, chain of 4": (ALWAYS, {"k": 4}),
-    "encoded again, chain of 4": (NEVER, {"k": 4}),
-}
+WAYS: dict[str, dict[str, Any]] = {"tree of 16": {"k": 6, "tree": 16}, "chain of 4": {"k": 4}}
 
 
 def other_tokenizer(repeats: int, quick: bool) -> list[dict[str, Any]]:
@@ -76,12 +69,11 @@ def other_tokenizer(repeats: int, quick: bool) -> list[dict[str, Any]]:
             row: dict[str, Any] = {
                 "draft's tokenizer": name,
                 "shared vocabulary": sum(index >= 0 for index in ids) / size,
-                "shared prompt tokens": shared.shared_fraction(list(chain.from_iterable(prompts))),
+                "shared prompt tokens": mean(shared.draft_token(token) is not None for token in chain(*prompts)),
             }
-            for way, (min_shared, settings) in WAYS.items():
+            for way, settings in WAYS.items():
                 candidates = DraftModelCandidates(draft, dtype=torch.float32, **settings)
-                with mock.patch.object(translated, "MIN_SHARED", min_shared):
-                    row[way] = _tokens_per_pass(model, prompts, new_tokens, candidates)
+                row[way] = _tokens_per_pass(model, prompts, new_tokens, candidates)
         rows.append(row)
     return rows
 

@@ -139,8 +139,8 @@ def _divided(variant: str) -> tuple[str, str]:
     """Name and setting: the setting begins at the first word with "=".
 
     Example:
-        >>> _divided("n-grams k=8 branches=4")
-        ('n-grams', 'k=8 branches=4')
+        >>> _divided("n-grams k=8 tree=32")
+        ('n-grams', 'k=8 tree=32')
     """
     words = variant.split()
     first = next((place for place, word in enumerate(words) if "=" in word), len(words))

@@ -3,18 +3,20 @@
 from hf_specgen.candidates.auto import AutoCandidates
 from hf_specgen.candidates.base import Candidates, DraftSession
 from hf_specgen.candidates.combined import CombinedCandidates
-from hf_specgen.candidates.dflash import DFlashCandidates
+from hf_specgen.candidates.draft_heads import (
+    DFlashCandidates,
+    EagleCandidates,
+    GemmaAssistantCandidates,
+    MTPCandidates,
+    PEagleCandidates,
+)
 from hf_specgen.candidates.draft_model import DraftModelCandidates
-from hf_specgen.candidates.eagle import EagleCandidates
-from hf_specgen.candidates.gemma import GemmaAssistantCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
-from hf_specgen.candidates.mtp import MTPCandidates
-from hf_specgen.candidates.native import NativeCandidates
-from hf_specgen.candidates.ngram import NgramCandidates, NgramHistory
-from hf_specgen.candidates.peagle import PEagleCandidates
-from hf_specgen.candidates.recycling import RecyclingCandidates
-from hf_specgen.candidates.recycling_table import RecyclingTable
+from hf_specgen.candidates.ngram import NgramCandidates
+from hf_specgen.candidates.ngram_history import NgramHistory
+from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingTable
+from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 
 __all__ = [
     "AutoCandidates",
@@ -28,10 +30,10 @@ __all__ = [
     "LayerSkipCandidates",
     "MTPCandidates",
     "MedusaCandidates",
-    "NativeCandidates",
     "NgramCandidates",
     "NgramHistory",
     "PEagleCandidates",
     "RecyclingCandidates",
     "RecyclingTable",
+    "TransformersCandidates",
 ]

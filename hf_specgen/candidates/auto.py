@@ -10,19 +10,28 @@ from huggingface_hub import snapshot_download
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.dflash import DFlashCandidates
+from hf_specgen.candidates.draft_heads import (
+    DFlashCandidates,
+    EagleCandidates,
+    GemmaAssistantCandidates,
+    MTPCandidates,
+    PEagleCandidates,
+)
 from hf_specgen.candidates.draft_model import DraftModelCandidates
-from hf_specgen.candidates.eagle import EagleCandidates
-from hf_specgen.candidates.gemma import GemmaAssistantCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
-from hf_specgen.candidates.mtp import MTPCandidates
-from hf_specgen.candidates.peagle import PEagleCandidates
-from hf_specgen.heads.block_format import load_speculators_block, load_zlab_block
 from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
-from hf_specgen.heads.eagle_format import load_eagle1, load_eagle3
 from hf_specgen.heads.exit_head import EXIT_CONFIG, exit_layer_of
-from hf_specgen.heads.loading import FORMATS, head_format, holds_medusa, speculators_type
+from hf_specgen.heads.head_formats import (
+    FORMATS,
+    head_format,
+    holds_medusa,
+    load_eagle1,
+    load_eagle3,
+    load_speculators_block,
+    load_zlab_block,
+    speculators_type,
+)
 from hf_specgen.heads.mtp_format import has_mtp_layers
 
 Build = Callable[..., Candidates]

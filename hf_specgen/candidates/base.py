@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -23,6 +23,7 @@ from hf_specgen.targets.base import Target
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, VerificationSession
+from hf_specgen.verification.result import result_for
 
 Depth = int | Literal["auto"]
 """Maximum depth of a draft; "auto" adapts it to acceptance and latency."""
@@ -73,15 +74,6 @@ class DraftSession(ABC):
     """Tokens, over all rows, in each forward pass of the drafter for the last draft, without the drafter's prefill.
     Empty if drafting needs no forward pass; None if unknown: then one pass for each level of the draft is assumed, with
     one token per row."""
-    knows_successors: bool = False
-    """Whether `successors` can take the place of `draft` where strategies are combined."""
-    knows_continuations: bool = False
-    """Whether `continuations` proposes something."""
-    takes_suggestions: bool = False
-    """Whether `suggest` is used."""
-    attends_to_text: bool = False
-    """Whether the drafts are those of a network that attends to the whole text: what it does not propose is unlikely,
-    even where a strategy that copies from the text proposes it."""
     top_tokens: int = 0
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after a prefill without a draft too."""
@@ -101,55 +93,58 @@ class DraftSession(ABC):
         return call.remembers and not samples_draft and (call.depth is None or call.depth.remembers)
 
     @abstractmethod
-    def draft(self, budget: Sequence[int]) -> DraftTree:
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
         """Propose what comes next in each row.
 
         Called in every step, with nothing but zeros where a plain step is wanted: then nothing should be computed that
         the next draft can catch up on. A row for which `call.state.has_ended(row)` never takes part again.
 
         Args:
-            budget: `[batch]` maximum depth of each row's draft; a row with 0 gets no nodes.
+            max_depths: `[batch]` maximum depth of each row's draft; a row with 0 gets no nodes.
         """
 
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
         """Propose the first tokens, before the target has read the prompt; they are verified in the prefill pass.
 
-        By default nothing. A session that needs nothing from the target can return `self.draft(budget)` if `draft`
+        By default nothing. A session that needs nothing from the target can return `self.draft(max_depths)` if `draft`
         works while no token has been generated yet. Only the leftmost chain of a tree is used.
         """
-        return DraftTree.empty(len(budget))
-
-    def successors(self, token: int) -> tuple[Sequence[int], Sequence[float]]:
-        """Likely next tokens after any token, and the probability of each, most likely first.
-
-        For strategies whose proposals depend on the last token alone. Only called if `knows_successors`, to extend the
-        drafts of other strategies.
-        """
-        return (), ()
-
-    def continuations(self, row: int, path: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:
-        """Likely next tokens after a row's text and a path of draft tokens, and the probability of each.
-
-        By default those of `successors` after the last token of the path. Only called if `knows_continuations`; a draft
-        model reads them ahead.
-        """
-        return self.successors(path[-1] if path else self.call.state.last_token(row))
-
-    def suggest(self, draft: DraftTree, sources: Sequence[DraftSession]) -> None:
-        """Receive what other strategies propose before the next `draft`.
-
-        Ignored by default; a draft model can read it in one pass instead of drafting the same tokens one by one.
-
-        Args:
-            draft: their proposals, with joint probabilities.
-            sources: those that know the continuations of any text.
-        """
+        return DraftTree.empty(len(max_depths))
 
     def observe(self, result: VerificationResult) -> None:
         """Receive the outcome of the last draft; `call.state` holds the new tokens already."""
 
     def end(self) -> None:
         """The call is over, possibly by an exception; `call.state` holds the final tokens."""
+
+
+class ChainSession(DraftSession):
+    """Reduces the drafts of a session to the leftmost chain of each row.
+
+    Args:
+        session: of any strategy; it receives the outcome in terms of its own tree.
+    """
+
+    def __init__(self, session: DraftSession):
+        super().__init__(session.call)
+        self._session, self._tree = session, DraftTree.empty(session.call.state.batch)
+        self.top_tokens = session.top_tokens
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._leftmost_chain(self._session.draft(max_depths))
+
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._leftmost_chain(self._session.draft_at_prefill(max_depths))
+
+    def observe(self, result: VerificationResult) -> None:
+        self._session.observe(result_for(result, self._tree))
+
+    def end(self) -> None:
+        self._session.end()
+
+    def _leftmost_chain(self, tree: DraftTree) -> DraftTree:
+        self._tree, self.passes = tree, self._session.passes
+        return tree.leftmost_chain()
 
 
 class Candidates(CandidateGenerator, ABC):
@@ -178,7 +173,7 @@ class Candidates(CandidateGenerator, ABC):
     """Whether the strategy sizes each draft itself, so that a policy only decides whether to draft."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
-    _native_call: tuple[DraftCall, DraftSession] | None = None
+    _own_call: tuple[DraftCall, DraftSession] | None = None
 
     def __init__(self, k: Depth = "auto", policy: Policy | None = None, *, max_k: int = 16):
         if policy is not None and not isinstance(policy, Policy):
@@ -190,7 +185,7 @@ class Candidates(CandidateGenerator, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings alone, so that copies and fingerprints of a strategy do not depend on earlier calls."""
-        transient = ("speculation", "_native_call")
+        transient = ("speculation", "_own_call")
         return {name: value for name, value in vars(self).items() if name not in transient}
 
     @abstractmethod
@@ -233,20 +228,20 @@ class Candidates(CandidateGenerator, ABC):
         """
         if input_ids.shape[0] != 1:
             raise ValueError(f"get_candidates works on one row, got {input_ids.shape[0]}; use candidate_generator=")
-        _, session = self._continue_native_call(input_ids[0].tolist())
+        _, session = self._continue_own_call(input_ids[0].tolist())
         draft = session.draft([self.k]).leftmost_chain().tokens
         return torch.cat([input_ids, draft.to(input_ids)], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Transformers' interface: the text after verification, and how many draft tokens were accepted."""
-        call, session = self._continue_native_call(input_ids[0].tolist())
+        call, session = self._continue_own_call(input_ids[0].tolist())
         emitted = call.state.generated[0][-num_matches - 1 :]
         session.observe(VerificationResult([list(range(len(emitted) - 1))], [emitted], [len(emitted) - 1]))
 
-    def _continue_native_call(self, text: list[int]) -> tuple[DraftCall, DraftSession]:
+    def _continue_own_call(self, text: list[int]) -> tuple[DraftCall, DraftSession]:
         """The session of the previous `get_candidates` call if `text` continues its text, otherwise a new one."""
-        if self._native_call is not None:
-            call, session = self._native_call
+        if self._own_call is not None:
+            call, session = self._own_call
             known = call.state.prompts[0] + call.state.generated[0]
             if text[: len(known)] == known:
                 call.state.append(0, text[len(known) :])
@@ -255,5 +250,10 @@ class Candidates(CandidateGenerator, ABC):
         state = GenerationState(torch.tensor([text[:-1] or text]))
         state.append(0, text[-1:])
         call = DraftCall(None, state, GenerationConfig(), self.settings())
-        self._native_call = call, self.start(call)
-        return self._native_call
+        self._own_call = call, self.start(call)
+        return self._own_call
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """The number of logits of a model."""
+    return int(cast(Any, model.get_output_embeddings()).weight.shape[0])

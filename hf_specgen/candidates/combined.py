@@ -1,4 +1,8 @@
-"""Several strategies whose proposals are ranked by estimated acceptance in one draft tree, in every step.
+"""Several strategies in one draft tree: text that is copied where it repeats itself, a network's draft elsewhere.
+
+Members without a forward pass draft first, into one tree, which Token Recycling extends. If that is expected to yield
+many tokens, it is verified alone; otherwise the network drafts too, and both trees are merged: most probable nodes
+first, cut at the fastest size.
 
 Source: Hu et al., "SAM Decoding: Speculative Decoding via Suffix Automaton" (2024), for combining copied text with
 Token Recycling or EAGLE; there one of them drafts a step, here both do.
@@ -6,27 +10,33 @@ Token Recycling or EAGLE; there one of them drafts a step, here both do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import cache, reduce
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree, check_tree
-from hf_specgen.candidates.combined_member import Member
-from hf_specgen.candidates.merged_tree import merge_trees
-from hf_specgen.candidates.network_gain import network_gain_memory
+from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.ngram import NgramCandidates
-from hf_specgen.candidates.recycling import RecyclingCandidates
-from hf_specgen.candidates.tree_shape import FastestSize, FixedSize, TreeShape, tree_shape
-from hf_specgen.candidates.union_tree import UnionTree, unite
+from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
+from hf_specgen.candidates.tree_search import (
+    MAX_PROBABILITY,
+    TreeSize,
+    draft_of,
+    tree_size,
+)
 from hf_specgen.depth import Policy
-from hf_specgen.depth.calibration import calibration_memory
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements
-from hf_specgen.tree import DraftTree
-from hf_specgen.verification.result import VerificationResult, judged_nodes, result_for
+from hf_specgen.tree import DraftTree, Parents
+from hf_specgen.verification.result import VerificationResult, result_for, verified_nodes
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+ENOUGH_TOKENS = 7.0
+"""Expected tokens of a step from which the draft of the members without a pass is verified alone: a network then adds
+0.3 to 0.8 tokens, below 1.4 to 3.9."""
+UNPROPOSED = 0.15
+"""Factor of the acceptance of a copied token that the network does not propose after the same path."""
 
 
 class CombinedCandidates(Candidates):
@@ -82,135 +92,239 @@ class CombinedCandidates(Candidates):
 
 
 class _CombinedSession(DraftSession):
-    """The sessions of the members, and the tree of the current step."""
+    """The sessions of the members, those without a forward pass first, and their drafts of the current step."""
 
     def __init__(self, settings: CombinedCandidates, call: DraftCall):
         super().__init__(call)
-        self._settings = settings
-        self._key = (settings.profile_key(), "combined", call.do_sample, round(call.temperature, 2))
-        known = call.model if self.remembers else None
-        self._members = [
-            Member(one, one.start(call), call.state.batch, network_gain_memory.recall(known, (*self._key, number)))
-            for number, one in enumerate(settings.strategies)
-        ]
-        self.top_tokens = max(member.session.top_tokens for member in self._members)
+        strategies = sorted(settings.strategies, key=lambda strategy: not strategy.negligible_draft_cost)
+        self._size = settings.tree
+        self._members = [(strategy.start(call), strategy.k) for strategy in strategies]
+        self._first_network = sum(strategy.negligible_draft_cost for strategy in strategies)
+        self._drafts = [DraftTree.empty(call.state.batch)] * len(strategies)
+        self.top_tokens = max(session.top_tokens for session, _ in self._members)
         # An early-exit target has run its first layers on the nodes of one member; others cannot be added to its draft.
-        self._merges = not isinstance(call.target, EarlyExitTarget)
-        self._wants_q = call.verification is not None and call.verification.wants_q
-        self._calibration = calibration_memory.recall(known, self._key)
-        self._trees: list[UnionTree] = []
-        self._has_drafted = False
-        self._in_prefill = True
+        self._adds_to_networks = not isinstance(call.target, EarlyExitTarget)
+        # Rejection sampling verifies every node that was drawn; a search would leave some out by their tokens.
+        self._searches = self._adds_to_networks and not (call.verification is not None and call.verification.wants_q)
+        recycling = (session for session, _ in self._members if isinstance(session, RecyclingSession))
+        self._recycling = next(recycling, None) if self._searches else None
+        self._trees: list[SearchTree[_Origin]] = []
+        self._is_prefill, self._has_drafted = True, False
+        self.passes: list[int] = []
 
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        self._in_prefill = False
-        return self._combine(budget, lambda session: session.draft, is_prefill=False)
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._combine(max_depths, is_prefill=False)
 
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self._combine(budget, lambda session: session.draft_at_prefill, is_prefill=True)
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._combine(max_depths, is_prefill=True)
 
     def observe(self, result: VerificationResult) -> None:
-        """Count what was accepted, and pass the outcome on to every member as one of its own draft."""
+        """Pass the outcome on to every member as one of its own draft."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
-            for node, accepted in judged_nodes(tree.tokens, tree.parents, emitted):
-                self._calibration.count(tree.classes[node], tree.bins[node], accepted, tree.weights[node])
-        self._trees = []
-        for member in self._members:
-            member.count_gain(result)
+            for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
+                key = tree.tags[node].recycled
+                if self._recycling is not None and key is not None:
+                    self._recycling.count(key, accepted)
+        for (session, _), draft in zip(self._members, self._drafts, strict=True):
             # After a prefill without drafts only members that use more than the outcome of a draft are called.
-            if not self._in_prefill or member.draft.nodes or member.session.top_tokens or self._has_drafted:
-                member.session.observe(result_for(result, member.draft))
+            if not self._is_prefill or draft.nodes or session.top_tokens or self._has_drafted:
+                session.observe(result_for(result, draft))
 
     def end(self) -> None:
-        if self.remembers:
-            calibration_memory.store(self.call.model, self._key, self._calibration)
-        for number, member in enumerate(self._members):
-            if self.remembers and member.has_passes:
-                network_gain_memory.store(self.call.model, (*self._key, number), member.gain)
-            member.session.end()
+        for session, _ in self._members:
+            session.end()
 
-    def _combine(
-        self,
-        budget: Sequence[int],
-        method: Callable[[DraftSession], Callable[[Sequence[int]], DraftTree]],
-        is_prefill: bool,
-    ) -> DraftTree:
-        self._trees = []
-        shape = tree_shape(self._settings.tree, self.call, budget, is_prefill=is_prefill) if any(budget) else None
-        ranks = self._merges and not self._wants_q
-        extends = ranks and isinstance(shape, FixedSize | FastestSize)
-        for member in self._members:
-            member.draft, member.expected_draft_seconds = DraftTree.empty(len(budget)), 0.0
-        # Members whose drafts cost nothing come first: a draft model reads what they propose in its first pass.
-        for member in sorted(self._members, key=lambda member: member.has_passes and ranks):
-            has_draft = not self._merges and any(other.draft.nodes for other in self._members)
-            is_left_out = has_draft or (extends and member.session.knows_successors)
-            depth = [0 if is_left_out else min(depth, member.k) for depth in budget]
-            sized = shape if member.has_passes and any(depth) and isinstance(shape, FastestSize) else None
-            if sized and ranks and not self._is_network_used(member, sized, budget, is_prefill):
-                sized, depth = None, [0] * len(budget)
-            member.draft = method(member.session)(depth)
-            if sized:
-                member.expected_draft_seconds = sized.latency.drafter.draft(member.passes)
-        self.passes = [tokens for member in self._members for tokens in member.passes]
-        tree = self._ranked(shape, budget, is_prefill) if ranks and shape is not None else self._merged()
+    def _combine(self, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
+        self._is_prefill, self.passes = is_prefill, []
+        zeros = [0] * len(max_depths)
+        size = tree_size(self._size, self.call, max_depths, is_prefill=is_prefill)
+        # Trees without a size hold all that was proposed, also what Token Recycling proposes on its own.
+        extension = self._recycling if size.is_fastest or isinstance(self._size, int) else None
+        networks = range(self._first_network, len(self._members))
+        self._drafts = [DraftTree.empty(len(max_depths))] * len(self._members)
+        for number in range(self._first_network):
+            self._draft_member(number, zeros if self._members[number][0] is extension else max_depths)
+        tree = self._merged(size, max_depths, extension)
+        needs_network = is_prefill or not _expects(tree, ENOUGH_TOKENS)
+        for number in networks:
+            is_free = self._adds_to_networks or not any(draft.nodes for draft in self._drafts)
+            self._draft_member(number, max_depths if needs_network and is_free else zeros)
+            self.passes += _passes(self._members[number][0], self._drafts[number])
+        if networks and needs_network:
+            tree = self._merged(size, max_depths, extension)
         self._has_drafted = tree.nodes > 0
         return tree
 
-    def _is_network_used(self, member: Member, shape: FastestSize, budget: Sequence[int], is_prefill: bool) -> bool:
-        """Whether a member drafts in addition to those without a network; if so, it receives what they propose."""
-        without = DraftTree.empty(len(budget))  # at prefill networks always draft
-        if not is_prefill:
-            without = self._ranked(shape, budget, is_prefill)
-            if not member.has_gain(without, shape.latency):
-                return False
-        if member.session.takes_suggestions:
-            sources = [other.session for other in self._members if other.session.knows_continuations]
-            member.session.suggest(without, sources)
-        return True
+    def _draft_member(self, number: int, max_depths: Sequence[int]) -> None:
+        session, k = self._members[number]
+        draft = session.draft_at_prefill if self._is_prefill else session.draft
+        self._drafts[number] = draft([min(depth, k) for depth in max_depths])
 
-    def _merged(self) -> DraftTree:
-        """Every node that a member proposed."""
-        return merge_trees([member.draft for member in self._members])
+    def _merged(self, size: TreeSize, max_depths: Sequence[int], extension: RecyclingSession | None) -> DraftTree:
+        """The most probable tree of what the members proposed, extended by candidate tokens of Token Recycling."""
+        self._trees = []
+        if not self._searches:
+            return merge_trees(self._drafts)
+        has_size = size.is_fastest or isinstance(self._size, int)
+        nodes = size.max_nodes if has_size else sum(draft.nodes for draft in self._drafts)
+        for row, depth in enumerate(max_depths):
+            search = _RowSearch(self._drafts, self._first_network, row, self.call.state.last_token(row), extension)
+            is_chain = self._is_prefill and has_size  # the prefill pass verifies chains
+            limits = SearchLimits(nodes, size.min_probability, is_chain)
+            self._trees.append(best_first(search.root, search.children, depth, limits))
+        if size.latency is not None:
+            has_network = any(draft.nodes for draft in self._drafts[self._first_network :])
+            drafting = size.latency.drafter.draft(self.passes) if has_network else 0.0
+            nodes = size.best_size([tree.probability for tree in self._trees], drafting)
+        return draft_of(self._trees, nodes)
 
-    def _ranked(self, shape: TreeShape, budget: Sequence[int], is_prefill: bool) -> DraftTree:
-        """The best tree of what the members proposed."""
-        drafts = [member.draft for member in self._members]
-        if isinstance(shape, FastestSize):
-            count, min_joint = shape.max_nodes, shape.min_joint
-        else:
-            every = sum(draft.nodes for draft in drafts)
-            count, min_joint = shape.size if isinstance(shape, FixedSize) else every, 0.0
-        extends = isinstance(shape, FixedSize | FastestSize)
-        successors = next(
-            (
-                (number, member.session.successors)
-                for number, member in enumerate(self._members)
-                if extends and member.session.knows_successors
-            ),
-            None,
-        )
-        network = next((number for number, member in enumerate(self._members) if member.has_passes), None)
-        acceptance, state = self._calibration.by_bin(), self.call.state
-        self._trees = [
-            unite(
-                drafts,
-                row,
-                acceptance,
-                last_token=state.last_token(row),
-                depth=depth,
-                nodes=count,
-                min_joint=min_joint,
-                successors=successors,
-                only_chain=is_prefill and extends,
-                network=network,
-                attends_to_text=network is not None and self._members[network].session.attends_to_text,
-            )
-            for row, depth in enumerate(budget)
-        ]
-        if isinstance(shape, FastestSize):
-            # More nodes are optimal where drafting has taken long.
-            draft_seconds = sum(member.expected_draft_seconds for member in self._members)
-            count, _ = shape.of_grown([tree.joint for tree in self._trees], draft_seconds)
-        joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
-        return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
+
+class _Origin(NamedTuple):
+    """Where a token comes from: the node of each draft that it stands for, None where a draft does not have it; and for
+    one of `RecyclingSession.candidate_tokens` its key.
+    """
+
+    token: int
+    nodes: tuple[int | None, ...]
+    recycled: tuple[int, int] | None = None
+
+
+class _RowSearch:
+    """The children of every node of the merged tree of one row.
+
+    Args:
+        drafts: of the members, those of networks last.
+        first_network: the number of the first network's draft.
+        row: the row.
+        last_token: of the row.
+        recycling: extends the tree where no network has proposed children; None for no extension.
+    """
+
+    def __init__(
+        self,
+        drafts: Sequence[DraftTree],
+        first_network: int,
+        row: int,
+        last_token: int,
+        recycling: RecyclingSession | None,
+    ):
+        self._first_network, self._recycling = first_network, recycling
+        self.root = _Origin(last_token, (-1,) * len(drafts))
+        self._children = [_children(draft, row) for draft in drafts]
+
+    def children(self, origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
+        """The children of a node, most likely first.
+
+        Estimates of several members without a network are combined as if they were independent. A network has processed
+        the text that the others copy from, so its estimates replace theirs.
+        """
+        proposals: dict[int, tuple[float, list[int | None]]] = {}
+        has_network = False
+        for number, parent in enumerate(origin.nodes):
+            children = () if parent is None else self._children[number].get(parent, ())
+            if children and number >= self._first_network and not has_network:
+                has_network = True
+                proposals = {token: (UNPROPOSED * value, nodes) for token, (value, nodes) in proposals.items()}
+            for child, token, acceptance in children:
+                before, nodes = proposals.get(token, (0.0, [None] * len(origin.nodes)))
+                nodes[number] = child
+                proposals[token] = (acceptance if has_network else 1 - (1 - before) * (1 - acceptance)), nodes
+        total = sum(value for value, _ in proposals.values())
+        scale = 1 / max(1.0, total)
+        found = [(token, scale * value, _Origin(token, tuple(nodes))) for token, (value, nodes) in proposals.items()]
+        if self._recycling is not None and not has_network:
+            nowhere, rest = (None,) * len(origin.nodes), max(0.0, 1 - total)
+            found += [
+                (candidate, rest * acceptance, _Origin(candidate, nowhere, key))
+                for candidate, acceptance, key in self._recycling.candidate_tokens(origin.token)
+                if candidate not in proposals
+            ]
+        return sorted(found, key=lambda child: -child[1])
+
+
+def _children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
+    """For each node of a row's draft (-1 for the last token), its children: node, token, acceptance."""
+    tokens, parents = draft.tokens[row].tolist(), draft.parents[row]
+    path = None if draft.probability is None else draft.probability[row]
+    below: dict[int, list[tuple[int, int, float]]] = {}
+    for node, parent in enumerate(parents):
+        acceptance = 0.6  # assumed where a strategy estimates nothing
+        if path is not None:
+            above = path[parent] if parent >= 0 else 1.0
+            acceptance = min(MAX_PROBABILITY, path[node] / above) if above > 0 else 0.0
+        below.setdefault(parent, []).append((node, tokens[node], acceptance))
+    return below
+
+
+def _expects(tree: DraftTree, tokens: float) -> bool:
+    """Whether a step is expected to emit at least so many tokens, on average over the rows that have a draft."""
+    expected = [1 + sum(row) for row in tree.probability or () if row]
+    return bool(expected) and sum(expected) / len(expected) >= tokens
+
+
+def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:
+    """Tokens of each pass of a session's last draft; one for each level of the tree if it does not count them."""
+    if session.passes is not None:
+        return session.passes
+    rows = sum(len(parents) > 0 for parents in draft.parents)
+    return [rows] * max((max(draft.depths(row)) for row in range(draft.batch)), default=0)
+
+
+def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
+    """Merge drafts for the same rows into one tree per row; equal paths share their nodes.
+
+    Nodes of deterministic drafts (without `q`) come first among siblings, as `verification="rejection"` assumes: a
+    sampled node then counts as drawn without replacement of the tokens before it.
+
+    Example:
+        >>> merged = merge_trees([DraftTree.chains([[5, 6]]), DraftTree.chains([[5, 7, 8]])])
+        >>> merged.tokens.tolist(), merged.parents
+        ([[5, 6, 7, 8]], ((-1, 0, 0, 2),))
+    """
+    drafts = sorted((tree for tree in trees if tree.nodes), key=lambda tree: tree.q is not None)
+    if len(drafts) < 2:
+        return drafts[0] if drafts else trees[0]
+    rows = [_merge_row(drafts, [tree.tokens[row].tolist() for tree in drafts], row) for row in range(drafts[0].batch)]
+    merged = DraftTree.from_nodes([(tokens, parents) for tokens, parents, _ in rows])
+    sampled = [tree.q for tree in drafts if tree.q is not None]
+    if not sampled:
+        return merged
+    q = sampled[0].new_zeros(merged.batch, merged.nodes, max(part.shape[-1] for part in sampled))
+    for row, (_, _, sources) in enumerate(rows):
+        for node, (draft, source) in enumerate(sources):
+            part = drafts[draft].q
+            if part is not None:
+                q[row, node, : part.shape[-1]] = part[row, source]
+    return DraftTree(merged.tokens, merged.parents, q)
+
+
+def _merge_row(
+    drafts: Sequence[DraftTree], tokens: Sequence[list[int]], row: int
+) -> tuple[list[int], Parents, list[tuple[int, int]]]:
+    """Tokens and parents of the merged row, and the (draft, node) that each of its nodes comes from."""
+    merged: list[int] = []
+    parents: list[int] = []
+    sources: list[tuple[int, int]] = []
+    node_of: dict[tuple[int, int], int] = {}
+    for draft, tree in enumerate(drafts):
+        new_index = {-1: -1}
+        for node, parent in enumerate(tree.parents[row]):
+            key = new_index[parent], tokens[draft][node]
+            if key not in node_of:
+                node_of[key] = len(merged)
+                merged.append(key[1])
+                parents.append(key[0])
+                sources.append((draft, node))
+            new_index[node] = node_of[key]
+    return merged, tuple(parents), sources
+
+
+@cache
+def default_candidates() -> Candidates:
+    """A strategy that needs no files and no training: n-grams and Token Recycling, with what it has learnt so far.
+
+    Example:
+        >>> default_candidates().negligible_draft_cost
+        True
+    """
+    return CombinedCandidates()

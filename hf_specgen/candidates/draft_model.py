@@ -7,8 +7,13 @@ for Heterogeneous Vocabularies" (2025).
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
+from collections.abc import Sequence
 from numbers import Real
+from threading import Lock
+from time import monotonic
 from typing import Any, cast
 
 import torch
@@ -17,35 +22,45 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
     PreTrainedModel,
 )
 
 from hf_specgen import compat
-from hf_specgen.candidates.attached import number_of
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
-from hf_specgen.candidates.draft_model_session import DraftModelSession
-from hf_specgen.candidates.draft_prompt import check_pair, draft_prompt, embedding_size, known_tokens
-from hf_specgen.candidates.translated import translated_session
-from hf_specgen.candidates.vocabulary import have_same_vocabulary
+from hf_specgen.call import Compile
+from hf_specgen.candidates.autoregressive import AutoregressiveSession
+from hf_specgen.candidates.base import (
+    Candidates,
+    Depth,
+    DraftCall,
+    DraftSession,
+    Tree,
+    check_tree,
+    vocabulary_size,
+)
+from hf_specgen.candidates.cross_tokenizer import CrossTokenizerSession
+from hf_specgen.candidates.draft_heads import number_of
+from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.depth import Policy
-from hf_specgen.targets.compilable import Compile, check_setting, named
+from hf_specgen.heads.checkpoint import first_line
+from hf_specgen.targets.base import Target
 from hf_specgen.targets.encoder import reads_encoder
 from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.state_layers import keeps_state
 from hf_specgen.targets.support import check_model, is_causal_kernel, position_table
+from hf_specgen.tree import DraftTree
 
-MAX_DEPTH = 16
-"""Maximum depth of k="auto": drafts of copied text are accepted that far; elsewhere trees stop growing earlier."""
+logger = logging.getLogger("hf_specgen")
 
 
 class DraftModelCandidates(Candidates):
     """Drafts with a small model.
 
-    A draft with another tokenizer proposes tokens that both vocabularies have, or, if few of the prompt's tokens are
-    such, chains of text that is encoded again in the target's vocabulary. Fewer of its tokens are accepted than with a
-    draft of the target's family; a warning is issued once if generation becomes slower.
+    A draft with another tokenizer proposes tokens that both vocabularies have. Fewer of its tokens are accepted than
+    with a draft of the target's family.
 
     Args:
         model_or_id: a loaded model (also one that PEFT has wrapped), a Hub id or a folder.
@@ -60,8 +75,7 @@ class DraftModelCandidates(Candidates):
         share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
             returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
             the encoder is shared if both have the same weights.
-        compile: compile the draft's forward passes with `torch.compile`, once per model and shape; takes 10 to 60
-            seconds for each of a few shapes. The tokens of `generate` stay the same.
+        compile: "graphs" captures the draft's forward passes as CUDA graphs.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -88,7 +102,7 @@ class DraftModelCandidates(Candidates):
         compile: Compile = False,
         policy: Policy | None = None,
     ):
-        super().__init__(k, policy, max_k=MAX_DEPTH)
+        super().__init__(k, policy, max_k=16)
         self.tree = check_tree(tree, k)
         self.adaptive_tree = self.tree == "auto"
         if not isinstance(cast(Any, confidence_threshold), Real) or not 0 <= confidence_threshold < 1:
@@ -99,7 +113,8 @@ class DraftModelCandidates(Candidates):
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
-        check_setting(compile)
+        if compile not in (False, "graphs"):
+            raise ValueError(f'compile must be False or "graphs", got {compile!r}')
         self.compile, self._is_given_loaded = compile, loaded
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
@@ -132,11 +147,7 @@ class DraftModelCandidates(Candidates):
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
         check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
         if not is_same_vocabulary:
-            # In a combination the policy observes all members together.
-            warns = False
-            return translated_session(
-                call, draft, self.k, self.tree, self.confidence_threshold, compile=self.compile, warns=warns
-            )
+            return CrossTokenizerSession(call, draft, self.k, self.tree, self.confidence_threshold, self.compile)
         reader = make_target(TargetRequirements(), draft, *prompt, compile=self.compile)
         return DraftModelSession(call, draft, reader, self.k, self.tree, self.confidence_threshold)
 
@@ -149,7 +160,7 @@ class DraftModelCandidates(Candidates):
             self.confidence_threshold,
         )
         key = key if self.share_encoder is None else (*key, self.share_encoder)
-        return (*key, {True: "compiled", "graphs": "graphs"}[self.compile]) if self.compile else key
+        return (*key, self.compile) if self.compile else key
 
     def _identity(self) -> tuple[str, ...]:
         """The draft model's name and how it is loaded; one that was given loaded may have no name, but a number."""
@@ -171,9 +182,86 @@ class DraftModelCandidates(Candidates):
     def __repr__(self) -> str:
         tree = "" if self.tree is None else f", tree={self.tree!r}"
         share = "" if self.share_encoder is None else f", share_encoder={self.share_encoder}"
-        compile = f", {named(self.compile)}" if self.compile else ""
+        compile = f", compile={self.compile!r}" if self.compile else ""
         settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{share}{compile}"
         return f"DraftModelCandidates({self._name!r}, {settings}{self._show_policy()})"
+
+
+class DraftModelSession(AutoregressiveSession):
+    """Drafts for one call with a model that has the target's tokenizer.
+
+    Args:
+        call: the call.
+        draft: the draft model.
+        reader: runs its forward passes.
+        k, tree, confidence_threshold: as for `DraftModelCandidates`; a model that cannot read trees drafts chains.
+    """
+
+    def __init__(
+        self,
+        call: DraftCall,
+        draft: PreTrainedModel,
+        reader: Target,
+        k: int,
+        tree: Tree,
+        confidence_threshold: float,
+    ):
+        tree = None if reader.verifies_chains_only else tree
+        super().__init__(call, k, tree, confidence_threshold, vocabulary_size(call.model or draft))
+        self._state, self._reader = call.state, reader
+        self._embedded = embedding_size(draft)
+        self._max_positions = position_table(text_config(draft))
+        self._is_prefilled = False
+        self._cached = [0] * call.state.batch  # generated tokens of each row in the draft model's cache
+        self._drafts = [True] * call.state.batch  # the rows that draft in this step
+
+    def max_draft_tokens(self, row: int) -> int:
+        """How many positions the draft model has left; none where its cache slots may run out."""
+        state = self._state
+        longest = max(map(len, state.prompts)) + max(map(len, state.generated))
+        if longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
+            return 0
+        return max(0, self._max_positions - len(self._state.prompts[row]) - len(self._state.generated[row]))
+
+    def first_scores(self) -> torch.Tensor:
+        """Run the model on what was generated since the last draft, in the rows that draft now.
+
+        The prefill is made before the first draft, so that a call that never drafts has none.
+        """
+        if not self._is_prefilled:
+            logits = self._reader.prefill(DraftTree.empty(len(self._cached)))
+            self._is_prefilled = True
+            if not any(self._state.generated):
+                self._drafts = [True] * len(self._cached)
+                return logits[:, -1]
+        uncached = self._uncached()
+        tree = DraftTree.chains([tokens[1:] for tokens in uncached])
+        self.passes.append(sum(self._drafts) * (1 + tree.nodes))
+        logits = self._reader.forward(tree, [tokens[0] for tokens in uncached], self._drafts)
+        kept = zip(uncached, self._drafts, strict=True)
+        self._reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
+        for row, tokens in enumerate(uncached):
+            self._cached[row] += len(tokens) if self._drafts[row] else 0
+        last = torch.tensor([len(tokens) - 1 for tokens in uncached], device=logits.device)
+        return logits[torch.arange(len(uncached), device=logits.device), last]
+
+    def _uncached(self) -> list[list[int]]:
+        """The tokens of each row that the draft model has not read, in the rows that draft; otherwise the last one."""
+        rows = range(len(self._cached))
+        self._reader.drop_rows([not self._state.has_ended(row) for row in rows])
+        self._drafts = [self.max_depths[row] > 0 and self.max_draft_tokens(row) > 0 for row in rows]
+        texts = zip(self._state.generated, self._cached, self._drafts, strict=True)
+        return [known_tokens(text[read:] if drafts else text[-1:], self._embedded) for text, read, drafts in texts]
+
+    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+        return self._reader.grow(tree, new, self._drafts)
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep accepted nodes in the cache; the next `first_scores` computes those that were not expanded."""
+        self._reader.commit(list(paths))
+        for row, path in enumerate(paths):
+            if self._drafts[row]:
+                self._cached[row] += len(path)
 
 
 def _auto_class(target: PreTrainedModel | None) -> Any:
@@ -208,3 +296,76 @@ def _check_prompt_length(draft: PreTrainedModel, longest: int) -> None:
     table = position_table(text_config(draft))
     if longest > table:
         raise ValueError(f"the prompt has {longest} tokens, but the draft reads at most {table}; use another draft")
+
+
+class VocabularyDigests:
+    """Hashes of the vocabularies of tokenizers, by the folder or repository that they are loaded from."""
+
+    def __init__(self, max_entries: int = 64):
+        self._max_entries, self._lock = max_entries, Lock()
+        self._digests: dict[str, str] = {}
+        self._failures: dict[str, tuple[str, float]] = {}  # reason and time
+
+    def digest(self, name: str) -> str | None:
+        """The hash of all pairs of a token and its id; None if there is no tokenizer, or it cannot be loaded.
+
+        A failure is kept for five minutes: an attempt over the network takes long.
+        """
+        with self._lock:
+            known, failure = self._digests.get(name), self._failures.get(name)
+        if known is not None or not name or (failure is not None and monotonic() - failure[1] < 300):
+            return known
+        try:
+            digest = _digest(AutoTokenizer.from_pretrained(name).get_vocab())
+        except Exception as error:  # damaged files and missing packages raise errors of many types
+            reason = f"the tokenizer of {name!r} cannot be loaded: {type(error).__name__}: {first_line(error)}"
+            logger.warning("%s; whether its vocabulary is that of the other model is not checked", reason)
+            self._keep(self._failures, name, (reason, monotonic()))
+            return None
+        self._keep(self._digests, name, digest)
+        return digest
+
+    def reason(self, names: Sequence[str]) -> str:
+        """Why tokenizers could not be loaded."""
+        failures = [self._failures[name][0] for name in names if name in self._failures]
+        return "; ".join(failures) or "they were not loaded from a folder or repository"
+
+    def _keep(self, entries: dict[str, Any], name: str, entry: Any) -> None:
+        with self._lock:
+            if len(entries) >= self._max_entries:
+                del entries[next(iter(entries))]
+            entries[name] = entry
+
+
+vocabulary_digests = VocabularyDigests()
+
+
+def have_same_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
+    """Whether two models have the same tokenizer, as far as their tokenizers can be loaded.
+
+    The sizes of their embedding tables are no criterion, since tables are padded: Qwen models have tables of 151,936
+    and 152,064 rows for one tokenizer.
+
+    Raises:
+        ValueError: if the tokenizers cannot be loaded while the sizes of the tables differ.
+    """
+    if draft is target or draft.name_or_path == target.name_or_path != "":
+        return True
+    names = str(draft.name_or_path or ""), str(target.name_or_path or "")
+    of_draft, of_target = map(vocabulary_digests.digest, names)
+    if of_draft is not None and of_target is not None:
+        return of_draft == of_target
+    sizes = [model.config.get_text_config().vocab_size for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the draft has a vocabulary of {sizes[0]}, the target of {sizes[1]}, and their tokenizers could not be "
+            f"compared ({vocabulary_digests.reason(names)}); load both models from folders that hold their tokenizers"
+        )
+    return True
+
+
+def _digest(vocabulary: dict[str, int]) -> str:
+    text = hashlib.sha256()
+    for token, index in sorted(vocabulary.items()):
+        text.update(f"{index}:{len(token)}:{token}".encode("utf-8", "surrogatepass"))
+    return text.hexdigest()

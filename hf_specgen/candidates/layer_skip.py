@@ -5,15 +5,16 @@ Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Spec
 
 from __future__ import annotations
 
+import os
 from typing import cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.attached import AttachedModules, number_of
-from hf_specgen.candidates.autoregressive import AutoregressiveSession, vocabulary_size
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
+from hf_specgen.candidates.autoregressive import AutoregressiveSession
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree, vocabulary_size
+from hf_specgen.candidates.draft_heads import BoundModules, number_of
 from hf_specgen.depth import Policy
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.targets.early_exit import EarlyExitTarget
@@ -47,7 +48,7 @@ class LayerSkipCandidates(Candidates):
         self,
         exit_layer: int,
         k: Depth = "auto",
-        adapter: str | nn.Module | None = None,
+        adapter: str | os.PathLike[str] | nn.Module | None = None,
         *,
         tree: Tree = None,
         policy: Policy | None = None,
@@ -57,8 +58,9 @@ class LayerSkipCandidates(Candidates):
         self.adaptive_tree = self.tree == "auto"
         if not isinstance(exit_layer, int) or isinstance(exit_layer, bool):
             raise ValueError(f"exit_layer must be a number of layers such as 4, got {exit_layer!r}")
-        self.exit_layer, self.adapter = exit_layer, adapter
-        self._attached: AttachedModules[nn.Module] = AttachedModules()
+        self.exit_layer = exit_layer
+        self.adapter = os.fspath(adapter) if isinstance(adapter, os.PathLike) else adapter
+        self._bound: BoundModules[nn.Module] = BoundModules()
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         check_decoder_only(model, "LayerSkipCandidates")
@@ -66,7 +68,10 @@ class LayerSkipCandidates(Candidates):
 
     def start(self, call: DraftCall) -> DraftSession:
         if call.model is None or not isinstance(call.target, EarlyExitTarget):
-            raise ValueError("LayerSkipCandidates works with generate(candidate_generator=…) only")
+            raise ValueError(
+                "LayerSkipCandidates runs layers of the target, which Transformers' own assisted decoding does not "
+                "allow; pass it as generate(candidate_generator=…)"
+            )
         vocab = vocabulary_size(call.model)
         return _LayerSkipSession(call, call.target, self.k, self.tree, vocab, self._head_on(call.model))
 
@@ -84,7 +89,7 @@ class LayerSkipCandidates(Candidates):
                 )
             return load_exit_head(model, adapter)
 
-        return self._attached.on(model, load)
+        return self._bound.on(model, load)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         adapter = self.adapter if isinstance(self.adapter, str) else type(self.adapter).__qualname__
@@ -119,7 +124,7 @@ class _LayerSkipSession(AutoregressiveSession):
         texts = state.generated
         if not any(texts):
             return self._scores(*self._target.prefill_early())[:, -1]
-        self.passes.append(sum(depth > 0 for depth in self.budget))
+        self.passes.append(sum(depth > 0 for depth in self.max_depths))
         pending = torch.tensor([text[-1] for text in texts])
         active = [not state.has_ended(row) for row in range(state.batch)]
         return self._scores(*self._target.run_early(pending, active, with_logits=self._head is None))[:, -1]

@@ -1,10 +1,11 @@
-"""Medusa: extra heads predict the tokens after the next one from the target's last hidden state.
+"""Medusa and Hydra: extra heads predict the tokens after the next one from the target's last hidden state.
 
-Drafting takes no forward pass of a model: the state that chose a row's last token is still there, and all heads read it
-at once. Each head proposes tokens for one depth, whatever the path before it; the best combinations form a tree. Heads
-that read the path before their token (Hydra) propose the children of given nodes instead, level by level.
+Drafting takes no forward pass of a model: all heads read the state that chose a row's last token. Each head proposes
+tokens for one depth, independent of the path before it; the best combinations form a tree. Heads that read the path
+before their token (Hydra) propose the children of given nodes instead, level by level.
 
-Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024).
+Sources: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024); Ankner
+et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), section 3.
 """
 
 from __future__ import annotations
@@ -12,33 +13,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.attached import AttachedModules, number_of
+from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession
-from hf_specgen.candidates.hydra import HydraSession
-from hf_specgen.candidates.marginals import MarginalSession, with_q
+from hf_specgen.candidates.draft_heads import BoundModules, check_head, number_of
+from hf_specgen.candidates.head_sessions import DEFAULT_NODES, IndependentHeadsSession, with_q
 from hf_specgen.candidates.rank_tree import RankTree
-from hf_specgen.candidates.tree_builder import Floats
+from hf_specgen.candidates.tree_search import Floats
 from hf_specgen.depth import Policy
-from hf_specgen.heads.acceptance import RANKS, Acceptance, confidence_bin
 from hf_specgen.heads.compatibility import check_heads
-from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import load_lora
-from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specgen.heads.medusa_runner import MedusaRunner
+from hf_specgen.heads.medusa import RANKS, Acceptance, MedusaConfig, MedusaHeads, MedusaRunner, confidence_bin
+from hf_specgen.heads.medusa_formats import load_medusa
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
 from hf_specgen.targets.requirements import OUTPUT_STATE, TargetRequirements, check_decoder_only
 from hf_specgen.tree import DraftTree
 
 Paths = Sequence[Sequence[int]]
-MAX_HEADS = 8
-"""Maximum depth of a draft as long as the heads have not been loaded."""
 
 
 class MedusaCandidates(Candidates):
@@ -54,6 +51,7 @@ class MedusaCandidates(Candidates):
             latency model, and makes plain steps where no tree is faster.
 
     Raises:
+        TypeError: if `heads` are neither loaded heads nor a path.
         ValueError: for an invalid tree; at the first call, if the heads do not fit the target.
 
     Example:
@@ -72,14 +70,14 @@ class MedusaCandidates(Candidates):
         policy: Policy | None = None,
     ):
         _check_tree(tree)
+        check_head("MedusaCandidates", heads, MedusaHeads)
         self.tree = tree
-        named = isinstance(heads, str | Path)
-        self._heads = None if named else cast(MedusaHeads, heads)
+        self._heads = heads if isinstance(heads, MedusaHeads) else None
         self._name = str(heads if self._heads is None else self._heads.name_or_path)
-        most = MAX_HEADS if self._heads is None else self._heads.config.num_heads
-        super().__init__("auto" if tree == "auto" else most, policy, max_k=most)
+        depth = 8 if self._heads is None else self._heads.config.num_heads  # published sets have at most 5 heads
+        super().__init__("auto" if tree == "auto" else depth, policy, max_k=depth)
         self._lora = lora
-        self._attached: AttachedModules[MedusaRunner] = AttachedModules()
+        self._bound: BoundModules[MedusaRunner] = BoundModules()
 
     @classmethod
     def from_pretrained(cls, heads: str, tree: str | int | Paths = "auto") -> MedusaCandidates:
@@ -89,15 +87,15 @@ class MedusaCandidates(Candidates):
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         check_decoder_only(model, "MedusaCandidates")
         self._on(model)
-        return TargetRequirements(taps=(OUTPUT_STATE,))
+        return TargetRequirements((OUTPUT_STATE,))
 
     def start(self, call: DraftCall) -> DraftSession:
         if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError("MedusaCandidates works with generate(candidate_generator=…) only")
-        reader = self._on(call.model)
-        if isinstance(self.tree, str | int) and reader.heads.config.reads_path:
-            return HydraSession(call, call.target, reader, self.tree)
-        return MedusaSession(call, call.target, reader, self.tree)
+        runner = self._on(call.model)
+        if isinstance(self.tree, str | int) and runner.heads.config.reads_path:
+            return HydraSession(call, call.target, runner, self.tree)
+        return MedusaSession(call, call.target, runner, self.tree)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """By name; heads that were given loaded may be any, and are identified by the object."""
@@ -106,9 +104,9 @@ class MedusaCandidates(Candidates):
 
     def _on(self, model: PreTrainedModel) -> MedusaRunner:
         """The heads on their target, in its dtype on its device."""
-        return self._attached.on(model, lambda: self._attach(model, output_matrix(model).weight))
+        return self._bound.on(model, lambda: self._bind(model, output_matrix(model).weight))
 
-    def _attach(self, model: PreTrainedModel, weight: torch.Tensor) -> MedusaRunner:
+    def _bind(self, model: PreTrainedModel, weight: torch.Tensor) -> MedusaRunner:
         heads: Any = load_medusa(self._name, model) if self._heads is None else copy.deepcopy(self._heads)
         heads.config.vocab_size = heads.config.vocab_size or weight.shape[0]
         check_heads(heads.config, model, f"the set of heads {self._name!r}")
@@ -122,23 +120,23 @@ class MedusaCandidates(Candidates):
         return f"MedusaCandidates({self._name!r}, tree={self.tree!r}{self._show_policy()})"
 
 
-class MedusaSession(MarginalSession):
+class MedusaSession(IndependentHeadsSession):
     """The state of one call.
 
     Args:
         call: the call.
         target: keeps the states that the heads read.
-        reader: the heads on their target.
+        runner: the heads on their target.
         tree: as in `MedusaCandidates`.
     """
 
     passes = ()  # heads run once per draft: the overhead of a draft
 
-    def __init__(self, call: DraftCall, target: HiddenStateTarget, reader: MedusaRunner, tree: str | int | Paths):
-        config = reader.heads.config
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: MedusaRunner, tree: str | int | Paths):
+        config = runner.heads.config
         ranks = min(RANKS, config.vocab_size)
         super().__init__(call, config.num_heads, tree if isinstance(tree, str | int) else 0, ranks)
-        self._target, self._reader = target, reader
+        self._target, self._runner = target, runner
         self._paths = None if isinstance(tree, str | int) else RankTree.from_paths(tree)
         measured = config.acceptance
         self._prior = None if measured is None else Acceptance.from_lists(measured).cut(config.vocab_size)
@@ -146,18 +144,18 @@ class MedusaSession(MarginalSession):
             self.ranks = max(self.ranks, self._paths.width)
 
     @torch.no_grad()
-    def draft(self, budget: Sequence[int]) -> DraftTree:
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
         if self._paths is None:
-            return super().draft(budget)
-        if max(budget) == 0:
-            return self.not_drafted(len(budget))
-        scores, tokens, _ = self.ranked_tokens(self.depth_logits(max(budget)))
-        return self._fixed(self._paths, budget, tokens, scores)
+            return super().draft(max_depths)
+        if max(max_depths) == 0:
+            return self.not_drafted(len(max_depths))
+        scores, tokens, _ = self.ranked_tokens(self.depth_logits(max(max_depths)))
+        return self._fixed(self._paths, max_depths, tokens, scores)
 
     def depth_logits(self, depth: int) -> torch.Tensor:
         """All heads read the state that chose each row's last token."""
         pending = torch.tensor([[text[-1]] for text in self.call.state.generated])
-        return self._reader.logits(self._target.states_of((OUTPUT_STATE,)), pending).float()
+        return self._runner.logits(self._target.states_of((OUTPUT_STATE,)), pending).float()
 
     def acceptance(self, confidence: Floats) -> Floats:
         """By calibration; the prior is the acceptance measured with the heads, where their config contains it."""
@@ -171,9 +169,11 @@ class MedusaSession(MarginalSession):
             heads.append(calibration.acceptance(confidence[:, head], prior))
         return np.stack(heads, axis=1)
 
-    def _fixed(self, paths: RankTree, budget: Sequence[int], tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
+    def _fixed(
+        self, paths: RankTree, max_depths: Sequence[int], tokens: torch.Tensor, scores: torch.Tensor
+    ) -> DraftTree:
         """The draft with a fixed tree of ranks, cut to each row's depth."""
-        trees = [paths.cut(depth) for depth in budget]
+        trees = [paths.cut(depth) for depth in max_depths]
         if self.wants_q:
             trees = [tree.drawn_in_order for tree in trees]
         chosen = tokens.tolist()
@@ -185,6 +185,48 @@ class MedusaSession(MarginalSession):
         )
         self._features = []
         return with_q(draft, [list(tree.heads) for tree in trees], scores) if self.wants_q and draft.nodes else draft
+
+
+class HydraSession(AutoregressiveSession):
+    """The state of one call with heads that read the path before their token: trees that grow by a head per level.
+
+    Args:
+        call: the call.
+        target: keeps the states that the heads read.
+        runner: the heads on their target.
+        tree: number of nodes, or "auto".
+    """
+
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: MedusaRunner, tree: str | int):
+        config = runner.heads.config
+        has_latency = call.depth is not None and call.depth.latency is not None
+        size = DEFAULT_NODES if tree == "auto" and not has_latency else tree  # as that of other Medusa heads
+        super().__init__(call, config.num_heads, size, 0.0, config.vocab_size)
+        self._target, self._runner, self._heads = target, runner, config.num_heads
+
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        """An empty draft: the target has not computed any hidden states yet."""
+        return self.not_drafted(len(max_depths))
+
+    def first_scores(self) -> torch.Tensor:
+        """The logits of head 0; it reads each row's last token. The overhead of a draft is the latency of this pass."""
+        last = torch.tensor([[text[-1]] for text in self.call.state.generated])
+        return self._runner.head_logits(0, self._target.states_of((OUTPUT_STATE,)), last)
+
+    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+        """The logits after each of the last nodes, by the head of its depth."""
+        states, texts = self._target.states_of((OUTPUT_STATE,)), self.call.state.generated
+        nodes = range(tree.nodes - new, tree.nodes)
+        paths = [[text[-1], *tree.path(row, node)] for row, text in enumerate(texts) for node in nodes]
+        # A node that only fills up its row may be as deep as the last head predicts.
+        lengths = torch.tensor([min(len(path), self._heads) for path in paths])
+        rows = torch.arange(len(texts)).repeat_interleave(new)
+        logits = states.new_empty(len(paths), self._vocab)
+        for count in sorted(set(lengths.tolist())):
+            indices = (lengths == count).nonzero()[:, 0]
+            tokens = torch.tensor([paths[index][:count] for index in indices.tolist()])
+            logits[indices] = self._runner.head_logits(count - 1, states[rows[indices]], tokens).to(logits)
+        return logits.view(len(texts), new, -1)
 
 
 def _check_tree(tree: Any) -> None:

@@ -4,32 +4,66 @@ All occurrences vote, each with odds that depend on how long its match is and th
 steps. So a long match gives a long chain, occurrences that disagree give a tree with both continuations, and a short
 match little or nothing: the tree with the highest expected tokens per second is verified.
 
+The probability of a token is the sum of the odds of the occurrences that propose it, divided by the odds of all
+occurrences and of a token that none of them proposes; those grow with the number of different tokens proposed. It is
+the estimate that prediction by partial matching makes, with votes in place of counts.
+
 Source: Saxena, "Prompt Lookup Decoding" (2023); Oliaro et al., "SuffixDecoding" (2024), for drafts whose length follows
-that of the match, trees weighted by frequency, and texts of earlier calls; Hu et al., "SAM Decoding" (2024).
+that of the match, trees weighted by frequency, and texts of earlier calls; Hu et al., "SAM Decoding" (2024); Cleary and
+Witten, "Data Compression Using Adaptive Coding and Partial String Matching" (1984); Howard, "The Design and Analysis of
+Efficient Lossless Data Compression Systems" (1993), method D, for the odds of a new token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from math import exp
 
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
-from hf_specgen.candidates.ngram_history import NgramHistory as NgramHistory
-from hf_specgen.candidates.ngram_match import MAX_MATCH_LENGTH
-from hf_specgen.candidates.ngram_odds import MatchOdds
-from hf_specgen.candidates.ngram_text import MatchLengths, RowText
-from hf_specgen.candidates.ngram_tree import Limits, NgramTree
-from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
+from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
+from hf_specgen.candidates.ngram_history import NEAR, OWN, NgramHistory, Occurrence
+from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
+from hf_specgen.candidates.tree_search import draft_rows
 from hf_specgen.depth import Policy
-from hf_specgen.depth.calibration import CalibrationMemory
+from hf_specgen.memory import memory
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
+from hf_specgen.verification.result import verified_nodes
 
 MAX_DEPTH = 64
 """Maximum depth of k="auto": matches of dozens of tokens are accepted as a whole where a text is edited."""
-MIN_JOINT = 0.05
-"""Probability of being accepted below which a token is not drafted if the size of drafts is given by k alone."""
-
-odds_memory = CalibrationMemory(MatchOdds)
+BUCKET_OF_LENGTH = (0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, *[8] * 8, *[9] * 8, *[10] * (MAX_MATCH_LENGTH - 31))
+"""Bucket of each match length up to `MAX_MATCH_LENGTH`. Length 0 is a position after a mismatch in a copied passage."""
+BUCKETS = BUCKET_OF_LENGTH[-1] + 1
+PRIOR_ODDS = (
+    *(0.25, 0.35, 1.3, 1.5, 2.3, 2.8, 3.5, 4.0, 5.0, 6.0, 8.0),
+    *(0.2, 3.5, 14.0, 14.0, 18.0, 21.0, 24.0, 28.0, 35.0, 50.0, 140.0),
+    *(0.0, 0.1, 0.3, 1.0, 2.0, 2.5, 3.5, 4.0, 5.0, 6.0, 6.0),
+    *(0.0, 0.15, 0.45, 1.5, 3.0, 3.7, 5.0, 6.0, 7.5, 9.0, 9.0),
+)
+"""Odds before anything was learnt of each class: the buckets of each kind of occurrence, in the order of the kinds.
+Maximum likelihood on recorded outputs of a 7B model. The first class, a match of length 0 in the row's own text, stands
+for frequent tokens: the fraction that they share of the probability of a token that no occurrence proposes."""
+FREQUENT = 0
+NEW_TOKEN_ODDS, NEW_TOKEN_ODDS_PER_TOKEN = 1.0, 0.65
+"""Odds of a token that no occurrence proposes: these, and more for each different token that is proposed."""
+LEARNING_RATE = 0.2
+"""Step of the odds' logarithm; 0.1 to 0.2 fit best, and none at all costs 4% of the tokens per step."""
+MAX_FACTOR = 20.0
+"""Odds stay within this factor of the prior ones."""
+MAX_OCCURRENCES = 24
+"""Maximum number of occurrences that vote, in the row's text and in the history each: with 16, edits take 10% more
+steps."""
+MAX_VOTERS = 8
+"""Occurrences of a token that also vote on what follows it: with all of them, as many tokens are accepted per step."""
+NEAR_TOKENS = 16
+"""An occurrence counts as near if it is at most this many tokens after the position that was copied from last."""
+FREQUENT_TOKENS = 24
+"""Number of the text's most frequent tokens that trees contain: without any, n-grams and Token Recycling have 0.94 of
+the projected speed."""
+MAX_SKIPPED = 3
+"""Maximum number of consecutive tokens that differ from the copied passage; after more, copying does not resume."""
 
 
 class NgramCandidates(Candidates):
@@ -44,12 +78,10 @@ class NgramCandidates(Candidates):
         k: maximum depth of a draft, in tokens; "auto" for as many as are expected to be faster.
         tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
             per second; a number is the maximum size of every tree. Left out, it is "auto" with k="auto", and with a
-            number for k the draft consists of `branches` paths of up to k tokens.
-        min_ngram: length of the shortest match that is considered. With 1, the most frequent tokens of the text are
-            proposed too where there is no match.
+            number for k the draft is a chain of up to k tokens.
+        min_ngram: length of the shortest match that is considered. With 1, trees also contain the most frequent tokens
+            of the text where no match is probable.
         max_ngram: matches of more tokens count as that long.
-        branches: how many different continuations are verified at once, as a tree; left out, any number that the size
-            of the tree allows, and one if k is a number.
         history: earlier texts to look into besides the row's own.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
@@ -57,8 +89,8 @@ class NgramCandidates(Candidates):
         ValueError: if a number is out of range.
 
     Example:
-        >>> NgramCandidates(k=10, branches=4)
-        NgramCandidates(k=10, branches=4)
+        >>> NgramCandidates(k=10, tree=32)
+        NgramCandidates(k=10, tree=32)
     """
 
     negligible_draft_cost = True
@@ -70,30 +102,26 @@ class NgramCandidates(Candidates):
         tree: Tree = None,
         min_ngram: int = 1,
         max_ngram: int = MAX_MATCH_LENGTH,
-        branches: int | None = None,
         history: NgramHistory | None = None,
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=MAX_DEPTH)
-        for name, value in (("min_ngram", min_ngram), ("branches", branches)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        if min_ngram < 1:
+            raise ValueError(f"min_ngram must be at least 1, got {min_ngram}")
         if max_ngram < min_ngram:
             raise ValueError(f"max_ngram must be at least min_ngram={min_ngram}, got {max_ngram}")
         self.tree = check_tree(tree, k)
         self.adaptive_tree = self.tree == "auto"
         self.min_ngram, self.max_ngram, self.history = min_ngram, max_ngram, history
-        self.branches = 1 if branches is None and self.tree is None else branches
 
     def start(self, call: DraftCall) -> DraftSession:
         return _NgramSession(self, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        key = (self.k, str(self.tree), self.min_ngram, self.max_ngram, str(self.branches), self.history is not None)
-        return ("ngram", *key)
+        return ("ngram", self.k, str(self.tree), self.min_ngram, self.max_ngram, self.history is not None)
 
     def __repr__(self) -> str:
-        defaults = {"tree": None, "min_ngram": 1, "max_ngram": MAX_MATCH_LENGTH, "branches": None, "history": None}
+        defaults = {"tree": None, "min_ngram": 1, "max_ngram": MAX_MATCH_LENGTH, "history": None}
         values = [
             f", {name}={getattr(self, name)!r}" for name, usual in defaults.items() if getattr(self, name) != usual
         ]
@@ -102,70 +130,259 @@ class NgramCandidates(Candidates):
 
 class _NgramSession(DraftSession):
     passes = ()
-    knows_continuations = True
 
     def __init__(self, settings: NgramCandidates, call: DraftCall):
         super().__init__(call)
         self._settings, self._state = settings, call.state
         self._key = (settings.profile_key(), round(call.temperature, 2))
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
-        self._odds = odds_memory.recall(call.model if self.remembers else None, self._key)
-        lengths = MatchLengths(settings.min_ngram, settings.max_ngram)
+        self._odds = memory.recall(call.model if self.remembers else None, ("odds", *self._key), MatchOdds)
         self._texts = [
-            RowText(source + prompt, self._odds, settings.history, lengths)
+            RowText(source + prompt, self._odds, settings.history, settings.min_ngram, settings.max_ngram)
             for source, prompt in zip(call.encoder_texts(), call.state.prompts, strict=True)
         ]
-        self._trees: list[NgramTree] = []
-        self._read = [0] * call.state.batch  # generated tokens of each row that its text contains
+        self._trees: list[SearchTree[Sequence[Occurrence]]] = []
+        self._num_indexed = [0] * call.state.batch  # generated tokens of each row that its text contains
 
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        return self._draft(budget, self._settings.branches)
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths)
 
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self._draft(budget, 1, is_prefill=True)  # the prefill pass verifies chains
-
-    def continuations(self, row: int, path: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:
-        return self._text(row).continuations(path)
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths, is_prefill=True)
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
-        drafts = zip(self._trees, result.tokens, strict=True)
-        outcomes = [outcome for tree, emitted in drafts for outcome in tree.outcomes(emitted, self._odds)]
-        self._odds.observe_all(outcomes)
+        for tree, emitted in zip(self._trees, result.tokens, strict=True):
+            self._odds.observe(outcomes(tree, emitted, self._odds))
         self._trees = []
 
     def end(self) -> None:
         if self.remembers:
-            odds_memory.store(self.call.model, self._key, self._odds)
+            memory.store(self.call.model, ("odds", *self._key), self._odds)
         if self._settings.history is not None:
             for prompt, generated in zip(self._state.prompts, self._state.generated, strict=True):
                 self._settings.history.add(prompt + generated, len(prompt))
 
-    def _draft(self, budget: Sequence[int], branches: int | None, is_prefill: bool = False) -> DraftTree:
-        settings = self._settings
-        depths = [min(settings.k, depth) for depth in budget]
-        shape = tree_shape(settings.tree, self.call, depths, is_prefill=is_prefill)
-        if isinstance(shape, FastestSize):
-            nodes, min_joint = shape.max_nodes, shape.min_joint
-        else:
-            size = settings.tree if isinstance(settings.tree, int) else settings.k * (branches or 1)
-            nodes, min_joint = size, 0.0 if isinstance(settings.tree, int) else MIN_JOINT
-        leaves = 2**31 if branches is None else branches
-        self._trees = [self._grow(row, Limits(depth, nodes, min_joint, leaves)) for row, depth in enumerate(depths)]
-        count = nodes
-        if isinstance(shape, FastestSize):
-            count, _ = shape.of_grown([tree.joint for tree in self._trees])
-        joint = tuple([tuple(tree.joint[:count]) for tree in self._trees])
-        return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
+    def _draft(self, max_depths: Sequence[int], is_prefill: bool = False) -> DraftTree:
+        depths = [min(self._settings.k, depth) for depth in max_depths]
 
-    def _grow(self, row: int, limits: Limits) -> NgramTree:
-        if limits.depth == 0:
-            return NgramTree()
-        return self._text(row).propose(limits)
+        def search(row: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
+            return self._text(row).propose(depths[row], limits) if depths[row] else SearchTree()
+
+        draft, self._trees = draft_rows(self.call, self._settings.tree, depths, search, is_prefill)
+        return draft
 
     def _text(self, row: int) -> RowText:
         """The row's text, with all tokens that were generated."""
         text, generated = self._texts[row], self._state.generated[row]
-        text.extend(generated[self._read[row] :])
-        self._read[row] = len(generated)
+        text.extend(generated[self._num_indexed[row] :])
+        self._num_indexed[row] = len(generated)
         return text
+
+
+class RowText:
+    """The text of one row.
+
+    Args:
+        prompt: the text so far.
+        odds: of occurrences; learns from the outcome of proposals. May be shared by rows.
+        history: earlier texts.
+        min_ngram, max_ngram: see `NgramCandidates`.
+
+    Example:
+        >>> text = RowText([5, 6, 7, 8, 5, 6], MatchOdds())
+        >>> text.propose(2, SearchLimits(nodes=2)).tokens
+        [7, 8]
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        odds: MatchOdds,
+        history: NgramHistory | None = None,
+        min_ngram: int = 1,
+        max_ngram: int = MAX_MATCH_LENGTH,
+    ):
+        self.index = NgramIndex(prompt)
+        self._odds, self._history, self._min_ngram, self._max_ngram = odds, history, min_ngram, max_ngram
+        self._matches: dict[int, int] = {}  # of the last proposal: position -> match length
+        # The position after the token that was copied last, -1 for none; and the differing tokens appended since.
+        self._source, self._skipped = -1, 0
+        self._next_count = 0  # length of the text at which its tokens are counted again
+        self._frequent: list[tuple[int, float]] = []
+        self._after_frequent: dict[int, list[Occurrence]] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        if tokens:
+            self._follow_source(tokens)
+            self.index.extend(tokens)
+
+    def propose(self, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
+        """The most probable continuations of the text, tagged with the occurrences that propose them."""
+        occurrences, has_frequent = self._occurrences(), self._min_ngram == 1 and not limits.is_chain
+
+        def children(voters: Sequence[Occurrence], depth: int) -> Iterable[tuple[int, float, Sequence[Occurrence]]]:
+            votes = vote(voters, depth, self._odds)
+            return self._with_frequent(votes) if has_frequent and depth == 0 else votes
+
+        return best_first(occurrences, children, depth, limits)
+
+    def _with_frequent(
+        self, votes: Sequence[tuple[int, float, list[Occurrence]]]
+    ) -> Iterator[tuple[int, float, list[Occurrence]]]:
+        """Votes and the most frequent tokens that have none, whose occurrences are looked up when they are reached."""
+        if len(self.index) >= self._next_count:
+            self._next_count = len(self.index) + 32
+            counts = Counter(self.index.tokens).most_common(FREQUENT_TOKENS)
+            self._frequent = [(token, count / len(self.index)) for token, count in counts]
+            self._after_frequent.clear()
+        fraction = self._odds.values[FREQUENT] * (1.0 - sum([probability for _, probability, _ in votes]))
+        proposed = {token for token, _, _ in votes}
+        others: list[tuple[int, float, list[Occurrence]]] = [
+            (token, fraction * part, []) for token, part in self._frequent if token not in proposed
+        ]
+        for token, probability, voters in sorted([*votes, *others], key=lambda one: -one[1]):
+            yield token, probability, voters or self._occurrences_of(token)
+
+    def _occurrences_of(self, token: int) -> list[Occurrence]:
+        """A few of a frequent token; their positions are those of the token itself, which is at depth 1."""
+        if token not in self._after_frequent:
+            matches = self.index.occurrences([token], 4)
+            self._after_frequent[token] = [(self.index.tokens, len(self.index), at - 1, 0, OWN) for at in matches]
+        return self._after_frequent[token]
+
+    def _occurrences(self) -> list[Occurrence]:
+        """Those of the end of the text."""
+        text, end = self.index.tokens, len(self.index)
+        tail = text[-MAX_MATCH_LENGTH:]
+        self._matches = matches = self.index.occurrences(tail, MAX_OCCURRENCES)
+        found: list[Occurrence] = [
+            (text, end, position, length, NEAR if self._is_near(position) else OWN)
+            for position, length in matches.items()
+        ]
+        if self._min_ngram == 1:
+            found += [(text, end, position, 0, NEAR) for position in self._resumed() if position not in matches]
+        if self._history is not None:
+            found += self._history.find(tail, MAX_OCCURRENCES)
+        if self._min_ngram == 1 and self._max_ngram >= MAX_MATCH_LENGTH:
+            return found
+        return [
+            (text, end, position, min(length, self._max_ngram), kind)
+            for text, end, position, length, kind in found
+            if self._min_ngram == 1 or length >= self._min_ngram
+        ]
+
+    def _is_near(self, position: int) -> bool:
+        return 0 <= self._source <= position <= self._source + NEAR_TOKENS
+
+    def _resumed(self) -> list[int]:
+        """Positions at which copying may resume after a mismatch: the differing tokens were replaced, or inserted."""
+        if not self._skipped:
+            return []
+        return [place for place in (self._source + self._skipped, self._source) if place < len(self.index)]
+
+    def _follow_source(self, tokens: Sequence[int]) -> None:
+        """Update `_source`: the occurrence that agrees with most of the new tokens, the nearest one if several do."""
+        text, end = self.index.tokens, len(self.index)
+        places = [(self._is_near(place), length, place) for place, length in self._matches.items()]
+        places = [one for one in places if one[0] or one[1] > 1]
+        places += [(True, 0, place) for place in self._resumed()]
+        agreed = 0
+        for token in tokens:
+            agreeing = [one for one in places if one[2] + agreed < end and text[one[2] + agreed] == token]
+            if not agreeing:
+                break
+            places, agreed = agreeing, agreed + 1
+        if agreed:
+            self._source, self._skipped = max(places)[2] + agreed, len(tokens) - agreed
+        elif self._source >= 0:
+            self._skipped += len(tokens)
+        if self._skipped > MAX_SKIPPED:
+            self._skipped = 0
+
+
+class MatchOdds:
+    """The odds of every class of occurrences: the acceptance of matches by kind and length.
+
+    Args:
+        values: of each class; the prior ones if left out.
+
+    Example:
+        >>> odds = MatchOdds()
+        >>> odds.observe([(match_class(OWN, 4), 0.7, False)])
+        >>> round(odds.values[match_class(OWN, 4)], 2)  # 2.3 before
+        2.0
+    """
+
+    def __init__(self, values: Sequence[float] = PRIOR_ODDS):
+        self.values = list(values)
+
+    def observe(self, outcomes: Iterable[tuple[int, float, bool]]) -> None:
+        """Learn from verified tokens: the class, the expected probability and whether the token was accepted."""
+        for place, expected, accepted in outcomes:
+            value, prior = self.values[place] * exp(LEARNING_RATE * (accepted - expected)), PRIOR_ODDS[place]
+            self.values[place] = min(prior * MAX_FACTOR, max(prior / MAX_FACTOR, value))
+
+    def copy(self) -> MatchOdds:
+        """Odds with the same values, which learn independently."""
+        return MatchOdds(self.values)
+
+
+def match_class(kind: int, length: int) -> int:
+    """The class of an occurrence, given the length of its match."""
+    return kind * BUCKETS + BUCKET_OF_LENGTH[length if length < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
+
+
+def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[tuple[int, float, list[Occurrence]]]:
+    """The tokens that occurrences propose, their probabilities, and who proposes them; most probable first.
+
+    An occurrence that continues along the path so far has a match that is longer by the depth.
+
+    Args:
+        voters: the occurrences.
+        depth: how many tokens of each were drafted already.
+        odds: of the occurrences.
+
+    Example:
+        >>> text = [1, 2, 3, 1, 2, 4, 1, 2]
+        >>> votes = vote([(text, 8, 5, 2, OWN), (text, 8, 2, 2, OWN)], 0, MatchOdds())
+        >>> {token: round(probability, 2) for token, probability, _ in votes}
+        {4: 0.27, 3: 0.27}
+    """
+    values: dict[int, float] = {}
+    proposers: dict[int, list[Occurrence]] = {}
+    for voter in voters:
+        text, end, position, length, kind = voter
+        if position + depth < end and (token := text[position + depth]) != SEPARATOR:
+            value = odds.values[match_class(kind, length + depth)]
+            if token in values:
+                values[token] += value
+                proposers[token].append(voter)
+            else:
+                values[token], proposers[token] = value, [voter]
+    total = sum(values.values()) + NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values)
+    votes = [(token, value / total, proposers[token][:MAX_VOTERS]) for token, value in values.items()]
+    return sorted(votes, key=lambda one: -one[1]) if len(votes) > 1 else votes
+
+
+def outcomes(
+    tree: SearchTree[Sequence[Occurrence]], emitted: Sequence[int], odds: MatchOdds
+) -> list[tuple[int, float, bool]]:
+    """What `MatchOdds.observe` learns from a verified tree: each node counts for its voter with the largest odds.
+
+    Args:
+        tree: with the odds as they still are.
+        emitted: the tokens that followed.
+        odds: of the occurrences.
+    """
+    depths: dict[int, int] = {-1: 0}
+    found: list[tuple[int, float, bool]] = []
+    for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
+        parent = tree.parents[node]
+        depth = depths[parent]
+        depths[node] = depth + 1
+        expected = tree.probability[node] / (tree.probability[parent] if parent >= 0 else 1.0)
+        classes = [match_class(kind, length + depth) for _, _, _, length, kind in tree.tags[node]]
+        found.append((max(classes, key=odds.values.__getitem__, default=FREQUENT), expected, accepted))
+    return found

@@ -10,30 +10,119 @@ Source: Luo et al., "Turning Trash into Treasure: Accelerating Inference of Larg
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.autoregressive import vocabulary_size
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
-from hf_specgen.candidates.recycling_table import SUCCESSORS, RecyclingTable
-from hf_specgen.candidates.tree_builder import MAX_JOINT, TreeBuilder
-from hf_specgen.candidates.tree_shape import FastestSize, tree_shape
+from hf_specgen.candidates.acceptance import EDGES, RANKS, Calibration
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree, vocabulary_size
+from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
+from hf_specgen.candidates.saved_state import SavedState
+from hf_specgen.candidates.tree_search import draft_rows
 from hf_specgen.depth import Policy
-from hf_specgen.depth.calibration import BIN_CENTERS, RANKS, calibration_memory
-from hf_specgen.tree import DraftTree, Parents
-from hf_specgen.verification.result import VerificationResult, judged_nodes
+from hf_specgen.memory import memory
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification.result import VerificationResult, verified_nodes
+from hf_specgen.verification.top_tokens import TopTokens
 
-CENTERS: list[float] = BIN_CENTERS.tolist()
+SUCCESSORS = 8
+"""Tokens kept after each token, as in the paper: the eighth is accepted in about 1% of the cases."""
+MAX_VOCAB = 2**21
+"""Maximum vocabulary size, also of a file: 84 MB."""
 MAX_DEPTH = 8
 """Maximum depth of k="auto": the template of the paper has 6 levels."""
-RECYCLED_SHARE = 0.45
+RECYCLED_FRACTION = 0.45
 """Acceptance of a token over the probability that the target last gave it after the same token, as measured with the
 embedded model; assumed before acceptance was observed. With 1 the projected speed of n-grams and Token Recycling with
 the latencies of a 300M target on two cores is 1.21x of plain decoding, with 0.25, 0.35 and 0.45 1.37x to 1.39x."""
+
+Node = tuple[int, int, int]
+"""A token, its rank among the successors of the token before, and the bin of its confidence."""
+
+
+class RecyclingTable(SavedState):
+    """The `SUCCESSORS` most likely tokens after each token, and how probable they were. May be shared by threads.
+
+    Takes 40 bytes for each token of the vocabulary: 5 MB at 128,000.
+
+    Args:
+        vocab_size: of the model.
+
+    Raises:
+        ValueError: if it is not positive.
+
+    Example:
+        >>> table = RecyclingTable(vocab_size=100)
+        >>> table.update(TopTokens(np.array([5]), np.array([[7, 9]]), np.array([[0.6, 0.3]])))
+        >>> table.row(5)[0], table.row(7)
+        ([7, 9], ([], []))
+    """
+
+    NAME = "table of Token Recycling"
+    FORMAT = "hf_specgen token recycling 1"
+
+    def __init__(self, vocab_size: int):
+        if not 1 <= vocab_size <= MAX_VOCAB:
+            raise ValueError(f"vocab_size must be 1 to {MAX_VOCAB}, got {vocab_size}")
+        self._successors: NDArray[np.int32] = np.full((vocab_size, SUCCESSORS), -1, dtype=np.int32)
+        self._bins: NDArray[np.uint8] = np.zeros((vocab_size, SUCCESSORS), dtype=np.uint8)
+        super().__init__()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target."""
+        return len(self._successors)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        return self._successors.nbytes + self._bins.nbytes
+
+    def update(self, top: TopTokens) -> None:
+        """Overwrite the successors of every input token of a step; of a token that occurs twice the last ones stay.
+
+        There may be fewer than `SUCCESSORS` of each token, as in a smaller vocabulary.
+        """
+        count = top.successors.shape[1]
+        bins = np.searchsorted(EDGES, top.probabilities)
+        with self._lock:
+            self._successors[top.tokens, :count] = top.successors
+            self._successors[top.tokens, count:] = -1
+            self._bins[top.tokens, :count] = bins
+
+    def row(self, token: int) -> tuple[list[int], list[int]]:
+        """The successors of a token, most likely first, and the confidence bin of each; nothing if it is unknown."""
+        with self._lock:
+            successors, bins = self._successors[token].tolist(), self._bins[token].tolist()
+        count = successors.index(-1) if successors[-1] < 0 else SUCCESSORS
+        return successors[:count], bins[:count]
+
+    def __repr__(self) -> str:
+        return f"RecyclingTable(vocab_size={self.vocab_size})"
+
+    def _contents(self) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+        return {"successors": self._successors.copy(), "bins": self._bins.copy()}, {}
+
+    @classmethod
+    def _from_file(cls, file: Any, metadata: Mapping[str, str]) -> RecyclingTable:
+        shapes: Sequence[Any] = [tuple(file.get_slice(name).get_shape()) for name in ("successors", "bins")]
+        vocab_size = shapes[0][0] if shapes[0] else 0
+        if shapes != [(vocab_size, SUCCESSORS)] * 2 or not 1 <= vocab_size <= MAX_VOCAB:
+            raise ValueError(f"its tensors have the shapes {shapes}")
+        successors, bins = file.get_tensor("successors"), file.get_tensor("bins")
+        if successors.dtype != np.int32 or bins.dtype != np.uint8:
+            raise ValueError(f"its tensors have the types {successors.dtype} and {bins.dtype}")
+        if successors.min() < -1 or successors.max() >= vocab_size or bins.max() > len(EDGES):
+            raise ValueError("it has tokens outside its vocabulary")
+        if (np.diff(successors < 0, axis=1) & (successors[:, 1:] >= 0)).any():
+            raise ValueError("it has successors after the last one of a token")
+        table = cls(vocab_size)
+        table._successors[:], table._bins[:] = successors, bins
+        return table
 
 
 class RecyclingCandidates(Candidates):
@@ -113,129 +202,75 @@ class RecyclingCandidates(Candidates):
 
 
 class RecyclingSession(DraftSession):
-    """The state of one call.
-
-    Args:
-        settings: of the strategy.
-        call: the call.
-        table: is drafted from, and updated.
-    """
+    """The state of one call; its table is drafted from, and updated."""
 
     passes = ()
     top_tokens = SUCCESSORS
-    knows_successors = knows_continuations = True
 
     def __init__(self, settings: RecyclingCandidates, call: DraftCall, table: RecyclingTable):
         super().__init__(call)
         self._settings, self._table = settings, table
-        self._key = (settings.profile_key(), call.do_sample, round(call.temperature, 2))
-        self._calibration = calibration_memory.recall(call.model if self.remembers else None, self._key)
-        self._trees: list[_Tree] = []
+        self._key = ("acceptance", settings.profile_key(), call.do_sample, round(call.temperature, 2))
+        self._calibration = memory.recall(call.model if self.remembers else None, self._key, Calibration)
+        self._trees: list[SearchTree[Node]] = []
 
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        return self._draft(budget, SUCCESSORS)
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths)
 
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self._draft(budget, 1)  # the prefill pass verifies chains
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths, is_prefill=True)
 
-    def successors(self, token: int) -> tuple[list[int], list[float]]:
+    def candidate_tokens(self, token: int) -> list[tuple[int, float, tuple[int, int]]]:
+        """Likely next tokens after a token, the probability that each is accepted, and a key for `count`."""
+        acceptance = self._calibration.by_bin(RECYCLED_FRACTION)
         tokens, bins = self._table.row(token)
-        return tokens, [RECYCLED_SHARE * CENTERS[place] for place in bins]
+        keys = [(min(rank, RANKS - 1), index) for rank, index in enumerate(bins)]
+        return [(candidate, float(acceptance[key]), key) for candidate, key in zip(tokens, keys, strict=True)]
+
+    def count(self, key: tuple[int, int], accepted: bool) -> None:
+        """Count the outcome of one of `candidate_tokens`."""
+        self._calibration.count(*key, accepted)
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance by rank and confidence, and learn the successors of every input token of the step."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
-            judged = judged_nodes(tree.tokens, tree.parents, emitted)
-            for node, accepted in judged:
-                self._calibration.count(min(tree.ranks[node], RANKS - 1), tree.bins[node], accepted)
+            for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
+                _, rank, place = tree.tags[node]
+                self._calibration.count(min(rank, RANKS - 1), place, accepted)
         self._trees = []
         if result.top_tokens is not None:
             self._table.update(result.top_tokens)
 
     def end(self) -> None:
         if self.remembers:
-            calibration_memory.store(self.call.model, self._key, self._calibration)
+            memory.store(self.call.model, self._key, self._calibration)
 
-    def _draft(self, budget: Sequence[int], children: int) -> DraftTree:
-        settings, state = self._settings, self.call.state
-        depths = [min(settings.k, depth) for depth in budget]
-        shape = tree_shape(settings.tree, self.call, depths)
-        is_fastest = isinstance(shape, FastestSize)
-        count = shape.max_nodes if isinstance(shape, FastestSize) else shape.nodes(TreeBuilder(depths))
-        children = children if is_fastest or settings.tree is not None else 1
-        min_joint = shape.min_joint if isinstance(shape, FastestSize) else 0.0
-        acceptance = self._calibration.by_bin(RECYCLED_SHARE).tolist()
-        last = [state.last_token(row) for row in range(state.batch)]
-        self._trees = [
-            grow_tree(self._table, token, acceptance, depth, count, min_joint, children)
-            for token, depth in zip(last, depths, strict=True)
-        ]
-        if isinstance(shape, FastestSize):
-            count, _ = shape.of_grown([tree.joint for tree in self._trees])
-        joint = tuple(tuple(tree.joint[:count]) for tree in self._trees)
-        return DraftTree.from_nodes([tree.first(count) for tree in self._trees], joint=joint)
+    def _draft(self, max_depths: Sequence[int], is_prefill: bool = False) -> DraftTree:
+        depths = [min(self._settings.k, depth) for depth in max_depths]
+        acceptance = self._calibration.by_bin(RECYCLED_FRACTION).tolist()
+
+        def search(row: int, limits: SearchLimits) -> SearchTree[Node]:
+            return recycled_tree(self._table, self.call.state.last_token(row), acceptance, depths[row], limits)
+
+        draft, self._trees = draft_rows(self.call, self._settings.tree, depths, search, is_prefill)
+        return draft
 
 
-class _Tree:
-    """Nodes in descending order of their joint probability of being accepted, with rank and confidence bin."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.joint: list[float] = []
-        self.ranks: list[int] = []
-        self.bins: list[int] = []
-
-    def first(self, count: int) -> tuple[list[int], Parents]:
-        return self.tokens[:count], tuple(self.parents[:count])
-
-
-def grow_tree(
-    table: RecyclingTable,
-    token: int,
-    acceptance: Sequence[Sequence[float]],
-    depth: int,
-    nodes: int,
-    min_joint: float = 0.0,
-    children: int = SUCCESSORS,
-) -> _Tree:
-    """The most probable continuations of a token by the table, best-first.
+def recycled_tree(
+    table: RecyclingTable, token: int, acceptance: Sequence[Sequence[float]], depth: int, limits: SearchLimits
+) -> SearchTree[Node]:
+    """The most probable continuations of a token by the table.
 
     Args:
         table: of successors.
         token: the last one of the text.
         acceptance: `[ranks][bins]` probability that a successor is accepted, given that its parent is.
         depth: maximum depth.
-        nodes: maximum number of nodes.
-        min_joint: joint probability below which a node is left out.
-        children: of a node at most.
+        limits: of the tree.
     """
-    tree = _Tree()
-    heap: list[tuple[float, int, int, int, float, tuple[list[int], list[int]]]] = []
-    pushed = 0
 
-    def push(parent: int, level: int, rank: int, above: float, row: tuple[list[int], list[int]]) -> None:
-        """Push one successor; its next sibling, which is less probable, is pushed when it is added."""
-        nonlocal pushed
-        if rank < min(children, len(row[0])):
-            value = above * min(MAX_JOINT, acceptance[min(rank, RANKS - 1)][row[1][rank]])
-            if value > min_joint:
-                pushed += 1
-                # `pushed` breaks ties: rows are never compared.
-                heapq.heappush(heap, (-value, pushed, parent, level * SUCCESSORS + rank, above, row))
+    def children(node: Node, depth: int) -> Iterator[tuple[int, float, Node]]:
+        for rank, (successor, place) in enumerate(zip(*table.row(node[0]), strict=True)):
+            yield successor, acceptance[min(rank, RANKS - 1)][place], (successor, rank, place)
 
-    if depth:
-        push(-1, 1, 0, 1.0, table.row(token))
-    while heap and len(tree.tokens) < nodes:
-        negative, _, parent, level_and_rank, above, row = heapq.heappop(heap)
-        level, rank = divmod(level_and_rank, SUCCESSORS)
-        node = len(tree.tokens)
-        tree.tokens.append(row[0][rank])
-        tree.parents.append(parent)
-        tree.joint.append(-negative)
-        tree.ranks.append(rank)
-        tree.bins.append(row[1][rank])
-        push(parent, level, rank + 1, above, row)
-        if level < depth:
-            push(node, level + 1, 0, -negative, table.row(row[0][rank]))
-    return tree
+    return best_first((token, 0, 0), children, depth, limits)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.attachment import attached
 from hf_specgen.candidates import Candidates
-from hf_specgen.candidates.default import default_candidates
+from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import GenerateSettings
 from hf_specgen.evaluation.workloads import chat_text, load_model, maybe_prepacked, strategies
 

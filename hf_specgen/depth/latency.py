@@ -1,12 +1,13 @@
-"""Latency of a decoding step: the target's pass over the tokens of all rows, and the drafter's passes.
+"""Latency of a decoding step: T(q) of the target by tokens per pass, and the time of the drafter's passes.
 
-A `LatencyModel` is immutable. It is read from a profile file, built from measured curves, or learnt from the steps of
-the first calls on a machine (`hf_specgen.depth.learning`). Depths depend on ratios of times only, so any unit will do.
+A `LatencyModel` is immutable. It is measured (`hf_specgen.depth.calibrate`), read from a file that `hf-specgen tune`
+wrote, or built from curves. Decisions depend on ratios of times only, so any unit will do.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -14,20 +15,82 @@ from math import inf, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_specgen.depth.cost import Array, CostCurve, interpolate, interpolate_one
+import numpy as np
+from numpy.typing import NDArray
 
+Array = NDArray[np.floating[Any]]
 FORMAT = "hf_specgen latency profile 1"
-ANY_KIND = "any"
+ANY_DRAFTER = "any"
 """The entry used for every kind of drafter without an entry of its own."""
-MAX_SLICES = 64
-"""8 powers of two of rows times 8 powers of four of context: more than one target needs."""
-SECOND_TOKEN_COST, FURTHER_TOKEN_COST = {"cpu": 0.3}, {"cpu": 0.06}
-"""Before any measurement: the cost of the second token of a target's pass and of each further one, in plain steps, by
-device. On two-core CPUs T(2) was 1.1 to 2.0 T(1), since kernels for one token are faster, and T(17) 1.25 to 2.9."""
-ACCELERATOR_TOKEN_COST = 0.02
-"""The same on any other device: decoding is bound by reading the weights there."""
-DRAFTER_PASS_COST = 0.10
-"""Before any measurement: the cost of a drafter's pass, in plain steps."""
+
+
+def interpolate(size: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """Piecewise linear through the measured sizes; extrapolated along the last piece, with a slope of at least 0.
+
+    Example:
+        >>> interpolate(3, (1, 5), (0.25, 0.75)), interpolate(9, (1, 5), (0.25, 0.75))
+        (0.5, 1.25)
+    """
+    index = min(bisect_right(sizes, size), len(sizes) - 1)
+    if size <= sizes[0] or index == 0:
+        return seconds[0]
+    slope = (seconds[index] - seconds[index - 1]) / (sizes[index] - sizes[index - 1])
+    if size >= sizes[-1]:
+        return seconds[-1] + max(0.0, slope) * (size - sizes[-1])
+    return seconds[index - 1] + slope * (size - sizes[index - 1])
+
+
+def _check_curve(sizes: Sequence[float], seconds: Sequence[float]) -> None:
+    if not 0 < len(sizes) == len(seconds) or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
+        raise ValueError(f"a curve needs increasing numbers of tokens, and seconds for each, got {sizes} and {seconds}")
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """T(q): seconds of a forward pass of the target over q tokens per row.
+
+    Args:
+        queries: increasing numbers of tokens per row, from 1.
+        seconds: of a pass over that many tokens in each row.
+        context: cached tokens in each row.
+        batch: rows.
+
+    Raises:
+        ValueError: if the lists differ in length, `queries` does not increase from 1, or a number is not positive.
+
+    Example:
+        >>> curve = CostCurve((1, 4), (0.010, 0.016), context=256, batch=1)
+        >>> round(curve(2), 4), round(curve(6), 4), round(curve.relative(4), 2)
+        (0.012, 0.02, 1.6)
+    """
+
+    queries: tuple[int, ...]
+    seconds: tuple[float, ...]
+    context: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        _check_curve(self.queries, self.seconds)
+        if self.queries[0] != 1:
+            raise ValueError(f"queries must increase from 1, got {list(self.queries)}")
+        if not all(0 < value < inf for value in (*self.seconds, self.context, self.batch)):
+            raise ValueError(f"seconds, context and batch must be positive and finite, got {self}")
+
+    def __call__(self, queries: float) -> float:
+        """Seconds of a pass over `queries` tokens per row."""
+        return interpolate(queries, self.queries, self.seconds)
+
+    def seconds_of(self, tokens: float) -> float:
+        """Seconds of a pass over this many tokens in all rows together, for any number of rows."""
+        return self(tokens / self.batch)
+
+    def by_tokens(self, tokens: Array) -> Array:
+        """`seconds_of` for several numbers of tokens."""
+        return np.array([self.seconds_of(count) for count in np.asarray(tokens, dtype=float).tolist()])
+
+    def relative(self, queries: float) -> float:
+        """T(q) / T(1)."""
+        return self(queries) / self.seconds[0]
 
 
 @dataclass(frozen=True)
@@ -37,7 +100,6 @@ class DraftLatency:
     Args:
         tokens, seconds: seconds of one forward pass of the drafter over that many tokens, all rows together.
         overhead: seconds of any draft, empty or not; includes heads that run once per draft.
-        prefill: seconds per prompt token of one row, before the first draft.
 
     Raises:
         ValueError: if a number is negative or not finite, or the tokens do not increase.
@@ -46,33 +108,26 @@ class DraftLatency:
     tokens: tuple[float, ...] = (1,)
     seconds: tuple[float, ...] = (0.0,)
     overhead: float = 0.0
-    prefill: float = 0.0
 
     def __post_init__(self) -> None:
-        if not all(0 <= number < inf for number in (*self.tokens, *self.seconds, self.overhead, self.prefill)):
+        _check_curve(self.tokens, self.seconds)
+        if not all(0 <= value < inf for value in (*self.seconds, self.overhead)):
             raise ValueError(f"times of a drafter must be finite and not negative, got {self}")
-        if not 0 < len(self.tokens) == len(self.seconds) or any(b <= a for a, b in pairwise(self.tokens)):
-            raise ValueError(f"a drafter needs increasing tokens, and seconds for each, got {self}")
 
-    def by_tokens(self, tokens: Array | float) -> Array:
+    def seconds_of(self, tokens: float) -> float:
         """Seconds of one pass over this many tokens, all rows together."""
         return interpolate(tokens, self.tokens, self.seconds)
 
-    def seconds_of(self, tokens: float) -> float:
-        """`by_tokens` for one number of tokens."""
-        return interpolate_one(tokens, self.tokens, self.seconds)
+    def by_tokens(self, tokens: Array) -> Array:
+        """`seconds_of` for several numbers of tokens."""
+        return np.array([self.seconds_of(count) for count in np.asarray(tokens, dtype=float).tolist()])
 
     def draft(self, passes: Sequence[int]) -> float:
         """Seconds of a draft with these passes, each given by its tokens."""
         return self.overhead + sum(map(self.seconds_of, passes))
 
-    def scaled(self, factor: float) -> DraftLatency:
-        """The same with all times multiplied by a factor."""
-        seconds = tuple(factor * one for one in self.seconds)
-        return DraftLatency(self.tokens, seconds, factor * self.overhead, factor * self.prefill)
 
-
-class Slice(NamedTuple):
+class Bucket(NamedTuple):
     """Latencies at one number of rows and one context length: of the target, and of drafters by kind."""
 
     target: CostCurve
@@ -80,23 +135,10 @@ class Slice(NamedTuple):
 
 
 class StepLatency(NamedTuple):
-    """Latencies of the next steps; each has `by_tokens`, the seconds of a pass by its tokens in all rows together."""
+    """Latencies of the next steps."""
 
     target: CostCurve
     drafter: DraftLatency
-
-
-def slice_of(rows: int, context: int) -> tuple[int, int]:
-    """The rows and context that a slice stands for: the next power of two, and of four from 512 on.
-
-    Example:
-        >>> slice_of(3, 100), slice_of(16, 3000)
-        ((4, 512), (16, 8192))
-    """
-    longest = 512
-    while longest < context:
-        longest *= 4
-    return 1 << max(0, rows - 1).bit_length(), longest
 
 
 @dataclass(frozen=True)
@@ -104,41 +146,35 @@ class LatencyModel:
     """Seconds of a target step by tokens per row, rows and context, and of a drafter's pass by its tokens.
 
     Args:
-        slices: at different numbers of rows and context lengths; the nearest one is used.
+        buckets: at different numbers of rows and context lengths; the nearest one is used.
         drafter: the kind of drafter in use.
-        description: what the latencies depend on, as written to profile files.
+        description: what the latencies depend on, as written to latency files.
 
     Example:
-        >>> import numpy as np
         >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
         >>> step = model.at(rows=2, context=300)
-        >>> step.target.by_tokens(np.array([2, 18])).round(4).tolist()  # two rows: plain, and with 8 draft tokens each
+        >>> [round(step.target.seconds_of(tokens), 4) for tokens in (2, 18)]  # two rows: plain, and 8 draft tokens each
         [0.0102, 0.0142]
     """
 
-    slices: tuple[Slice, ...]
-    drafter: str = ANY_KIND
+    buckets: tuple[Bucket, ...]
+    drafter: str = ANY_DRAFTER
     description: Mapping[str, Any] = field(default_factory=dict)
-    _nearest: dict[tuple[int, int], StepLatency] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.slices) <= MAX_SLICES:
-            raise ValueError(f"a latency model needs 1 to {MAX_SLICES} slices, got {len(self.slices)}")
+        if not 0 < len(self.buckets) <= 64:
+            raise ValueError(f"a latency model needs 1 to 64 buckets, got {len(self.buckets)}")
 
     def at(self, rows: int, context: int) -> StepLatency:
         """Latencies for this many rows, the longest of which has `context` tokens."""
-        wanted = rows, context = slice_of(rows, context)
-        known = self._nearest.get(wanted)
-        if known is not None:
-            return known
 
-        def distance(one: Slice) -> float:
+        def distance(bucket: Bucket) -> float:
             # Rows have twice the weight: they change the cost of every token, contexts only that of attention.
-            return 2 * abs(log2(rows / one.target.batch)) + abs(log2(context / one.target.context))
+            curve = bucket.target
+            return 2 * abs(log2(rows / curve.batch)) + abs(log2(context / curve.context))
 
-        nearest = min(self.slices, key=distance)
-        drafter = nearest.drafters.get(self.drafter) or nearest.drafters[ANY_KIND]
-        return self._nearest.setdefault(wanted, StepLatency(nearest.target, drafter))
+        nearest = self.buckets[0] if len(self.buckets) == 1 else min(self.buckets, key=distance)
+        return StepLatency(nearest.target, nearest.drafters.get(self.drafter) or nearest.drafters[ANY_DRAFTER])
 
     def select(self, drafter: str, negligible_draft_cost: bool = False) -> LatencyModel:
         """The same model with this kind of drafter.
@@ -146,14 +182,14 @@ class LatencyModel:
         Raises:
             ValueError: if it has no such drafter, unless the draft cost is negligible.
         """
-        slices = []
-        for target, drafters in self.slices:
+        buckets = []
+        for target, drafters in self.buckets:
             if negligible_draft_cost:
-                drafters = {ANY_KIND: DraftLatency(), **drafters}
-            if not {drafter, ANY_KIND} & drafters.keys():
-                raise ValueError(f"the latency profile has no drafter {drafter!r}; it has {sorted(drafters)}")
-            slices.append(Slice(target, drafters))
-        return LatencyModel(tuple(slices), drafter, self.description)
+                drafters = {ANY_DRAFTER: DraftLatency(), **drafters}
+            if not {drafter, ANY_DRAFTER} & drafters.keys():
+                raise ValueError(f"the latency file has no drafter {drafter!r}; it has {sorted(drafters)}")
+            buckets.append(Bucket(target, drafters))
+        return LatencyModel(tuple(buckets), drafter, self.description)
 
     @classmethod
     def from_curves(cls, *curves: CostCurve, draft_token: float = 0.0, draft_step: float = 0.0) -> LatencyModel:
@@ -161,61 +197,42 @@ class LatencyModel:
 
         Args:
             curves: at least one.
-            draft_token: seconds of one pass of the drafter, for all rows.
-            draft_step: overhead of every draft in seconds.
+            draft_token, draft_step: seconds of one pass of the drafter, and overhead of every draft in seconds.
         """
-        drafters = {ANY_KIND: DraftLatency(seconds=(draft_token,), overhead=draft_step)}
-        return cls(tuple(Slice(curve, drafters) for curve in curves))
+        drafters = {ANY_DRAFTER: DraftLatency(seconds=(draft_token,), overhead=draft_step)}
+        return cls(tuple(Bucket(curve, drafters) for curve in curves))
 
-    @classmethod
-    def default(cls, device: str, drafter: str, negligible_draft_cost: bool) -> LatencyModel:
-        """The model assumed for a type of device before any measurement."""
-        by_device = SECOND_TOKEN_COST, FURTHER_TOKEN_COST
-        second, token = (costs.get(device, ACCELERATOR_TOKEN_COST) for costs in by_device)
-        draft = DraftLatency(seconds=(0.0 if negligible_draft_cost else DRAFTER_PASS_COST,))
-        curve = CostCurve((1, 2, 3), (1.0, 1.0 + second, 1.0 + second + token), context=1, batch=1)
-        return cls((Slice(curve, {drafter: draft}),), drafter)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, lists and strings, ready for JSON."""
-        slices = [
+    def save(self, path: str | Path) -> None:
+        """Write a file for `load`."""
+        buckets = [
             {"target": asdict(one.target), "drafters": {kind: asdict(draft) for kind, draft in one.drafters.items()}}
-            for one in self.slices
+            for one in self.buckets
         ]
-        return {"format": FORMAT, "description": dict(self.description), "slices": slices}
-
-    @classmethod
-    def from_dict(cls, data: Any, drafter: str = ANY_KIND) -> LatencyModel:
-        """From what `to_dict` returns.
-
-        Raises:
-            ValueError: if it is something else.
-        """
-        try:
-            if data["format"] != FORMAT:
-                raise ValueError(f"unknown format {data['format']!r}, expected {FORMAT!r}")
-            slices = []
-            for one in data["slices"]:
-                drafters = {
-                    kind: DraftLatency(
-                        **{**draft, "tokens": tuple(draft["tokens"]), "seconds": tuple(draft["seconds"])}
-                    )
-                    for kind, draft in one["drafters"].items()
-                }
-                slices.append(Slice(CostCurve.from_dict(one["target"]), drafters))
-            return cls(tuple(slices), drafter, dict(data.get("description", {})))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"not a latency profile: {error!r}") from None
+        data = {"format": FORMAT, "description": dict(self.description), "slices": buckets}
+        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> LatencyModel:
-        """Read a profile file, such as `benchmarks/profiles/gpu_like.json`.
+        """Read a latency file, such as `benchmarks/profiles/gpu_like.json`.
 
         Raises:
-            ValueError: if the file is not a profile.
+            ValueError: if the file is not a latency file.
             OSError: if it cannot be read.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{str(path)!r} is not a latency profile: {error}") from None
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if data["format"] != FORMAT:
+                raise ValueError(f"unknown format {data['format']!r}, expected {FORMAT!r}")
+            return cls(tuple(map(_bucket, data["slices"])), description=dict(data.get("description", {})))
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r} is not a latency file: {error!r}") from None
+
+
+def _bucket(data: Any) -> Bucket:
+    target = data["target"]
+    curve = CostCurve(tuple(target["queries"]), tuple(target["seconds"]), target["context"], target["batch"])
+    drafters = {
+        kind: DraftLatency(tuple(draft["tokens"]), tuple(draft["seconds"]), draft["overhead"])
+        for kind, draft in data["drafters"].items()
+    }
+    return Bucket(curve, drafters)

@@ -5,29 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.latency import LatencyModel
-
-
-class DraftingSpeed(NamedTuple):
-    """Sums over the steps for which drafts were requested.
-
-    Args:
-        steps: how many.
-        tokens: that they emitted per row.
-        cost: their time by the latency model, in plain steps.
-    """
-
-    steps: int = 0
-    tokens: float = 0.0
-    cost: float = 0.0
-
-    def plus(self, other: DraftingSpeed) -> DraftingSpeed:
-        """The sums over both."""
-        return DraftingSpeed(self.steps + other.steps, self.tokens + other.tokens, self.cost + other.cost)
+from hf_specgen.targets.base import Target
 
 
 class PolicySession(ABC):
@@ -35,17 +17,18 @@ class PolicySession(ABC):
 
     latency: LatencyModel | None = None
     """The latency model in use, for strategies that size their own trees; None if the policy has none."""
-    drafting_speed: DraftingSpeed | None = None
-    """What drafting has gained and cost in this call, since latencies are final; None if the policy knows none."""
     remembers: bool = False
     """Whether counts of earlier calls may be used; if not, equal calls make the same drafts."""
 
+    def prefilled(self, target: Target) -> None:
+        """Called once, after the prefill: the place to measure the target's latency (`hf_specgen.depth.calibrate`)."""
+
     @abstractmethod
-    def depths(self, room: Sequence[int]) -> list[int]:
-        """The maximum depth of each row's next draft; the decoding loop cuts it to the strategy's k and to `room`.
+    def depths(self, limits: Sequence[int]) -> list[int]:
+        """The maximum depth of each row's next draft; the decoding loop cuts it to the strategy's k and to `limits`.
 
         Args:
-            room: `[rows]` draft tokens that each row can still use; 0 for a row that takes no part in this step.
+            limits: `[rows]` draft tokens that each row can still use; 0 for a row that takes no part in this step.
         """
 
     def observe(self, step: StepRecord) -> None:
@@ -65,8 +48,8 @@ class Policy(ABC):
         >>> class WhileAcceptedSession(PolicySession):
         ...     '''Drafts 8 tokens while the last step accepted any, and in every tenth step.'''
         ...     step, accepted = 0, True
-        ...     def depths(self, room):
-        ...         return [8 if self.accepted or self.step % 10 == 0 else 0] * len(room)
+        ...     def depths(self, limits):
+        ...         return [8 if self.accepted or self.step % 10 == 0 else 0] * len(limits)
         ...     def observe(self, step):
         ...         self.step += 1
         ...         self.accepted = any(row.accepted for row in step.rows if row is not None)
@@ -108,5 +91,5 @@ class _FixedSession(PolicySession):
     def __init__(self, k: int):
         self._k = k
 
-    def depths(self, room: Sequence[int]) -> list[int]:
-        return [self._k] * len(room)
+    def depths(self, limits: Sequence[int]) -> list[int]:
+        return [self._k] * len(limits)

@@ -13,8 +13,7 @@ def lockstep_group(model: Any) -> Any:
     """The process group whose ranks run every step of the model together; None if there is no such group.
 
     Only the tensor-parallel group of the model's device mesh is meant. Replicas of the model, as under
-    `accelerate launch` with a share of the prompts each, take different numbers of steps and must not wait for each
-    other.
+    `accelerate launch`, take different numbers of steps and must not wait for each other.
 
     Raises:
         ValueError: if the model is tensor-parallel, but it is unknown which ranks share it.
@@ -28,7 +27,7 @@ def lockstep_group(model: Any) -> Any:
             return dist.group.WORLD
         raise ValueError(
             f"the model is spread over {size} of {dist.get_world_size()} processes, but has no device mesh that names "
-            "them; give a fixed depth such as k=5, or a latency profile, so that no agreement is needed"
+            "them; give a fixed depth such as k=5, or a latency file, so that no agreement is needed"
         )
     names = mesh.mesh_dim_names or ()
     return (mesh["tp"] if "tp" in names and mesh.ndim > 1 else mesh).get_group()
@@ -41,8 +40,3 @@ def from_first_rank(value: T, group: Any) -> T:
     holder = [value]
     dist.broadcast_object_list(holder, src=dist.get_global_rank(group, 0), group=group)
     return holder[0]
-
-
-def is_first_rank(group: Any) -> bool:
-    """Whether this is the rank whose value is used; always True without a group."""
-    return group is None or dist.get_rank(group) == 0

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.policy import FixedDepth, Policy, PolicySession
-
-if TYPE_CHECKING:
-    from hf_specgen.call import Call
-
-
-def context_length(call: Call) -> int:
-    """Tokens in the longest row, prompt included."""
-    return max(len(prompt) + len(text) for prompt, text in zip(call.state.prompts, call.state.generated, strict=True))
 
 
 @dataclass(frozen=True)
@@ -27,9 +19,6 @@ class Schedule(Policy):
         by_batch: depth from each number of rows on: `{1: 8, 4: 4, 16: 0}` drafts 8 tokens for 1 to 3 rows, 4 for 4 to
             15, and none from 16 on. Only rows that still generate count.
         by_context: depth from each number of tokens in the longest row on.
-
-    Raises:
-        ValueError: if both are empty, or a number is negative.
 
     Example:
         >>> Schedule({1: 8, 4: 4, 16: 0})
@@ -54,10 +43,10 @@ class _ScheduleSession(PolicySession):
     def __init__(self, schedule: Schedule, call: Call):
         self._schedule, self._call = schedule, call
 
-    def depths(self, room: Sequence[int]) -> list[int]:
-        k, active = self._call.drafting.k, sum(free > 0 for free in room)
+    def depths(self, limits: Sequence[int]) -> list[int]:
+        k, active = self._call.drafting.k, sum(free > 0 for free in limits)
         by_batch = _look_up(self._schedule.by_batch, active, k)
-        return [min(by_batch, _look_up(self._schedule.by_context, context_length(self._call), k), k)] * len(room)
+        return [min(by_batch, _look_up(self._schedule.by_context, self._call.context_length, k), k)] * len(limits)
 
 
 def _look_up(schedule: Mapping[int, int], size: int, otherwise: int) -> int:
@@ -83,20 +72,16 @@ class MovingWindow(Policy):
         MovingWindow(target=0.7, window=10, start=None)
     """
 
-    tolerance = 0.1
-
     def __init__(self, target: float = 0.6, window: int = 10, start: int | None = None):
-        if not 0 < target < 1:
-            raise ValueError(f"target must be between 0 and 1, got {target}")
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
+        if not 0 < target < 1 or window < 1:
+            raise ValueError(f"target must be between 0 and 1, and window at least 1, got {target} and {window}")
         self.target, self.window, self.first_depth = target, window, start
-
-    def start(self, call: Call) -> PolicySession:
-        return _WindowSession(self, call)
 
     def __repr__(self) -> str:
         return f"MovingWindow(target={self.target}, window={self.window}, start={self.first_depth})"
+
+    def start(self, call: Call) -> PolicySession:
+        return _WindowSession(self, call)
 
 
 class _WindowSession(PolicySession):
@@ -106,7 +91,7 @@ class _WindowSession(PolicySession):
         self._depths = [first] * batch
         self._recent: list[deque[tuple[int, int]]] = [deque(maxlen=policy.window) for _ in range(batch)]
 
-    def depths(self, room: Sequence[int]) -> list[int]:
+    def depths(self, limits: Sequence[int]) -> list[int]:
         return list(self._depths)
 
     def observe(self, step: StepRecord) -> None:
@@ -116,7 +101,7 @@ class _WindowSession(PolicySession):
             self._recent[row].append((outcome.accepted, min(outcome.depth, outcome.accepted + 1)))
             accepted, verified = (sum(counts) for counts in zip(*self._recent[row], strict=True))
             excess = accepted / verified - self._policy.target
-            change = (excess > self._policy.tolerance) - (excess < -self._policy.tolerance)
+            change = (excess > 0.1) - (excess < -0.1)
             self._depths[row] = max(1, min(self._k, self._depths[row] + change))
 
 
@@ -142,13 +127,3 @@ class DisableWhen(Policy):
         above = self.temperature_above is not None and call.temperature > self.temperature_above
         disabled = above or call.max_new_tokens < self.new_tokens_below
         return (FixedDepth(0) if disabled else self.otherwise).start(call)
-
-
-def OffAbove(temperature: float, otherwise: Policy | None = None) -> DisableWhen:
-    """`DisableWhen(temperature_above=temperature)`."""
-    return DisableWhen(temperature_above=temperature, otherwise=otherwise or FixedDepth())
-
-
-def OffForShort(tokens: int, otherwise: Policy | None = None) -> DisableWhen:
-    """`DisableWhen(new_tokens_below=tokens)`."""
-    return DisableWhen(new_tokens_below=tokens, otherwise=otherwise or FixedDepth())

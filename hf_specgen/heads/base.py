@@ -1,12 +1,12 @@
-"""Base classes of draft heads that read the target's hidden states, and how a head is attached to a target.
+"""Base classes of draft heads that read the target's hidden states, loading of their tensors, binding to a target.
 
     features of the target ─► head.combine ─► hidden ─┐
                                                       ├─► head(embeddings, hidden, …) ─► HeadOutput
-    next token ─► attached.embed ─► embeddings ───────┘                                   │      │
-                                                              fed to the next step ◄─ hidden   output ─► attached.logits
+    next token ─► bound.embed ─► embeddings ──────────┘                                   │      │
+                                                              fed to the next step ◄─ hidden   output ─► bound.logits
 
 A head owns the weights of its checkpoint. Those that the checkpoint leaves out (usually the embedding, often the output
-matrix) are the target's, shared by `AttachedHead`: they are neither copied nor saved.
+matrix) are the target's, shared by `BoundHead`: they are neither copied nor saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.heads import taps
+from hf_specgen.heads.aux_hidden_states import capture_arguments, concatenate
+from hf_specgen.heads.checkpoint import Checkpoint, Names, TensorInfo
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,23 +33,21 @@ class HeadConfig:
         hidden_size: width of the states that the head passes from step to step.
         vocab_size: the target's.
         target_hidden_size: width of the target's hidden states.
-        num_taps: how many of the target's hidden states are concatenated to a feature.
-        taps: their `hidden_states` indices; None for the format's default for the target's number of layers.
+        num_aux_hidden_states: how many of the target's hidden states are concatenated to a feature.
+        aux_hidden_state_layers: their `hidden_states` indices; None for the format's default for the target's number
+            of layers.
         draft_vocab_size: how many tokens the head can propose; `vocab_size` means all of them.
         own_embeddings, own_lm_head: whether the head has its own embedding and output matrix, or uses the target's.
         speculative_tokens: the number of draft tokens that the checkpoint recommends.
         base_model: Hub id or path of the target that it was trained for, if known.
         num_target_layers: number of layers of that target, if known.
-
-    Raises:
-        ValueError: if the numbers contradict each other.
     """
 
     hidden_size: int
     vocab_size: int
     target_hidden_size: int
-    num_taps: int
-    taps: tuple[int, ...] | None = None
+    num_aux_hidden_states: int
+    aux_hidden_state_layers: tuple[int, ...] | None = None
     draft_vocab_size: int
     own_embeddings: bool = False
     own_lm_head: bool = False
@@ -65,8 +66,16 @@ class HeadConfig:
                 f"a head with a draft vocabulary of {self.draft_vocab_size} of {self.vocab_size} tokens needs its own "
                 "output matrix (lm_head.weight)"
             )
-        if self.taps is not None and len(self.taps) != self.num_taps:
-            raise ValueError(f"the head reads {self.num_taps} hidden states of the target, but taps are {self.taps}")
+        if self.aux_hidden_state_layers is not None:
+            self.check_layer_count(self.aux_hidden_state_layers)
+
+    def check_layer_count(self, layers: Sequence[int]) -> None:
+        """Raise a `ValueError` unless there are as many layers as the head reads hidden states."""
+        if len(layers) != self.num_aux_hidden_states:
+            raise ValueError(
+                f"the head reads {self.num_aux_hidden_states} hidden states of the target, but "
+                f"aux_hidden_state_layers are {tuple(layers)}"
+            )
 
 
 class HeadOutput(NamedTuple):
@@ -80,11 +89,7 @@ class HeadOutput(NamedTuple):
 
 
 class DraftHead(nn.Module):
-    """Base class of the heads; a subclass adds its layers, `default_taps`, `combine` and `forward`.
-
-    Args:
-        config: the head's configuration.
-    """
+    """Base class of the heads; a subclass adds its layers, `default_layers`, `combine` and `forward`."""
 
     lm_head: nn.Module | None
     draft_to_target: torch.Tensor | None
@@ -100,34 +105,41 @@ class DraftHead(nn.Module):
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("draft_to_target", torch.arange(config.draft_vocab_size) if reduced else None)
 
-    def default_taps(self, num_layers: int) -> tuple[int, ...]:
-        """The `hidden_states` indices that the format reads of a target with `num_layers` layers by default."""
-        raise NotImplementedError
+    def default_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The `hidden_states` indices that the format reads of a target with `num_layers` layers by default.
+
+        Unless a subclass says otherwise: the state after the target's final norm.
+        """
+        return (num_layers,)
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """Features to hidden states; the features themselves where they have the width of the head."""
+        return features
 
     def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """The target's token ids of draft token ids, in the same shape."""
         return draft_ids if self.draft_to_target is None else self.draft_to_target[draft_ids]
 
-    def attach(self, target: PreTrainedModel, taps: Sequence[int] | None = None) -> AttachedHead:
+    def bind(self, target: PreTrainedModel, aux_hidden_state_layers: Sequence[int] | None = None) -> BoundHead:
         """Check that the head can draft for `target`, and share the target's weights that the head lacks.
 
         Args:
             target: the model that the head was trained for; it is not changed.
-            taps: `hidden_states` indices to read instead of the configured ones.
+            aux_hidden_state_layers: `hidden_states` indices to read instead of the configured ones.
 
         Raises:
             ValueError: naming the first mismatch.
         """
-        return AttachedHead(self, target, taps)
+        return BoundHead(self, target, aux_hidden_state_layers)
 
 
-class AttachedHead:
-    """A head together with the target that it drafts for; see `DraftHead.attach`."""
+class BoundHead:
+    """A head together with the target that it drafts for; see `DraftHead.bind`."""
 
-    taps: tuple[int, ...]
+    aux_hidden_state_layers: tuple[int, ...]
     """The `hidden_states` indices that `features` reads."""
 
-    def __init__(self, head: DraftHead, target: PreTrainedModel, taps: Sequence[int] | None = None) -> None:
+    def __init__(self, head: DraftHead, target: PreTrainedModel, layers: Sequence[int] | None = None) -> None:
         config = target.config.get_text_config()
         self.head = head
         embed: Any = target.get_input_embeddings()
@@ -135,34 +147,34 @@ class AttachedHead:
         if lm_head is None:
             raise ValueError(f"{type(target).__name__} has no output matrix, which draft heads need")
         self._check_sizes(config.hidden_size, embed.weight.shape[0], embed.weight.shape[1], lm_head.weight.shape[1])
-        self.taps = _checked_taps(head, config.num_hidden_layers, taps)
+        self.aux_hidden_state_layers = _checked_layers(head, config.num_hidden_layers, layers)
         self._embed: Any = head.embed_tokens or embed
         self._lm_head: Any = head.lm_head or lm_head
         self._like = next(head.parameters())
 
     def _check_sizes(self, hidden: int, vocab: int, embedding: int, output: int) -> None:
         config = self.head.config
-        pairs = [("a hidden size of", config.target_hidden_size, hidden), ("a vocabulary of", config.vocab_size, vocab)]
+        sizes = [("a hidden size of", config.target_hidden_size, hidden), ("a vocabulary of", config.vocab_size, vocab)]
         if not config.own_embeddings:
-            pairs.append(("embeddings of width", config.hidden_size, embedding))
+            sizes.append(("embeddings of width", config.hidden_size, embedding))
         if not config.own_lm_head:
-            pairs.append(("an output matrix of width", config.hidden_size, output))
-        for what, wanted, found in pairs:
-            if wanted != found:
+            sizes.append(("an output matrix of width", config.hidden_size, output))
+        for name, expected, actual in sizes:
+            if expected != actual:
                 origin = f" ({config.base_model})" if config.base_model else ""
                 raise ValueError(
-                    f"the head was made for a target{origin} with {what} {wanted}, but this target has {found}; "
+                    f"the head was made for a target{origin} with {name} {expected}, but this target has {actual}; "
                     "load the head that belongs to it"
                 )
 
     @property
     def capture_arguments(self) -> dict[str, Any]:
         """Arguments of the target's forward pass that make it return the states that `features` reads."""
-        return taps.capture_arguments(self.taps)
+        return capture_arguments(self.aux_hidden_state_layers)
 
     def features(self, hidden_states: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The target's `hidden_states` as `[batch, length, taps * target_hidden]`, in the head's dtype and device."""
-        return taps.concatenate(hidden_states, self.taps).to(self._like)
+        """The target's `hidden_states` as `[batch, length, layers * target_hidden]`, in the head's dtype and device."""
+        return concatenate(hidden_states, self.aux_hidden_state_layers).to(self._like)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[batch, length]` target token ids to `[batch, length, hidden]` embeddings."""
@@ -189,16 +201,72 @@ class AttachedHead:
         return self.head.target_ids(draft_ids)
 
 
-def _checked_taps(head: DraftHead, num_layers: int, given: Sequence[int] | None) -> tuple[int, ...]:
+def _checked_layers(head: DraftHead, num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...]:
+    """The `hidden_states` indices to read: those given, those of the config, or the format's default."""
     config = head.config
     if config.num_target_layers is not None and config.num_target_layers != num_layers:
         raise ValueError(
             f"the head was made for a target of {config.num_target_layers} layers, but this one has {num_layers}; "
             "load the head that belongs to it"
         )
-    chosen = tuple(given if given is not None else config.taps or head.default_taps(num_layers))
-    if len(chosen) != config.num_taps:
-        raise ValueError(f"the head reads {config.num_taps} hidden states of the target, but taps are {chosen}")
-    if not all(0 <= tap <= num_layers for tap in chosen):
-        raise ValueError(f"taps {chosen} are not all between 0 and {num_layers}, the target's number of layers")
-    return chosen
+    if layers is None:
+        layers = config.aux_hidden_state_layers or head.default_layers(num_layers)
+    config.check_layer_count(layers)
+    if not all(0 <= layer <= num_layers for layer in layers):
+        raise ValueError(
+            f"aux_hidden_state_layers {tuple(layers)} are not all between 0 and {num_layers}, the target's number of "
+            "layers"
+        )
+    return tuple(layers)
+
+
+def load_tensors(head: DraftHead, checkpoint: Checkpoint, names: Names, dtype: torch.dtype | None = None) -> None:
+    """Load a checkpoint's tensors into a head that was built on the "meta" device."""
+    expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
+    missing, unknown = sorted(expected.keys() - names.keys()), sorted(names.keys() - expected.keys())
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing, such as {', '.join(missing[:3])}; download it again")
+    if unknown:
+        raise ValueError(
+            f"a head with this config.json has no tensors such as {', '.join(names[name] for name in unknown[:3])} "
+            f"({len(unknown)} in all); it is of a variant that is not supported"
+        )
+    membership = checkpoint.tensors.get("t2d")
+    if membership is not None and membership.shape != (head.config.vocab_size,):
+        raise ValueError(f"t2d has shape {membership.shape}, but config.json has vocab_size {head.config.vocab_size}")
+    for name, tensor in expected.items():
+        _check_tensor(names[name], checkpoint.tensors[names[name]], tensor)
+    dtype = dtype or checkpoint.tensors[names["layers.0.self_attn.q_proj.weight"]].dtype
+    loaded, state = checkpoint.read(names.values()), {}
+    for name, tensor in expected.items():
+        state[name] = (
+            loaded[names[name]].to(dtype if tensor.is_floating_point() else tensor.dtype).reshape(tensor.shape)
+        )
+    if head.draft_to_target is not None:
+        state["draft_to_target"] = _draft_to_target(checkpoint, head.config.draft_vocab_size, head.config.vocab_size)
+    head.load_state_dict(state, assign=True)
+    head.eval().requires_grad_(False)
+
+
+def _check_tensor(name: str, info: TensorInfo, expected: torch.Tensor) -> None:
+    """Raise unless a tensor of the file has the expected dtype, and its shape apart from dimensions of size 1."""
+    if [size for size in info.shape if size != 1] != [size for size in expected.shape if size != 1]:
+        raise ValueError(f"tensor {name} has shape {info.shape}, but config.json makes it {tuple(expected.shape)}")
+    if expected.is_floating_point() and info.dtype not in FLOATS:
+        raise ValueError(f"tensor {name} has dtype {info.dtype}; quantised heads are not supported")
+    if not expected.is_floating_point() and info.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tensor {name} has dtype {info.dtype}, but it holds token ids")
+
+
+def _draft_to_target(checkpoint: Checkpoint, size: int, vocab: int) -> torch.Tensor:
+    """The target's id of each draft id, from the differences of both that the file holds."""
+    info = checkpoint.tensors.get("d2t")
+    if info is None or info.shape != (size,) or info.dtype not in (torch.int64, torch.int32):
+        description = "none" if info is None else f"one of shape {info.shape} and dtype {info.dtype}"
+        raise ValueError(
+            f"a draft vocabulary of {size} tokens needs an integer tensor d2t of that length, found {description}"
+        )
+    ids = checkpoint.read(["d2t"])["d2t"].long() + torch.arange(size)
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise ValueError(f"d2t maps draft tokens to ids outside of the target's vocabulary of {vocab}")
+    return ids

@@ -26,12 +26,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from hf_specgen.heads.aux_hidden_states import block_layers
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.layers import Attention, DecoderLayer, LayerConfig, RotaryEmbedding
-from hf_specgen.heads.taps import block_taps
-
-MAX_BLOCK_SIZE = 1024
-"""Published heads have blocks of 8 to 16 tokens; the limit rejects damaged configs before a block is allocated."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,6 @@ class BlockConfig(HeadConfig):
         mask_token_id: the input token at the positions to predict.
         first_proposing_position: 1 if position i of a block predicts its own token and the anchor nothing (DFlash);
             0 if position i predicts the token after it (`sample_from_anchor`).
-
-    Raises:
-        ValueError: if the values are invalid or contradict each other.
     """
 
     layer: LayerConfig
@@ -76,8 +70,8 @@ class BlockConfig(HeadConfig):
         super().__post_init__()
         if not self.attention:
             raise ValueError("a block head has at least one layer, got none")
-        if not 2 <= self.block_size <= MAX_BLOCK_SIZE:
-            raise ValueError(f"block_size must be between 2 and {MAX_BLOCK_SIZE}, got {self.block_size}")
+        if not 2 <= self.block_size <= 1024:  # rejects damaged configs; published heads have blocks of 8 to 16 tokens
+            raise ValueError(f"block_size must be between 2 and 1024, got {self.block_size}")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"mask_token_id must be a token of the target, below {self.vocab_size}: {self.mask_token_id}"
@@ -94,34 +88,24 @@ class BlockHead(DraftHead):
 
     To draft, call `extend` with the features of newly accepted positions, then `forward` over the block, then drop the
     block's cache entries.
-
-    Args:
-        config: the head's configuration.
     """
 
     config: BlockConfig
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(config.num_taps * config.target_hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(config.num_aux_hidden_states * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.layer.norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(config.layer, index) for index in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.layer.norm_eps)
         self.rotary = RotaryEmbedding(config.layer)
 
-    def default_taps(self, num_layers: int) -> tuple[int, ...]:
+    def default_layers(self, num_layers: int) -> tuple[int, ...]:
         """Spread evenly over the target, one for each layer of the head."""
-        return block_taps(num_layers, self.config.num_layers)
+        return block_layers(num_layers, self.config.num_layers)
 
     def extend(self, features: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
-        """Add accepted positions to the context.
-
-        Args:
-            features: `[batch, new, taps * target_hidden]`; rows with fewer new positions are padded on the right, and
-                the caller corrects the cache's lengths afterwards.
-            position_ids: `[batch, new]`.
-            cache: receives one entry per position and layer.
-        """
+        """Add accepted positions to the context."""
         context = self.hidden_norm(self.fc(features))
         rotary = self.rotary(context, position_ids)
         for layer in self.layers:
@@ -151,27 +135,21 @@ class BlockHead(DraftHead):
         equal_lengths = len(set(lengths)) == 1
         masks = {
             # Without a mask, attention can use its fastest kernels.
-            kind: None
-            if kind == BlockAttention() and equal_lengths
-            else block_mask(kind, lengths, block, embeddings.device)
-            for kind in set(self.config.attention)
+            attention: None
+            if attention == BlockAttention() and equal_lengths
+            else block_mask(attention, lengths, block, embeddings.device)
+            for attention in set(self.config.attention)
         }
         rotary, states = self.rotary(embeddings, position_ids), embeddings
-        for layer, kind in zip(self.layers, self.config.attention, strict=True):
-            states = layer(states, rotary, masks[kind], cache)
+        for layer, attention in zip(self.layers, self.config.attention, strict=True):
+            states = layer(states, rotary, masks[attention], cache)
         return HeadOutput(states, self.norm(states))
 
 
 def block_mask(
-    kind: BlockAttention, lengths: Sequence[int], block: int, device: torch.device | str | None = None
+    attention: BlockAttention, lengths: Sequence[int], block: int, device: torch.device | str | None = None
 ) -> torch.Tensor:
     """The mask of a pass over a block, for a batch whose rows have different numbers of context entries.
-
-    Args:
-        kind: the layer's attention pattern.
-        lengths: the number of context entries of each row; the block's entries follow directly in the cache.
-        block: the number of positions of the block.
-        device: where the mask is made.
 
     Returns:
         `[batch, 1, block, max(lengths) + block]` bool, True where a position sees a cache slot.
@@ -182,11 +160,11 @@ def block_mask(
     """
     slots = torch.arange(max(lengths) + block, device=device)
     anchor = torch.tensor(lengths, device=device)[:, None, None]
-    own = anchor + torch.arange(block, device=device)[:, None]
-    visible = slots <= own if kind.causal else (slots < anchor + block).expand(-1, block, -1)
-    if kind.window is not None and kind.window_from_anchor:
-        visible = visible & (slots >= anchor - kind.window)
-    elif kind.window is not None:
-        visible = visible & (own - slots < kind.window)
-        visible = visible if kind.causal else visible & (slots - own < kind.window)
+    positions = anchor + torch.arange(block, device=device)[:, None]
+    visible = slots <= positions if attention.causal else (slots < anchor + block).expand(-1, block, -1)
+    if attention.window is not None and attention.window_from_anchor:
+        visible = visible & (slots >= anchor - attention.window)
+    elif attention.window is not None:
+        visible = visible & (positions - slots < attention.window)
+        visible = visible if attention.causal else visible & (slots - positions < attention.window)
     return visible[:, None]

@@ -1,30 +1,32 @@
-"""Reading untrusted checkpoints: config.json, and tensors whose shapes are known before anything is allocated.
+"""Reads untrusted checkpoints of heads and adapters: JSON files, and tensors whose shapes are known before allocating.
 
-Safetensors files state their shapes in a header that is checked against the size of the file; pickled files are read by
-`hf_specgen.heads.files`. So the memory that a checkpoint can take is bounded by its size on disk, whatever its
-config.json says.
+JSON is limited in size. Safetensors files state the shapes of their tensors in a header that is checked against the
+size of the file; pickled files are read by `torch.load(weights_only=True)`, and no tensor can take more memory than its
+file has bytes. Every problem is reported as one `ValueError` or `OSError` that names the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+import json
+import math
+import re
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
 from safetensors import SafetensorError, safe_open
-
-from hf_specgen.heads.files import first_line, read_json, unpickled_tensors
+from safetensors.torch import save_file
 
 CONFIG, INDEX, SINGLE, PICKLED = (
     "config.json",
@@ -32,141 +34,8 @@ CONFIG, INDEX, SINGLE, PICKLED = (
     "model.safetensors",
     "pytorch_model.bin",
 )
-
-
-class TensorInfo(NamedTuple):
-    """What is known of a tensor without reading it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    file: Path
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a checkpoint lies, in the terms of `from_pretrained`.
-
-    Args:
-        path_or_id: a folder, or a repository of the Hub.
-        revision, token, subfolder, cache_dir: as for `from_pretrained`.
-    """
-
-    path_or_id: str
-    revision: str | None = None
-    token: str | bool | None = None
-    subfolder: str | None = None
-    cache_dir: str | Path | None = None
-
-    def file(self, name: str) -> Path | None:
-        """The local path of a file, downloaded if necessary; None if the checkpoint has no such file.
-
-        Raises:
-            FileNotFoundError: if there is neither a folder nor a repository of that name.
-            GatedRepoError: if access to the repository has to be requested first.
-        """
-        folder = Path(self.path_or_id)
-        if folder.is_dir():
-            path = folder / (self.subfolder or "") / name
-            return path if path.is_file() else None
-        try:
-            return Path(
-                hf_hub_download(
-                    self.path_or_id,
-                    name,
-                    subfolder=self.subfolder,
-                    revision=self.revision,
-                    token=self.token,
-                    cache_dir=self.cache_dir,
-                )
-            )
-        except GatedRepoError:
-            raise
-        except (HFValidationError, RepositoryNotFoundError):
-            raise FileNotFoundError(f"{self.path_or_id} is neither a folder nor a repository of the Hub") from None
-        except EntryNotFoundError as error:
-            if name == CONFIG and isinstance(error, LocalEntryNotFoundError):
-                raise FileNotFoundError(
-                    f"{self.path_or_id} is not a folder, and as a repository it is neither cached nor within reach"
-                ) from None
-            return None  # offline, a file that is not in the cache counts as missing
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A config and the tensors beside it.
-
-    Args:
-        source: its name in messages.
-        config: config.json.
-        tensors: shape and dtype of each tensor; empty if there is no file of tensors.
-    """
-
-    source: str
-    config: dict[str, Any]
-    tensors: dict[str, TensorInfo]
-
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Read some of the tensors into memory.
-
-        Raises:
-            ValueError: if a file is damaged.
-        """
-        files: dict[Path, list[str]] = {}
-        for name in names:
-            files.setdefault(self.tensors[name].file, []).append(name)
-        result: dict[str, torch.Tensor] = {}
-        with ExitStack() as opened:
-            for path, wanted in files.items():
-                tensors: Any = unpickled_tensors(path) if path.suffix == ".bin" else opened.enter_context(_header(path))
-                read = tensors.__getitem__ if path.suffix == ".bin" else tensors.get_tensor
-                # A clone, since a view into the file would keep the whole of it mapped.
-                result.update({name: read(name).clone() for name in wanted})
-        return result
-
-
-def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
-    """Read a checkpoint's config and the headers of its tensor files.
-
-    Args:
-        source: where it is.
-        wanted: which tensors are of interest; files without any are neither downloaded nor opened.
-
-    Raises:
-        FileNotFoundError: if there is no such folder or repository.
-        ValueError: if it is not a checkpoint, or damaged.
-    """
-    where = source.path_or_id + (f"/{source.subfolder}" if source.subfolder else "")
-    path = source.file(CONFIG)
-    if path is None:
-        raise ValueError(f"{where} has no {CONFIG}, so it is not a checkpoint")
-    infos = _tensor_infos(source, where, wanted)
-    return Checkpoint(where, read_json(path), {name: info for name, info in infos.items() if wanted(name)})
-
-
-def _tensor_infos(source: Source, where: str, wanted: Callable[[str], bool]) -> dict[str, TensorInfo]:
-    if (index := source.file(INDEX)) is not None:
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise ValueError(f"{where}: {INDEX} has no weight_map of file names")
-        return _merged(source, where, sorted({file for name, file in names.items() if wanted(name)}))
-    for name in (SINGLE, PICKLED):
-        if source.file(name) is not None:
-            return _merged(source, where, [name])
-    return {}
-
-
-def _merged(source: Source, where: str, names: list[str]) -> dict[str, TensorInfo]:
-    infos: dict[str, TensorInfo] = {}
-    for name in names:
-        if Path(name).name != name:
-            raise ValueError(f"{where}: {INDEX} names a file outside of the checkpoint, {name!r}")
-        path = source.file(name)
-        if path is None:
-            raise ValueError(f"{where}: the file {name} is missing; download it again")
-        infos |= _pickled_infos(path) if path.suffix == ".bin" else _safetensors_infos(path)
-    return infos
-
-
+REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""Form of a repository id: "name" or "owner/name"."""
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -181,27 +50,295 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+Names = dict[str, str]
+"""Names of a head's own tensors, each with the name in the file."""
 
 
-def _header(path: Path) -> Any:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message (at most 300 characters); the type of an error without a message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def check_source(source: str) -> None:
+    """Raise `FileNotFoundError` if `source` is neither a folder nor of the form of a repository id."""
+    if not Path(source).is_dir() and not REPOSITORY.fullmatch(source):
+        raise FileNotFoundError(f"there is no folder {source!r}")
+
+
+@contextmanager
+def source_errors(source: str) -> Iterator[None]:
+    """Names the source in what Transformers raises inside while it loads from it."""
+    check_source(source)
     try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors ({first_line(error)}); download it again") from None
+        yield
+    except OSError as error:
+        reason = first_line(error)
+        raise OSError(reason if source in reason else f"cannot load {source!r}: {reason}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, SafetensorError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"cannot load {source!r}: {reason}") from error
 
 
-def _safetensors_infos(path: Path) -> dict[str, TensorInfo]:
-    infos = {}
-    with _header(path) as file:
-        for name in file.keys():  # noqa: SIM118  (not a mapping)
-            view = file.get_slice(name)
-            if view.get_dtype() not in DTYPES:
-                raise ValueError(f"{path}: tensor {name} has the unknown dtype {view.get_dtype()}")
-            infos[name] = TensorInfo(tuple(view.get_shape()), DTYPES[view.get_dtype()], path)
-    return infos
+def offline_hint(source: str) -> str:
+    """The end of a message about a file that was not found."""
+    local = Path(source).is_dir() or not constants.HF_HUB_OFFLINE
+    return "" if local else "; HF_HUB_OFFLINE is set, so only files in the local cache are found"
 
 
-def _pickled_infos(path: Path) -> dict[str, TensorInfo]:
-    return {
-        name: TensorInfo(tuple(tensor.shape), tensor.dtype, path) for name, tensor in unpickled_tensors(path).items()
-    }
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint lies, in the terms of `from_pretrained`."""
+
+    path_or_id: str
+    revision: str | None = None
+    token: str | bool | None = None
+    subfolder: str | None = None
+    cache_dir: str | Path | None = None
+
+    def __str__(self) -> str:
+        return self.path_or_id + (f"/{self.subfolder}" if self.subfolder else "")
+
+    def file(self, name: str) -> Path | None:
+        """The local path of a file, downloaded if necessary; None if there is no such file, or it cannot be reached."""
+        folder = Path(self.path_or_id)
+        if folder.is_dir():
+            path = folder / (self.subfolder or "") / name
+            return path if path.is_file() else None
+        check_source(self.path_or_id)
+        options = {field: getattr(self, field) for field in ("subfolder", "revision", "token", "cache_dir")}
+        try:
+            return Path(hf_hub_download(self.path_or_id, name, **options))
+        except GatedRepoError:
+            raise
+        except (HFValidationError, RepositoryNotFoundError):
+            raise FileNotFoundError(f"{self.path_or_id} is neither a folder nor a repository of the Hub") from None
+        except EntryNotFoundError:
+            return None
+
+    def required_file(self, name: str, remedy: str) -> Path:
+        """As `file`, but raises `FileNotFoundError` with a remedy if there is no such file."""
+        path = self.file(name)
+        if path is None:
+            raise FileNotFoundError(f"{self} has no {name}{remedy}{offline_hint(self.path_or_id)}")
+        return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    size = path.stat().st_size
+    if size > 64 * 2**20:  # published configs and index files have at most a few megabytes
+        raise ValueError(f"{path} has {size:,} bytes, more than any {path.name}; download it again")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to be a {path.name}; download it again") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; download it again")
+    return content
+
+
+def number_field(config: dict[str, Any], name: str, path: str | Path) -> int:
+    """A field that must be a positive integer; a `ValueError` names file, field and value."""
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{path}: {name} must be a positive integer, got {value!r:.80}")
+    return value
+
+
+class Fields:
+    """The values of an untrusted config, with defaults, each checked when it is read.
+
+    Example:
+        >>> Fields({"hidden_size": 64}, {"num_hidden_layers": 1}).integer("num_hidden_layers")
+        1
+    """
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        self.values, self.defaults = values, defaults or {}
+
+    def get(self, name: str) -> Any:
+        """The value or its default, unchecked; None if there is neither."""
+        value = self.values.get(name)
+        return self.defaults.get(name) if value is None else value
+
+    def optional_integer(self, name: str, low: int = 0) -> int | None:
+        """A whole number that is at least `low`, or None."""
+        value, high = self.get(name), 2**31 - 1
+        if value is not None and (type(value) is not int or not low <= value <= high):
+            raise ValueError(f"{name} must be a whole number between {low} and {high}, got {_short(value)}")
+        return value
+
+    def integer(self, name: str, low: int = 1) -> int:
+        """A whole number that is at least `low`."""
+        value = self.optional_integer(name, low)
+        if value is None:
+            raise ValueError(f"config.json has no {name}")
+        return value
+
+    def number(self, name: str) -> float:
+        """A positive finite number."""
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number, got {_short(value)}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false; missing is false."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {_short(value)}")
+        return bool(value)
+
+    def text(self, name: str) -> str:
+        """A string."""
+        value = self.get(name)
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a string, got {_short(value)}")
+        return value
+
+    def nested(self, name: str) -> Fields:
+        """The object in a field; empty if it is missing."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{name} must be an object, got {_short(value)}")
+        return Fields(value or {})
+
+
+def _short(value: Any) -> str:
+    """A value and its type, for a message."""
+    return f"{type(value).__name__} {str(value)[:60]!r}"
+
+
+class TensorInfo(NamedTuple):
+    """What is known of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+
+
+def tensor_infos(path: Path) -> dict[str, TensorInfo]:
+    """Shape and dtype of the tensors in a safetensors or pickled file, by name."""
+    with _read_errors(path):
+        if path.suffix != ".safetensors":
+            tensors = _unpickled(path).items()
+            return {name: TensorInfo(tuple(tensor.shape), tensor.dtype, path) for name, tensor in tensors}
+        with safe_open(path, framework="pt") as file:
+            views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+            unknown = {name: view.get_dtype() for name, view in views.items() if view.get_dtype() not in DTYPES}
+            if unknown:
+                raise ValueError(f"unknown dtypes {unknown}")
+            return {
+                name: TensorInfo(tuple(view.get_shape()), DTYPES[view.get_dtype()], path)
+                for name, view in views.items()
+            }
+
+
+def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of a safetensors or pickled file, by name; their memory is bounded by the size of the file."""
+    # Clones, since a view would keep the whole file mapped.
+    with _read_errors(path):
+        if path.suffix != ".safetensors":
+            return {name: tensor.clone() for name, tensor in _unpickled(path).items() if names is None or name in names}
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name).clone() for name in (file.keys() if names is None else names)}
+
+
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    """Turns whatever a damaged file raises into one `ValueError` that names it."""
+    try:
+        yield
+    except Exception as error:  # unpickling a damaged file may raise anything
+        raise ValueError(f"{path} cannot be read as tensors ({first_line(error)}); download it again") from None
+
+
+def _unpickled(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors in a pickled file, by name, as views of the memory-mapped file if it is a zip archive."""
+    size, zipped = path.stat().st_size, zipfile.is_zipfile(path)
+    if zipped:
+        with zipfile.ZipFile(path) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > size:
+                raise ValueError("it unpacks to more than its own size")
+    tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise ValueError("not a dictionary of tensors")
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.numel() * tensor.element_size() > size:
+            raise ValueError(f"{str(name)[:80]!r} of shape {tuple(tensor.shape)} does not fit into the file")
+    return cast("dict[str, torch.Tensor]", {str(name): tensor for name, tensor in tensors.items()})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A config and the tensors beside it."""
+
+    source: str
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Read some of the tensors into memory; raises `ValueError` if a file is damaged."""
+        files: dict[Path, list[str]] = {}
+        for name in names:
+            files.setdefault(self.tensors[name].file, []).append(name)
+        return {name: tensor for path, names in files.items() for name, tensor in read_tensors(path, names).items()}
+
+
+def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
+    """Read a checkpoint's config and the headers of its tensor files.
+
+    Args:
+        source: where it is.
+        wanted: which tensors are of interest; files without any are neither downloaded nor opened.
+    """
+    path = source.file(CONFIG)
+    if path is None and Path(source.path_or_id).is_dir():
+        raise ValueError(f"{source} has no {CONFIG}, so it is not a checkpoint")
+    if path is None:
+        raise FileNotFoundError(
+            f"{source} is not a folder, and as a repository it has no {CONFIG} that is cached or within reach"
+            + offline_hint(source.path_or_id)
+        )
+    config = read_json(path)
+    if not isinstance(config.get("model_type"), str | None):
+        raise ValueError(f"{path}: model_type must be a string, got {_short(config['model_type'])}; download it again")
+    return Checkpoint(str(source), config, checkpoint_tensors(source, wanted))
+
+
+def checkpoint_tensors(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, TensorInfo]:
+    """Shape and dtype of the tensors of a checkpoint that are of interest; empty if it has no file of tensors."""
+    index = source.file(INDEX)
+    if index is None:
+        names = next(([name] for name in (SINGLE, PICKLED) if source.file(name) is not None), [])
+    else:
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError(f"{source}: {INDEX} has no weight_map of file names")
+        names = sorted({file for name, file in files.items() if wanted(name)})
+    infos: dict[str, TensorInfo] = {}
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{source}: {INDEX} names a file outside of the checkpoint, {name[:120]!r}")
+        path = source.file(name)
+        if path is None:
+            raise ValueError(f"{source}: the file {name[:120]} is missing; download it again")
+        infos |= tensor_infos(path)
+    return {name: info for name, info in infos.items() if wanted(name)}
+
+
+def write_checkpoint(
+    folder: str | Path, config: dict[str, Any], name: str, tensors: Mapping[str, torch.Tensor]
+) -> list[Path]:
+    """Write config.json and a file of tensors; returns their paths."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    copies = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    if name.endswith(".pt"):
+        torch.save(copies, path / name)
+    else:
+        save_file(copies, path / name, metadata={"format": "pt"})
+    return [path / "config.json", path / name]

@@ -20,15 +20,7 @@ COMPARED = {
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> Fingerprint:
-    """What is stored with heads to recognise their target.
-
-    Args:
-        model: the target.
-        tokenizer: for the chat template; None leaves it unknown.
-
-    Returns:
-        name, architecture, sizes, and a hash of the chat template (None if there is none or it is not known).
-    """
+    """What is stored with heads to recognise their target."""
     matrix = output_matrix(model)
     return {
         "name_or_path": model.name_or_path,
@@ -58,32 +50,19 @@ def other_chat_template(base: Fingerprint | None, tokenizer: Any) -> str | None:
 
 
 def check_fingerprint(base: Fingerprint | None, model: PreTrainedModel, what: str) -> None:
-    """Raise unless `model` can be the target that `base` describes.
-
-    Args:
-        base: the fingerprint stored with the heads; fields that it does not have are not compared.
-        model: the target in use.
-        what: names the heads in the message.
-
-    Raises:
-        ValueError: naming the first field that differs, with both values.
-    """
-    own = fingerprint(model)
+    """Raise unless `model` can be the target that `base` describes."""
+    actual = fingerprint(model)
     for field, name in COMPARED.items():
-        wanted = (base or {}).get(field)
-        if wanted and wanted != own[field]:
+        expected = (base or {}).get(field)
+        if expected and expected != actual[field]:
             origin = (base or {}).get("name_or_path")
             raise ValueError(
-                f"{what} was made for a target with {name} {wanted}{f' ({origin})' if origin else ''}, but this target "
-                f"has {own[field]}; load the heads that belong to it"
+                f"{what} was made for a target with {name} {expected}{f' ({origin})' if origin else ''}, but this "
+                f"target has {actual[field]}; load the heads that belong to it"
             )
 
 
 def check_heads(config: Any, model: PreTrainedModel, what: str) -> None:
-    """Raise unless heads of this `MedusaConfig` fit `model`: their sizes, then the target they were trained for.
-
-    Raises:
-        ValueError: naming the first field that differs.
-    """
+    """Raise unless heads of this `MedusaConfig` fit `model`: their sizes, then the target they were trained for."""
     for base in ({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, config.base):
         check_fingerprint(base, model, what)

@@ -26,9 +26,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from hf_specgen.heads.aux_hidden_states import eagle_layers
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmbedding, causal_default
-from hf_specgen.heads.taps import eagle_taps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,6 @@ class EagleConfig(HeadConfig):
         fc_norm: one norm for each of the concatenated features instead (EAGLE-3.1).
         norm_output: pass the normalised output to the next step (EAGLE-3.1) instead of the raw one.
         mask_token_id: the input token at positions predicted in parallel; makes the head a P-EAGLE head.
-
-    Raises:
-        ValueError: if options contradict each other.
     """
 
     layer: LayerConfig
@@ -66,9 +63,10 @@ class EagleConfig(HeadConfig):
             raise ValueError(f"an EAGLE head has at least one layer, got num_layers={self.num_layers}")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other; a head has one of them at most")
-        if not self.projects_features and self.target_hidden_size * self.num_taps != self.hidden_size:
+        width = self.target_hidden_size * self.num_aux_hidden_states
+        if not self.projects_features and width != self.hidden_size:
             raise ValueError(
-                f"features of width {self.target_hidden_size * self.num_taps} need a linear layer (fc.weight) to "
+                f"features of width {width} need a linear layer (fc.weight) to "
                 f"become states of width {self.hidden_size}"
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
@@ -78,11 +76,7 @@ class EagleConfig(HeadConfig):
 
 
 class Eagle1Head(DraftHead):
-    """EAGLE-1 and EAGLE-2 (and HASS): predicts the target's last hidden state, the input of its output matrix.
-
-    Args:
-        config: with one tap.
-    """
+    """EAGLE-1 and EAGLE-2 (and HASS): predicts the target's last hidden state, the input of its output matrix."""
 
     config: EagleConfig
 
@@ -92,14 +86,6 @@ class Eagle1Head(DraftHead):
         self.layers = nn.ModuleList(DecoderLayer(config.layer, index) for index in range(config.num_layers))
         self.layers[0].input_layernorm = nn.Identity()
         self.rotary = RotaryEmbedding(config.layer)
-
-    def default_taps(self, num_layers: int) -> tuple[int, ...]:
-        """The state after the target's final norm."""
-        return (num_layers,)
-
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """The features themselves: there is one tap, and it has the width of the head."""
-        return features
 
     def forward(
         self,
@@ -118,29 +104,20 @@ class Eagle1Head(DraftHead):
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3 and P-EAGLE, with the options of speculators, SpecForge, ModelOpt and DeepSpec.
-
-    Args:
-        config: the head's configuration.
-
-    Example:
-        >>> layer = LayerConfig(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4)
-        >>> sizes = dict(hidden_size=8, vocab_size=20, draft_vocab_size=20, target_hidden_size=8, num_taps=3)
-        >>> head = Eagle3Head(EagleConfig(layer=layer, **sizes))
-        >>> hidden = head.combine(torch.zeros(1, 5, 24))
-        >>> head(torch.zeros(1, 5, 8), hidden, torch.arange(5)[None]).output.shape
-        torch.Size([1, 5, 8])
-    """
+    """EAGLE-3 and P-EAGLE, with the options of speculators, SpecForge, ModelOpt and DeepSpec."""
 
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        features, eps = config.num_taps * config.target_hidden_size, config.layer.norm_eps
+        count, width, eps = config.num_aux_hidden_states, config.target_hidden_size, config.layer.norm_eps
+        features = count * width
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(features, eps=eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_taps))
+            self.fc_norm = nn.ModuleList(
+                nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_aux_hidden_states)
+            )
         if config.projects_features:
             self.fc = nn.Linear(features, config.hidden_size, bias=config.projection_bias)
         rest = (DecoderLayer(config.layer, index) for index in range(1, config.num_layers))
@@ -150,16 +127,16 @@ class Eagle3Head(DraftHead):
         if config.mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, features))
 
-    def default_taps(self, num_layers: int) -> tuple[int, ...]:
-        """A low, a middle and a high state; the last one for a head with a single tap."""
-        return eagle_taps(num_layers) if self.config.num_taps > 1 else (num_layers,)
+    def default_layers(self, num_layers: int) -> tuple[int, ...]:
+        """A low, a middle and a high state; the last one for a head that reads a single state."""
+        return eagle_layers(num_layers) if self.config.num_aux_hidden_states > 1 else (num_layers,)
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """`[batch, length, taps * target_hidden]` features to `[batch, length, hidden]` states."""
+        """`[batch, length, layers * target_hidden]` features to `[batch, length, hidden]` states."""
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
-            parts = features.chunk(self.config.num_taps, dim=-1)
+            parts = features.chunk(self.config.num_aux_hidden_states, dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features) if self.config.projects_features else features
 
@@ -194,12 +171,7 @@ class Eagle3Head(DraftHead):
 
 
 class FusedLayer(DecoderLayer):
-    """The first layer of EAGLE-3: the input of its attention is the concatenated embedding and hidden state.
-
-    Args:
-        config: the layer's configuration.
-        norm_before_residual: whether the residual stream starts from the normalised hidden state.
-    """
+    """The first layer of EAGLE-3: the input of its attention is the concatenated embedding and hidden state."""
 
     def __init__(self, config: LayerConfig, norm_before_residual: bool) -> None:
         super().__init__(config, layer_index=0, attention_input=2 * config.hidden_size)

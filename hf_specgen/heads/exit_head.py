@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.heads.files import find_file, number_field, offline_hint, read_json
+from hf_specgen.heads.checkpoint import Source, number_field, read_json
 from hf_specgen.heads.lora import load_adapter, shared_linear
 from hf_specgen.targets.model_parts import decoder_layers, final_norm, output_matrix
 
@@ -28,11 +28,6 @@ class ExitHead(nn.Module):
         norm: from hidden state to hidden state.
         head: from hidden state to vocabulary.
         exit_layer: number of target layers before the head; None if that is not decided.
-
-    Example:
-        >>> head = ExitHead(nn.LayerNorm(4), nn.Linear(4, 9, bias=False))
-        >>> head(torch.zeros(2, 3, 4)).shape
-        torch.Size([2, 3, 9])
     """
 
     def __init__(self, norm: nn.Module, head: nn.Linear, exit_layer: int | None = None):
@@ -41,11 +36,7 @@ class ExitHead(nn.Module):
 
     @classmethod
     def from_target(cls, model: PreTrainedModel, exit_layer: int | None = None) -> ExitHead:
-        """A new head: a copy of the target's final norm, and its output matrix.
-
-        Raises:
-            ValueError: if the target has no such parts, or no layer `exit_layer`.
-        """
+        """A new head: a copy of the target's final norm, and its output matrix."""
         layers = len(decoder_layers(model))
         if exit_layer is not None and not 0 < exit_layer < layers:
             raise ValueError(f"exit_layer must be between 1 and {layers - 1} for this target, got {exit_layer}")
@@ -57,14 +48,7 @@ class ExitHead(nn.Module):
 
 
 def save_exit_head(adapter: Any, folder: str | Path, target: PreTrainedModel, base_model: str) -> None:
-    """Write a trained head: PEFT's two files, and `exit_config.json` with the target's sizes.
-
-    Args:
-        adapter: the `PeftModel` around an `ExitHead`.
-        folder: where to.
-        target: the model it was trained for.
-        base_model: that model's Hub id or path.
-    """
+    """Write a trained head: PEFT's two files, and `exit_config.json` with the target's sizes."""
     adapter.save_pretrained(folder, safe_serialization=True)
     config = {"exit_layer": adapter.base_model.model.exit_layer, "base_model": base_model, **_sizes(target)}
     (Path(folder) / EXIT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -102,23 +86,14 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
 
 
 def exit_layer_of(path_or_id: str | Path) -> int:
-    """The layer that a trained head was made for.
-
-    Raises:
-        FileNotFoundError: if there is no `exit_config.json`.
-        ValueError: if that file is damaged.
-    """
+    """The layer that a trained head was made for."""
     config, path = _config(str(path_or_id))
     return number_field(config, "exit_layer", path)
 
 
 def _config(source: str) -> tuple[dict[str, Any], Path]:
-    path = find_file(source, EXIT_CONFIG)
-    if path is None:
-        raise FileNotFoundError(
-            f"{source} has no {EXIT_CONFIG}: not an exit head written by recipes/train_layer_skip.py"
-            + offline_hint(source)
-        )
+    remedy = ": not an exit head written by recipes/train_layer_skip.py"
+    path = Source(source).required_file(EXIT_CONFIG, remedy)
     return read_json(path), path
 
 

@@ -1,146 +1,294 @@
-"""Writing Medusa heads in the formats that the original Medusa, TGI and vLLM read."""
+"""Writes draft heads in the formats of speculators (which vLLM serves), EAGLE and SGLang.
+
+| head | `save_head` | `export_head(to="eagle")` | `export_head(to="sglang")` |
+|---|---|---|---|
+| EAGLE-1 | original | original | original |
+| EAGLE-3 | speculators `eagle3` | original | SpecForge |
+| P-EAGLE | speculators `peagle` | | |
+| DFlash | speculators `dflash` | | z-lab |
+| JetSpec | z-lab | | z-lab |
+
+A head with an option that a format cannot express is refused. Embeddings and output matrices that belong to the target
+are not written.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
-from hf_specgen.heads.lora import load_lora, stacked_deltas
-from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.targets.model_parts import output_matrix
+from hf_specgen.heads.aux_hidden_states import eagle_layers
+from hf_specgen.heads.base import DraftHead
+from hf_specgen.heads.block import BlockHead
+from hf_specgen.heads.checkpoint import write_checkpoint
+from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
+from hf_specgen.heads.layers import LayerConfig
 
-FORMATS = ("medusa", "tgi", "vllm")
-Tensors = dict[str, torch.Tensor]
+PROGRAMS = ("eagle", "sglang", "vllm")
+Config = dict[str, Any]
 
 
-def export_medusa(heads: MedusaHeads, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:
-    """Write heads in another program's format.
-
-    Heads with LoRA matrices get their own output matrices: the target's, with each head's LoRA product added.
+def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
+    """Write a head so that `load_head` and vLLM read it.
 
     Args:
-        heads: as loaded.
-        folder: where to; it must not hold a config.json.
-        to: "medusa" (v2, or v1 if the heads have their own output matrices), "tgi" or "vllm".
-        target: needed if its output matrix becomes part of the files: "vllm" with shared matrices, and heads with LoRA.
+        head: an EAGLE, P-EAGLE, DFlash or JetSpec head.
+        folder: where to; files of the same names are overwritten.
 
     Returns:
         the files written.
 
     Raises:
-        ValueError: for an unknown format, heads that it cannot represent, or a missing target.
+        ValueError: if the head is of another kind, or has an option that the format cannot express.
     """
-    if to not in FORMATS:
-        raise ValueError(f"unknown format {to!r}; use one of {', '.join(FORMATS)}")
-    if heads.config.reads_token:
-        raise ValueError(f"{to} cannot represent heads that read the next token (reads_token=True); train others")
-    folder = Path(folder)
-    if (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds a config.json already; export to another folder")
-    outputs = _outputs(heads, target, to)
-    writers = {"medusa": _medusa, "tgi": _tgi, "vllm": _vllm}
-    folder.mkdir(parents=True, exist_ok=True)
-    config, name, tensors = writers[to](heads, outputs, target)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-    if name.endswith(".pt"):
-        torch.save(tensors, folder / name)
-    else:
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-    return [folder / "config.json", folder / name]
+    if isinstance(head, Eagle3Head):
+        return _write(head, folder, speculators_eagle(head), {})
+    if isinstance(head, BlockHead) and fits_speculators(head):
+        return _write(head, folder, speculators_block(head), {})
+    if isinstance(head, BlockHead):
+        return _write(head, folder, zlab_block(head), {})
+    if isinstance(head, Eagle1Head):
+        return _write(head, folder, original_eagle1(head), {})
+    raise ValueError(f"{type(head).__name__} has no format of its own; it stays in the checkpoint that it came from")
 
 
-def _outputs(heads: MedusaHeads, target: PreTrainedModel | None, to: str) -> list[torch.Tensor]:
-    """The output matrix `[vocab, hidden]` of each head; an empty list if they share the target's."""
-    if heads.config.own_outputs:
-        return [head.weight for head in heads.lm_heads]  # type: ignore[misc]
-    if heads.config.lora_rank:
-        if target is None:
-            raise ValueError(f"LoRA matrices are merged into the target's output matrix for {to}; give the target")
-        matrix = _without_bias(target, to)
-        down, up = stacked_deltas(load_lora(matrix, heads.config.num_heads, str(heads.name_or_path)))
-        return [matrix.weight + (d @ u).T.to(matrix.weight) for d, u in zip(down, up, strict=True)]
-    return []
+def export_head(head: DraftHead, folder: str | Path, to: str) -> list[Path]:
+    """Write a head in the layout that another program reads.
+
+    Args:
+        head: an EAGLE, P-EAGLE, DFlash or JetSpec head.
+        folder: where to; it must not hold a config.json yet.
+        to: "eagle" (the original implementation), "sglang" (the layouts of SpecForge and z-lab) or "vllm".
+
+    Returns:
+        the files written.
+
+    Raises:
+        ValueError: for another program, or a head that its layout cannot express.
+    """
+    if to not in PROGRAMS:
+        raise ValueError(f"unknown export {to!r}; there are {', '.join(PROGRAMS)}")
+    if (Path(folder) / "config.json").exists():
+        raise ValueError(f"{folder} holds a config.json already; export to a folder of its own")
+    if to == "vllm":
+        return save_head(head, folder)
+    if isinstance(head, Eagle1Head):
+        return _write(head, folder, original_eagle1(head), {})
+    if isinstance(head, Eagle3Head):
+        return _write(head, folder, flat_eagle3(head, to), {"layers.0.": "midlayer."}, mapping=to == "sglang")
+    if isinstance(head, BlockHead) and to == "sglang":
+        return _write(head, folder, zlab_block(head), {})
+    raise ValueError(f"there is no layout of {type(head).__name__} for {to!r}; use 'vllm'")
 
 
-def _without_bias(target: PreTrainedModel, to: str) -> torch.nn.Linear:
-    matrix = output_matrix(target)
-    if matrix.bias is not None:
-        raise ValueError(f"{to} cannot represent the bias of the target's output matrix; export heads that share it")
-    return matrix
-
-
-def _layers(heads: MedusaHeads, pattern: str) -> Tensors:
-    """The residual layers under other names; `pattern` is formatted with head, layer and kind of tensor."""
+def _write(
+    head: DraftHead, folder: str | Path, config: Config, renamed: Mapping[str, str], mapping: bool = False
+) -> list[Path]:
+    """Write config and tensors; `mapping` writes the mapping of the vocabulary even if it is the identity."""
     tensors = {}
-    for name, tensor in heads.blocks.state_dict().items():
-        head, _, layer, kind = name.split(".")
-        tensors[pattern.format(head, layer, kind)] = tensor
-    return tensors
+    for name, tensor in head.state_dict().items():
+        for ours, theirs in renamed.items():
+            name = theirs + name[len(ours) :] if name.startswith(ours) else name
+        tensors[name] = tensor
+    ids = tensors.pop("draft_to_target", None)
+    if ids is None and mapping:
+        ids = torch.arange(head.config.vocab_size)
+    if ids is not None:
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
+    return write_checkpoint(folder, config | {"dtype": dtype}, "model.safetensors", tensors)
 
 
-def _base_name(heads: MedusaHeads) -> Any:
-    return (heads.config.base or {}).get("name_or_path")
+def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
+    """Raise a `ValueError` that names those of the options that the head has and the format `what` lacks."""
+    refused = [name for name, present in unsupported.items() if present]
+    if refused:
+        raise ValueError(f"{what} cannot express a head with {', '.join(refused)}")
 
 
-def _medusa(
-    heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
-) -> tuple[dict[str, Any], str, Tensors]:
-    config = heads.config
-    tensors = _layers(heads, "{}.{}.linear.{}")
-    tensors |= {f"{head}.{config.num_layers}.weight": matrix for head, matrix in enumerate(outputs)}
-    written = {
-        "medusa_num_heads": config.num_heads,
-        "medusa_num_layers": config.num_layers,
-        "base_model_name_or_path": _base_name(heads),
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-    }
-    if outputs:
-        return written, "medusa_lm_head.pt", tensors
-    return written | {"version": "2"}, "medusa_lm_head.safetensors", tensors
-
-
-def _tgi(
-    heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
-) -> tuple[dict[str, Any], str, Tensors]:
-    if not outputs and heads.config.num_layers != 1:
+def _layer_config(layer: LayerConfig, num_layers: int, vocab: int) -> Config:
+    """A Llama or Qwen3 config."""
+    if layer.qkv_bias != layer.output_bias:
         raise ValueError(
-            f"TGI reads heads that share the output matrix with one layer only, these have {heads.config.num_layers}"
+            "Llama and Qwen3 configs cannot express biases of queries, keys and values without the output's"
         )
-    config, _, tensors = _medusa(heads, outputs, target)
-    return config, "medusa_lm_head.safetensors", tensors
+    return {
+        "model_type": "qwen3" if layer.qk_norm else "llama",
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "num_hidden_layers": num_layers,
+        "rms_norm_eps": layer.norm_eps,
+        "hidden_act": layer.hidden_act,
+        "attention_bias": layer.qkv_bias,
+        "mlp_bias": layer.mlp_bias,
+        "max_position_embeddings": layer.max_position_embeddings,
+        "rope_parameters": dict(layer.rope),
+        "tie_word_embeddings": False,
+        "vocab_size": vocab,
+    }
 
 
-def _vllm(
-    heads: MedusaHeads, outputs: list[torch.Tensor], target: PreTrainedModel | None
-) -> tuple[dict[str, Any], str, Tensors]:
-    if not outputs and target is None:
-        raise ValueError("vLLM's files hold the output matrix, which these heads share; give the target")
-    config = heads.config
-    tensors = _layers(heads, "blocks.{}.layers.{}.{}")
-    if outputs:
-        tensors |= {f"lm_heads.{head}.weight": matrix for head, matrix in enumerate(outputs)}
-    elif target is not None:
-        tensors["lm_head.weight"] = _without_bias(target, "vllm").weight
-    return (
-        {
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-            "truncated_vocab_size": config.vocab_size,
-            "num_heads": config.num_heads,
-            "num_hidden_layers": config.num_layers,
-            "medusa_fc_bias": True,
-            "original_lm_head": not outputs,
-            "base_model_name_or_path": _base_name(heads),
+def _speculators(head: DraftHead, kind: str, architecture: str, layer: Config, tokens: int) -> Config:
+    """The fields that all speculators configs have; `tokens` are recommended if the head recommends no number."""
+    methods = [{"proposal_type": "greedy", "speculative_tokens": head.config.speculative_tokens or tokens}]
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": methods,
+            "verifier": {"name_or_path": head.config.base_model, "architectures": []},
         },
-        "model.safetensors",
-        tensors,
+        "transformer_layer_config": layer,
+        "draft_vocab_size": head.config.draft_vocab_size,
+        "tie_word_embeddings": False,
+    }
+
+
+def _layer_ids(head: DraftHead, offset: int = 0) -> list[int] | None:
+    """The auxiliary hidden states in a format that counts them from `hidden_states[offset]`."""
+    layers = head.config.aux_hidden_state_layers
+    return None if layers is None else [layer - offset for layer in layers]
+
+
+def speculators_eagle(head: Eagle3Head) -> Config:
+    """The config of an EAGLE-3 or P-EAGLE head in the format of speculators (`eagle3`, `peagle`)."""
+    config = head.config
+    _refuse({"a bias of fc": config.projection_bias, "no fc": not config.projects_features}, "speculators' format")
+    parallel = config.mask_token_id is not None
+    kind, architecture = ("peagle", "PEagleDraftModel") if parallel else ("eagle3", "Eagle3DraftModel")
+    layer = _layer_config(config.layer, config.num_layers, config.vocab_size)
+    own = {
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "eagle_aux_hidden_state_layer_ids": _layer_ids(head),
+        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
+        "embed_requires_grad": parallel,
+    }
+    return (
+        _speculators(head, kind, architecture, layer, 5)
+        | own
+        | ({"mask_token_id": config.mask_token_id} if parallel else {})
     )
+
+
+def fits_speculators(head: BlockHead) -> bool:
+    """Whether the attention is of the kinds that speculators has."""
+    causal = {kind.causal for kind in head.config.attention if kind.window is not None}
+    full = [kind for kind in head.config.attention if kind.window is None]
+    from_anchor = all(kind.window_from_anchor for kind in head.config.attention if kind.window is not None)
+    return len(causal) < 2 and from_anchor and not any(kind.causal for kind in full)
+
+
+def _sliding(head: BlockHead) -> Config:
+    windows = {kind.window for kind in head.config.attention if kind.window is not None}
+    if len(windows) > 1:
+        raise ValueError(f"a config has one sliding window for all layers, but the head has {sorted(windows)}")
+    types = ["full_attention" if kind.window is None else "sliding_attention" for kind in head.config.attention]
+    return {"layer_types": types, "use_sliding_window": bool(windows), "sliding_window": next(iter(windows), None)}
+
+
+def speculators_block(head: BlockHead) -> Config:
+    """The config of a block head in the format of speculators (`dflash`)."""
+    config = head.config
+    _refuse({"no norms of queries and keys": not config.layer.qk_norm}, "speculators' format")
+    sliding = [kind for kind in config.attention if kind.window is not None]
+    layer = _layer_config(config.layer, config.num_layers, config.vocab_size) | _sliding(head)
+    own = {
+        "aux_hidden_state_layer_ids": _layer_ids(head),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.first_proposing_position == 0,
+        "sliding_window_non_causal": bool(sliding) and not sliding[0].causal,
+        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
+    }
+    tokens = config.block_size - config.first_proposing_position
+    return _speculators(head, "dflash", "DFlashDraftModel", layer, tokens) | own
+
+
+def zlab_block(head: BlockHead) -> Config:
+    """The config of a block head in the layout of z-lab's DFlash and of JetSpec."""
+    config = head.config
+    causal = {kind.causal for kind in config.attention}
+    unsupported = {
+        "windows counted from the anchor": any(kind.window_from_anchor for kind in config.attention),
+        "layers of which only some are causal": len(causal) > 1,
+        "a draft vocabulary or an output matrix of its own": config.own_lm_head,
+        "no norms of queries and keys": not config.layer.qk_norm,
+        "a token proposed by the anchor": config.first_proposing_position == 0,
+        "a target of another hidden size": config.target_hidden_size != config.hidden_size,
+        "unknown auxiliary hidden states": 0 in (config.aux_hidden_state_layers or (0,)),
+    }
+    _refuse(unsupported, "z-lab's layout")
+    is_causal = causal == {True}
+    dflash = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": _layer_ids(head, offset=1),
+    }
+    layer = _flat(_layer_config(config.layer, config.num_layers, config.vocab_size)) | _sliding(head)
+    return layer | {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "is_causal": is_causal,
+        "dflash_config": dflash | ({"causal_head": True} if is_causal else {}),
+        "num_target_layers": config.num_target_layers,
+    }
+
+
+def _flat(layer: Config) -> Config:
+    """A layer's config with the rotary parameters of Transformers 4, which these programs read."""
+    flat = {name: value for name, value in layer.items() if name != "rope_parameters"}
+    rope = dict(layer["rope_parameters"])
+    flat["rope_theta"] = rope.pop("rope_theta")
+    return flat | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
+
+
+def original_eagle1(head: Eagle1Head) -> Config:
+    """The config of an EAGLE-1 or EAGLE-2 head in the original layout."""
+    config = head.config
+    _refuse({"norms of queries and keys": config.layer.qk_norm, "MLP biases": config.layer.mlp_bias}, "EAGLE's layout")
+    layer = _flat(_layer_config(config.layer, config.num_layers, config.vocab_size))
+    return layer | {"architectures": ["LlamaForCausalLM"], "bias": config.projection_bias}
+
+
+def flat_eagle3(head: Eagle3Head, to: str) -> Config:
+    """The config of an EAGLE-3 head in the original layout (`to="eagle"`) or that of SpecForge (`to="sglang"`)."""
+    config = head.config
+    layers = config.aux_hidden_state_layers
+    default = config.num_target_layers and layers == eagle_layers(config.num_target_layers)
+    unsupported = {
+        "several layers": config.num_layers > 1,
+        "norms of queries and keys": config.layer.qk_norm,
+        "biases": config.layer.qkv_bias or config.layer.mlp_bias or config.projection_bias,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "norm_output": config.norm_output,
+        "a mask token": config.mask_token_id is not None,
+        "no fc": not config.projects_features,
+        "no output matrix of its own": not config.own_lm_head,
+    }
+    if to == "eagle":
+        unsupported["fc_norm"] = config.fc_norm  # and the original implementation reads three fixed states
+        unsupported[f"aux_hidden_state_layers {layers} (export to sglang or vllm)"] = layers is not None and not default
+    _refuse(unsupported, "EAGLE's layout" if to == "eagle" else "SpecForge's layout")
+    result = _flat(_layer_config(config.layer, 1, config.vocab_size)) | {"draft_vocab_size": config.draft_vocab_size}
+    if config.target_hidden_size != config.hidden_size:
+        result["target_hidden_size"] = config.target_hidden_size
+    if to == "eagle":
+        return result | {"architectures": ["LlamaForCausalLM"]}
+    result |= {"architectures": ["LlamaForCausalLMEagle3"], "fc_norm": config.fc_norm}
+    if layers is not None:
+        ids = _layer_ids(head, offset=1)
+        result["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+    return result

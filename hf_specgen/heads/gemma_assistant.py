@@ -1,4 +1,4 @@
-"""Gemma 4 assistants: a small stack without keys and values of its own, which attends to the target's.
+"""Gemma 4 assistants: a stack without keys and values of its own, which attends to the target's; loader and runner.
 
 Every layer reads the keys and values that the target's last full-attention layer, or its last sliding one, has in its
 cache. So the assistant needs no prefill and no cache: the same position, that of the last known token, is used for all
@@ -9,18 +9,36 @@ Source: Google, "Gemma 4" (2026), as implemented by `transformers.models.gemma4_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.layers import GatedMLP, LayerConfig, Rotary, RotaryEmbedding
+from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput, load_tensors
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names
+from hf_specgen.heads.layers import (
+    LayerConfig,
+    Rotary,
+    RotaryEmbedding,
+    count_layers,
+    matrix_shape,
+    read_rope,
+)
+from hf_specgen.targets.base import Target
+from hf_specgen.targets.row_layout import spread_rows
+from hf_specgen.tree import DraftTree
 
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+RENAMED = {
+    "model.embed_tokens.weight": "lm_head.weight",
+    "masked_embedding.centroids.weight": "lm_head.centroids.weight",
+    "masked_embedding.token_ordering": "lm_head.token_ordering",
+}
 KeysValues = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
 """By layer type: keys and values, each `[batch, kv_heads, length, head_dim]`."""
 
@@ -94,7 +112,7 @@ class AssistantLayer(nn.Module):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        self.self_attn, self.mlp = SharedAttention(config), GatedMLP(config)
+        self.self_attn, self.mlp = SharedAttention(config), LlamaMLP(config)
         norms = (nn.RMSNorm(config.hidden_size, eps=config.norm_eps) for _ in range(4))
         self.input_layernorm, self.post_attention_layernorm = next(norms), next(norms)
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = next(norms), next(norms)
@@ -115,13 +133,7 @@ class AssistantLayer(nn.Module):
 
 
 class CentroidOutput(nn.Module):
-    """An output matrix that scores only the tokens of the best few groups; all others get a lower score.
-
-    Args:
-        hidden_size, vocab_size: of the matrix.
-        num_centroids: the number of groups, all of the same size.
-        top: how many of them are scored.
-    """
+    """An output matrix that scores only the tokens of the best few groups; all others get a lower score."""
 
     token_ordering: torch.Tensor
     """`[vocab]` token ids, group by group."""
@@ -144,11 +156,7 @@ class CentroidOutput(nn.Module):
 
 
 class AssistantHead(DraftHead):
-    """A Gemma 4 assistant.
-
-    Args:
-        config: the head's configuration.
-    """
+    """A Gemma 4 assistant."""
 
     config: AssistantConfig
 
@@ -160,19 +168,11 @@ class AssistantHead(DraftHead):
         self.layers = nn.ModuleList(AssistantLayer(layer) for layer in config.layers)
         self.norm = nn.RMSNorm(width, eps=config.layers[0].norm_eps)
         by_type = dict(zip(config.layer_types, config.layers, strict=True))
-        self.rotary = nn.ModuleDict({kind: RotaryEmbedding(layer) for kind, layer in by_type.items()})
+        self.rotary = nn.ModuleDict({name: RotaryEmbedding(layer) for name, layer in by_type.items()})
         if config.num_centroids is None:
             self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
         else:
             self.lm_head = CentroidOutput(width, config.vocab_size, config.num_centroids, config.top_centroids)
-
-    def default_taps(self, num_layers: int) -> tuple[int, ...]:
-        """The state after the target's final norm."""
-        return (num_layers,)
-
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """The features themselves."""
-        return features
 
     def forward(
         self,
@@ -199,16 +199,21 @@ class AssistantHead(DraftHead):
             the state for the next step, of the target's width, and that for the output matrix.
         """
         states = self.pre_projection(torch.cat((embeddings, hidden), dim=-1))
-        rotary = {kind: embedding(states, position_ids) for kind, embedding in self.rotary.items()}
+        rotary = {name: embedding(states, position_ids) for name, embedding in self.rotary.items()}
         first = dict.fromkeys(rotary, 0) if dropped is None else dropped
-        masks = {kind: self._mask(kind, keys_values[kind][0], lengths, padding, first[kind]) for kind in rotary}
-        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            states = layer(states, rotary[kind], keys_values[kind], masks[kind])
+        masks = {name: self._mask(name, keys_values[name][0], lengths, padding, first[name]) for name in rotary}
+        for layer, name in zip(self.layers, self.config.layer_types, strict=True):
+            states = layer(states, rotary[name], keys_values[name], masks[name])
         output = self.norm(states)
         return HeadOutput(self.post_projection(output), output)
 
     def _mask(
-        self, kind: str, keys: torch.Tensor, lengths: torch.Tensor | None, padding: torch.Tensor | None, first: int
+        self,
+        layer_type: str,
+        keys: torch.Tensor,
+        lengths: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        first: int,
     ) -> torch.Tensor:
         """`[batch, 1, 1, keys]` bool; `first` keys before these were dropped."""
         batch, _, width, _ = keys.shape
@@ -217,7 +222,7 @@ class AssistantHead(DraftHead):
         visible = slots < ends[:, None]
         if padding is not None:
             visible = visible & (slots >= padding[:, None])
-        if kind == "sliding_attention":
+        if layer_type == "sliding_attention":
             visible = visible & (slots >= ends[:, None] - 1 - self.config.sliding_window)
         return visible[:, None, None]
 
@@ -229,4 +234,116 @@ def source_layers(target_config: PretrainedConfig) -> dict[str, int]:
     """
     config: Any = target_config.get_text_config()
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
-    return {kind: index for index, kind in enumerate(config.layer_types[:own])}
+    return {name: index for index, name in enumerate(config.layer_types[:own])}
+
+
+def is_assistant(checkpoint: Checkpoint) -> bool:
+    """Whether the config is that of a Gemma 4 assistant."""
+    return checkpoint.config.get("model_type") in MODEL_TYPES
+
+
+def load_assistant(
+    checkpoint: Checkpoint, aux_hidden_state_layers: tuple[int, ...] | None, dtype: torch.dtype | None
+) -> AssistantHead:
+    """A Gemma 4 assistant, with or without centroids. A copy of the embeddings in the file is not read."""
+    names: Names = {
+        RENAMED.get(name, name.removeprefix("model.")): name for name in checkpoint.tensors if name != "lm_head.weight"
+    }
+    fields = Fields(checkpoint.config)
+    text = fields.nested("text_config")
+    count, types = count_layers(text, names), text.get("layer_types")
+    valid = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != count or not all(name in valid for name in types):
+        raise ValueError(f"layer_types must name full or sliding attention for {count} layers, got {str(types)[:80]!r}")
+    if "lm_head.weight" not in names:
+        raise ValueError("the tensor model.embed_tokens.weight is missing")
+    vocab = checkpoint.tensors[names["lm_head.weight"]].shape[0]
+    if text.integer("vocab_size") != vocab:
+        raise ValueError(f"config.json has vocab_size {text.integer('vocab_size')}, but the tensors have {vocab}")
+    hidden = fields.integer("backbone_hidden_size")
+    ordered = fields.flag("use_ordered_embeddings")
+    config = AssistantConfig(
+        hidden_size=hidden,
+        vocab_size=vocab,
+        draft_vocab_size=vocab,
+        target_hidden_size=hidden,
+        num_aux_hidden_states=1,
+        aux_hidden_state_layers=aux_hidden_state_layers,
+        own_lm_head=True,
+        layers=tuple(_layer_config(text, checkpoint, names, index, name) for index, name in enumerate(types)),
+        layer_types=tuple(types),
+        sliding_window=text.integer("sliding_window"),
+        num_centroids=fields.integer("num_centroids") if ordered else None,
+        top_centroids=fields.integer("centroid_intermediate_top_k") if ordered else 0,
+    )
+    with torch.device("meta"):
+        head = AssistantHead(config)
+    load_tensors(head, checkpoint, names, dtype)
+    return head
+
+
+def _layer_config(text: Fields, checkpoint: Checkpoint, names: Names, index: int, layer_type: str) -> LayerConfig:
+    """One layer: heads and MLP have the sizes of its tensors, rotary positions the parameters of its type."""
+    parts = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")
+    queries, output, gate = (matrix_shape(checkpoint, names, index, part)[0] for part in parts)
+    heads, bias = text.integer("num_attention_heads"), text.flag("attention_bias")
+    if queries % heads:
+        raise ValueError(f"config.json has {heads} attention heads, but layer {index} has {queries} rows of queries")
+    return LayerConfig(
+        hidden_size=output,
+        intermediate_size=gate,
+        num_heads=heads,
+        num_kv_heads=1,  # keys and values are the target's, in its number of heads
+        head_dim=queries // heads,
+        norm_eps=text.number("rms_norm_eps"),
+        hidden_act=text.text("hidden_activation"),
+        qkv_bias=bias,
+        output_bias=bias,
+        max_position_embeddings=text.integer("max_position_embeddings"),
+        rope=read_rope(Fields({"rope_parameters": text.nested("rope_parameters").nested(layer_type).values})),
+    )
+
+
+class AssistantRunner:
+    """Runs a Gemma 4 assistant for one step: with the target's own keys and values, and no cache of its own.
+
+    All draft tokens of a step have the position of the last known token and attend to the text before it; earlier
+    draft tokens influence later ones only through the state that is passed on.
+    """
+
+    def __init__(self, bound: BoundHead, target: Target):
+        self.bound, self._target = bound, target
+        self._sources = source_layers(target.model.config)
+        self._like = next(bound.head.parameters())
+        self._hidden = self._like.new_zeros(0)
+
+    def start(self, states: torch.Tensor, pending: Sequence[int]) -> torch.Tensor:
+        """Draft from each row's last token; earlier draft tokens are dropped."""
+        rows = self._target.rows
+        output = self._run(torch.tensor([[pending[row]] for row in rows]), states[rows][:, None].to(self._like))
+        self._hidden = output.hidden
+        return spread_rows(self.bound.target_logits(output.output[:, 0]), rows, len(pending))
+
+    def expand(self, tree: DraftTree, new: int) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last `new` nodes of a tree; as for `EagleRunner.expand`."""
+        active, first = tree.select(self._target.rows), tree.nodes - new
+        parents = torch.tensor(active.parents, device=self._like.device)[:, first:]
+        rows = torch.arange(len(parents), device=self._like.device)[:, None]
+        output = self._run(active.tokens[:, first:], self._hidden[rows, parents + 1])
+        self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
+        return spread_rows(self.bound.target_logits(output.output), self._target.rows, tree.batch)
+
+    def _run(self, tokens: torch.Tensor, hidden: torch.Tensor) -> HeadOutput:
+        """One pass; `tokens` `[rows, length]`, `hidden` `[rows, length, hidden]`."""
+        device, filled = self._like.device, max(self._target.cache.lengths)
+        lengths = torch.tensor(self._target.cache.lengths, device=device)
+        padding = torch.tensor(self._target.padding, device=device)
+        layers: dict[str, Any] = {name: self._target.cache.layers[index] for name, index in self._sources.items()}
+        dropped = {name: layer.first for name, layer in layers.items()}
+        shared: KeysValues = {
+            name: tuple(part[:, :, : filled - layer.first].to(self._like) for part in (layer.keys, layer.values))
+            for name, layer in layers.items()
+        }
+        positions = (lengths - padding)[:, None].expand(tokens.shape)
+        head: Any = self.bound.head
+        return cast(HeadOutput, head(self.bound.embed(tokens), hidden, positions, shared, lengths, padding, dropped))

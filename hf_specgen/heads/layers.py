@@ -1,26 +1,46 @@
-"""The decoder layer that draft heads are made of: pre-norm attention with rotary positions, then a gated MLP.
+"""The decoder layer of draft heads: pre-norm attention with rotary positions, then a gated MLP; and its configuration.
 
 This is the layer of Llama and Qwen3, with the options that draft checkpoints use (biases, query and key norms, an
 attention that reads a wider input than the residual stream). Keys and values go through Transformers' cache interface,
 `cache.update(key, value, layer_index)`, so a head works with any cache, including one whose rows differ in length.
+
+Sizes of a checkpoint's layers are taken from its tensors, because published configs are wrong about them and some
+programs ignore fields that others obey (`head_dim`). Where the config has the same size, it has to agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names
 
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+ROPE_NUMBERS = (
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+)
+MODEL_TYPES: Mapping[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+LAYER_NAME = re.compile(r"^layers\.(\d{1,6})\.")
 
 
 class Rotary(NamedTuple):
@@ -44,14 +64,11 @@ class LayerConfig:
         intermediate_size: width of the MLP.
         num_heads, num_kv_heads, head_dim: shape of the attention.
         norm_eps: epsilon of every RMSNorm.
-        activation: name of the MLP's activation function, as in Transformers.
+        hidden_act: name of the MLP's activation function, as in Transformers.
         qkv_bias, output_bias, mlp_bias: which linear layers have a bias.
         qk_norm: whether queries and keys are normalised per head, as in Qwen3.
         max_position_embeddings: the context length that RoPE scaling refers to.
         rope: rotary parameters in the form of Transformers 5 (`rope_type`, `rope_theta`, …).
-
-    Raises:
-        ValueError: if the values are invalid or contradict each other.
     """
 
     hidden_size: int
@@ -60,7 +77,7 @@ class LayerConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float = 1e-6
-    activation: str = "silu"
+    hidden_act: str = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -78,8 +95,8 @@ class LayerConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if self.activation not in ACT2FN:
-            raise ValueError(f"unknown activation {self.activation!r}; use one that Transformers knows, such as 'silu'")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"unknown activation {self.hidden_act!r}; use one that Transformers knows, such as 'silu'")
         if self.rope.get("rope_type", "default") not in ROPE_TYPES:
             raise ValueError(f"unknown rope_type {self.rope['rope_type']!r}; known are {', '.join(ROPE_TYPES)}")
 
@@ -115,13 +132,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the cached and the new states.
-
-    Args:
-        config: the layer's configuration.
-        layer_index: the cache layer that keys and values go to.
-        input_size: width of the input if it is not `config.hidden_size`.
-    """
+    """Grouped-query attention over the cached and the new states."""
 
     def __init__(self, config: LayerConfig, layer_index: int, input_size: int | None = None) -> None:
         super().__init__()
@@ -144,16 +155,10 @@ class Attention(nn.Module):
     def forward(
         self, states: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor:
-        """Attend from every state to the cached and the new ones.
+        """Attend from every state to the cached and the new ones, `[batch, length, hidden]`.
 
-        Args:
-            states: `[batch, length, width]`.
-            rotary: of the states' positions.
-            attention_mask: `[batch, 1, length, cached + length]` bool, True where a query sees a key; None: everywhere.
-            cache: receives the new keys and values and returns all; None attends to the new ones alone.
-
-        Returns:
-            `[batch, length, hidden]`.
+        The mask `[batch, 1, length, cached + length]` is True where a query sees a key; None: everywhere. The cache
+        receives the new keys and values; without one, states attend to the new ones alone.
         """
         queries = rotary.rotate(self.q_norm(self._heads(self.q_proj(states))).transpose(1, 2))
         keys, values = self.keys_values(states, rotary)
@@ -166,36 +171,15 @@ class Attention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_dim))
 
 
-class GatedMLP(nn.Module):
-    """`down(activation(gate(x)) * up(x))`."""
-
-    def __init__(self, config: LayerConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = ACT2FN[config.activation]
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden]` to `[..., hidden]`."""
-        return self.down_proj(self.activation(self.gate_proj(states)) * self.up_proj(states))
-
-
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each applied to the normalised residual stream and added to it.
-
-    Args:
-        config: the layer's configuration.
-        layer_index: the cache layer that keys and values go to.
-        attention_input: width of the attention's input if it is not `config.hidden_size`.
-    """
+    """Attention and MLP, each applied to the normalised residual stream and added to it."""
 
     def __init__(self, config: LayerConfig, layer_index: int, attention_input: int | None = None) -> None:
         super().__init__()
         self.input_layernorm: nn.Module = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config, layer_index, attention_input)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
@@ -211,11 +195,6 @@ class DecoderLayer(nn.Module):
 
 def causal_mask(lengths: Sequence[int], queries: int, device: torch.device | str | None = None) -> torch.Tensor:
     """A causal mask for a batch whose rows have different numbers of cached tokens.
-
-    Args:
-        lengths: the number of cached tokens of each row; its new tokens follow directly in the cache.
-        queries: the number of new tokens, the same for all rows.
-        device: where the mask is made.
 
     Returns:
         `[batch, 1, queries, max(lengths) + queries]` bool, True where a query sees a cache slot.
@@ -238,3 +217,112 @@ def causal_default(
         return mask
     cached = cache.get_seq_length(layer_index) if cache is not None else 0
     return causal_mask([cached] * batch, queries, states.device)
+
+
+@lru_cache(maxsize=len(MODEL_TYPES))
+def _defaults(model_type: str) -> dict[str, Any]:
+    """The default config of a model type."""
+    return MODEL_TYPES[model_type]().to_dict()
+
+
+def layer_fields(values: Mapping[str, Any]) -> Fields:
+    """A config of Transformers' kind, with the defaults of its model type: files may leave out what equals them."""
+    model_type = values.get("model_type") or "llama"
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"draft layers of model_type {str(model_type)[:60]!r} are not supported, only {', '.join(MODEL_TYPES)}"
+        )
+    return Fields(values, _defaults(model_type))
+
+
+def read_layer(fields: Fields, checkpoint: Checkpoint, names: Names, strict_bias: bool = False) -> LayerConfig:
+    """The configuration of a checkpoint's decoder layers, from the shapes of its first one."""
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj")
+    queries, keys, output, gate = (matrix_shape(checkpoint, names, 0, part) for part in parts)
+    heads, configured_kv_heads = fields.integer("num_attention_heads"), fields.values.get("num_key_value_heads")
+    head_dim = queries[0] // heads
+    kv_heads = keys[0] // max(head_dim, 1)
+    configured_head_dim = fields.values.get("head_dim")  # EAGLE ignores it and divides the hidden size
+    fits_head_dim = configured_head_dim in (None, head_dim) or queries[0] == output[0]
+    divides = queries[0] == heads * head_dim and keys[0] == kv_heads * head_dim and head_dim > 0
+    if not divides or not fits_head_dim or configured_kv_heads not in (None, kv_heads):
+        raise ValueError(
+            f"config.json has {heads} attention heads and {str(configured_kv_heads)[:40]} key/value heads of size "
+            f"{str(configured_head_dim)[:40]}, but the projections have {queries[0]} and {keys[0]} rows"
+        )
+    for name, size in (("hidden_size", output[0]), ("intermediate_size", gate[0])):
+        if fields.values.get(name) not in (None, size):
+            raise ValueError(f"config.json has {name} {str(fields.values[name])[:40]}, but the tensors have {size}")
+    bias = fields.flag("attention_bias")
+    return LayerConfig(
+        hidden_size=output[0],
+        intermediate_size=gate[0],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps"),
+        hidden_act=fields.text("hidden_act"),
+        qkv_bias=bias or fields.flag("qkv_bias") or "layers.0.self_attn.q_proj.bias" in names,
+        output_bias=(bias and strict_bias) or "layers.0.self_attn.o_proj.bias" in names,
+        mlp_bias=fields.flag("mlp_bias") or "layers.0.mlp.gate_proj.bias" in names,
+        qk_norm=fields.values.get("model_type") == "qwen3" or "layers.0.self_attn.q_norm.weight" in names,
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        rope=read_rope(fields),
+    )
+
+
+def matrix_shape(checkpoint: Checkpoint, names: Names, layer: int, part: str) -> tuple[int, ...]:
+    """The shape of a weight matrix of a layer; raises `ValueError` if it is missing or no matrix."""
+    name = f"layers.{layer}.{part}.weight"
+    if name not in names:
+        raise ValueError(f"the tensor {name} is missing")
+    shape = checkpoint.tensors[names[name]].shape
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"tensor {names[name]} must be a matrix, but has shape {shape}")
+    return shape
+
+
+def count_layers(fields: Fields, names: Collection[str]) -> int:
+    """The number of layers among the tensors, which the config has to confirm."""
+    numbers = {int(match[1]) for name in names if (match := LAYER_NAME.match(name))}
+    if not numbers or numbers != set(range(len(numbers))):
+        raise ValueError(f"the tensors have no complete sequence of layers, only numbers {sorted(numbers)[:8]}")
+    configured = fields.optional_integer("num_hidden_layers") if "num_hidden_layers" in fields.values else None
+    if configured not in (None, len(numbers)):
+        raise ValueError(f"config.json has {configured} layers, but the tensors have {len(numbers)}")
+    return len(numbers)
+
+
+def read_rope(fields: Fields) -> dict[str, Any]:
+    """Rotary parameters of a config of Transformers 4 or 5, in the form of 5; without any, base 10,000.
+
+    The target's own base plays no part: EAGLE heads without `rope_theta` were trained with 10,000.
+    """
+    config = Fields(fields.values)
+    newer = config.nested("rope_parameters")
+    values = {**config.nested("rope_scaling").values, **newer.values}
+    if newer.get("rope_theta") is None and config.get("rope_theta") is not None:
+        values["rope_theta"] = config.get("rope_theta")
+    parameters = Fields(values, {"rope_theta": 10000.0})
+    rope_type = values.get("rope_type") or values.get("type") or "default"
+    if not isinstance(rope_type, str):
+        raise ValueError(f"rope_type must be a string, got {str(rope_type)[:60]!r}")
+    rope: dict[str, Any] = {"rope_theta": parameters.number("rope_theta")}
+    rope["rope_type"] = "default" if rope_type == "mrope" else rope_type  # its axes agree wherever there is only text
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        rope["partial_rotary_factor"] = parameters.number("partial_rotary_factor")
+        if rope_type != "proportional":
+            raise ValueError(
+                f"partial_rotary_factor {rope['partial_rotary_factor']} with rope_type {rope_type!r} is unknown"
+            )
+    for name in ROPE_NUMBERS:
+        if values.get(name) is not None:
+            rope[name] = values[name] if type(values[name]) is int else parameters.number(name)
+    for name in ("short_factor", "long_factor"):
+        factors = values.get(name)
+        if factors is None:
+            continue
+        if not isinstance(factors, list) or not all(type(factor) in (int, float) for factor in factors):
+            raise ValueError(f"{name} must be a list of numbers, got {str(factors)[:60]!r}")
+        rope[name] = [float(factor) for factor in factors]
+    return rope

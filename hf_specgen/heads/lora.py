@@ -15,16 +15,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hf_specgen.heads.files import (
-    Shape,
-    find_file,
-    number_field,
-    offline_hint,
-    read_json,
-    read_tensors,
-    tensor_shapes,
-)
+from hf_specgen.heads.checkpoint import Source, TensorInfo, number_field, read_json, read_tensors, tensor_infos
 
+Shape = tuple[int, ...]
 FOLDER = "lora"
 """Subfolder of a set of Medusa heads that holds their adapter."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -56,19 +49,14 @@ def load_adapter(
 
     Returns:
         the `PeftModel` around `module`.
-
-    Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if a file is damaged, or the adapter is not one for this module.
-        ImportError: without peft.
     """
     peft = _peft()
-    config_path, weights_path = (_required(source, name, subfolder) for name in (CONFIG, WEIGHTS))
+    config_path, weights_path = _adapter_files(source, subfolder)
     config = read_json(config_path)
     rank = _check_config(config, config_path)
-    shapes = tensor_shapes(weights_path)
-    saved = [name for name in saved if any(key.startswith(f"{PREFIX}{name}.") for key in shapes)]
-    _check_shapes(shapes, _expected_shapes(module, rank, adapted, saved), config_path, weights_path)
+    infos = tensor_infos(weights_path)
+    saved = [name for name in saved if any(key.startswith(f"{PREFIX}{name}.") for key in infos)]
+    _check_shapes(infos, _expected_shapes(module, rank, adapted, saved), config_path, weights_path)
     lora = peft.LoraConfig(
         r=rank,
         lora_alpha=config.get("lora_alpha", rank),
@@ -106,22 +94,22 @@ def _expected_shapes(module: nn.Module, rank: int, adapted: Sequence[str], saved
     return shapes
 
 
-def _check_shapes(found: dict[str, Shape], expected: dict[str, Shape], config: Path, weights: Path) -> None:
-    for name in sorted({*found, *expected}):
-        if found.get(name) != expected.get(name):
+def _check_shapes(infos: dict[str, TensorInfo], expected: dict[str, Shape], config: Path, weights: Path) -> None:
+    actual = {name: info.shape for name, info in infos.items()}
+    for name in sorted({*actual, *expected}):
+        if actual.get(name) != expected.get(name):
             raise ValueError(
                 f"{weights} does not fit {config.name} and the target: tensor {name[:120]!r} should be "
-                f"{expected.get(name, 'absent')}, but is {found.get(name, 'absent')}; load the adapter that belongs to "
-                "this target"
+                f"{expected.get(name, 'absent')}, but is {actual.get(name, 'absent')}; load the adapter that belongs "
+                "to this target"
             )
 
 
-def _required(source: str, name: str, subfolder: str) -> Path:
-    path = find_file(source, name, subfolder)
-    if path is None:
-        where = f"{subfolder}/{name}" if subfolder else name
-        raise FileNotFoundError(f"{source} has no {where}; copy the whole adapter there{offline_hint(source)}")
-    return path
+def _adapter_files(source: str, subfolder: str = "") -> tuple[Path, Path]:
+    """The paths of an adapter's config and of its tensors."""
+    where = Source(source, subfolder=subfolder or None)
+    config, weights = (where.required_file(name, "; copy the whole adapter there") for name in (CONFIG, WEIGHTS))
+    return config, weights
 
 
 def _peft() -> Any:
@@ -148,16 +136,7 @@ def new_lora(matrix: nn.Linear, num_heads: int, rank: int) -> Any:
 
 
 def load_lora(matrix: nn.Linear, num_heads: int, source: str) -> Any:
-    """Load the adapter in the subfolder `lora` of a set of Medusa heads.
-
-    Args:
-        matrix: the target's output matrix.
-        num_heads: of the set.
-        source: folder or Hub id of the set.
-
-    Raises:
-        FileNotFoundError, ValueError, ImportError: as `load_adapter`.
-    """
+    """Load the adapter in the subfolder `lora` of a set of Medusa heads."""
     names = [f"heads.{head}" for head in range(num_heads)]
     return load_adapter(HeadOutputs(matrix, num_heads), source, names, subfolder=FOLDER)
 
@@ -165,10 +144,10 @@ def load_lora(matrix: nn.Linear, num_heads: int, source: str) -> Any:
 def copy_lora(source: str, folder: Path) -> None:
     """Copy the adapter of a set of heads, from a folder or the Hub, into another copy of the set."""
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    for name in (CONFIG, WEIGHTS):
-        path = _required(source, name, FOLDER)
-        if path.resolve() != (folder / FOLDER / name).resolve():
-            shutil.copyfile(path, folder / FOLDER / name)
+    for path in _adapter_files(source, FOLDER):
+        copy = folder / FOLDER / path.name
+        if path.resolve() != copy.resolve():
+            shutil.copyfile(path, copy)
 
 
 def output_of(adapter: Any, head: int) -> nn.Module:

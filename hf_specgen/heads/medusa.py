@@ -1,4 +1,4 @@
-"""Medusa heads: small networks that read the target's last hidden state and predict the tokens after the next one.
+"""Medusa heads: small networks that predict the tokens after the next one from the target's last hidden state.
 
     hidden state that predicts token t+1 ─┬─► target's output matrix ─► token t+1   (the target itself)
                                           ├─► head 0 ─► output matrix ─► token t+2
@@ -14,21 +14,92 @@ vocabulary 128,256) five output matrices have 2.6 billion parameters; five one-l
 84 million.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section
-2.1; for `reads_token` and `reads_path` Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding"
+2.1, and 2.3.3 for acceptance by rank; by confidence: Li et al., "EAGLE-2" (2024), section 4.1; for `reads_token` and
+`reads_path` Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding"
 (2024), section 3.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from hf_specgen.heads.acceptance import Acceptance
 from hf_specgen.heads.compatibility import fingerprint
-from hf_specgen.targets.model_parts import output_matrix
+from hf_specgen.heads.lora import stacked_deltas
+from hf_specgen.targets.model_parts import output_logits, output_matrix
+
+CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.8, 0.95)
+"""Probabilities between the bins of confidence."""
+RANKS = 10
+"""Tokens of each head that are counted: the tenth of head 0 of the embedded heads is accepted in about 1% of steps."""
+
+
+def confidence_bin(confidence: float) -> int:
+    """The bin of a head's confidence, from 0 to `len(CONFIDENCE_EDGES)`."""
+    return bisect_right(CONFIDENCE_EDGES, confidence)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance rates of Medusa heads by confidence and rank: the prior by which draft trees are built.
+
+    Entry `[h][c][r]` is the fraction of steps in which the token of rank r of head h was accepted, of those in which
+    the head's confidence (the probability of its most likely token) was in bin c and the tokens before it were
+    accepted.
+    """
+
+    table: tuple[tuple[tuple[float, ...], ...], ...]
+
+    def __post_init__(self) -> None:
+        for head, bins in enumerate(self.table):
+            if len(bins) != len(CONFIDENCE_EDGES) + 1:
+                raise ValueError(f"head {head} has {len(bins)} bins of confidence, not {len(CONFIDENCE_EDGES) + 1}")
+            for ranks in bins:
+                if not ranks or not all(0 <= later <= earlier <= 1 for earlier, later in pairwise((1.0, *ranks))):
+                    raise ValueError(f"head {head}: acceptance must fall with the rank, from 1 to 0, got {ranks}")
+
+    @classmethod
+    def from_lists(cls, table: Sequence[Sequence[Sequence[float]]]) -> Acceptance:
+        """From the lists of a JSON file."""
+        try:
+            return cls(tuple(tuple(tuple(map(float, ranks)) for ranks in bins) for bins in table))
+        except TypeError:
+            raise ValueError(f"acceptance must be lists [heads][bins][ranks] of numbers, got {table!r:.80}") from None
+
+    @classmethod
+    def untuned(cls, heads: int) -> Acceptance:
+        """The assumption for heads that were not measured: rank 0 is accepted with the confidence as probability.
+
+        Rank r > 0 is accepted with (1 - confidence) / 2^r, but no more than rank 0; every head is accepted 0.8 times as
+        often as the one before.
+        """
+        edges = (0.0, *CONFIDENCE_EDGES, 1.0)
+        confidences = [(low + high) / 2 for low, high in pairwise(edges)]
+        return cls(
+            tuple(
+                tuple(
+                    tuple(0.8**head * min(c, c if rank == 0 else (1 - c) * 0.5**rank) for rank in range(RANKS))
+                    for c in confidences
+                )
+                for head in range(heads)
+            )
+        )
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return len(self.table)
+
+    def cut(self, ranks: int) -> Acceptance:
+        """The same table, reduced to the first `ranks` ranks."""
+        return Acceptance(tuple(tuple(row[:ranks] for row in bins) for bins in self.table))
 
 
 class MedusaConfig(PreTrainedConfig):
@@ -45,14 +116,7 @@ class MedusaConfig(PreTrainedConfig):
             follows a given path (Hydra); requires `reads_token`.
         lora_rank: rank of a PEFT adapter in the folder `lora`, on each head's copy of the output matrix; 0: none.
         base: the target that the heads were trained for, see `hf_specgen.heads.compatibility`.
-        acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `hf_specgen.heads.acceptance`.
-
-    Raises:
-        ValueError: if a value has the wrong type or is out of range.
-
-    Example:
-        >>> MedusaConfig(hidden_size=64, vocab_size=99, num_heads=3).num_layers
-        1
+        acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `Acceptance`.
     """
 
     model_type = "medusa_heads"
@@ -111,14 +175,6 @@ class MedusaHeads(PreTrainedModel):
 
     It is saved, loaded and pushed to the Hub like any Transformers model; `hf_specgen.heads.load_medusa` also reads the
     formats of the original Medusa, TGI and vLLM.
-
-    Args:
-        config: sizes and options.
-
-    Example:
-        >>> heads = MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=20, num_heads=2))
-        >>> heads(torch.zeros(3, 8)).shape  # [..., heads, hidden]
-        torch.Size([3, 2, 8])
     """
 
     config_class = MedusaConfig
@@ -152,9 +208,6 @@ class MedusaHeads(PreTrainedModel):
             target: the model that the heads will draft for.
             tokenizer: its chat template becomes part of the fingerprint.
             shape: fields of `MedusaConfig` that differ from its defaults.
-
-        Raises:
-            ValueError: if the target has no linear output matrix.
         """
         matrix = output_matrix(target)
         sizes: dict[str, Any] = {"hidden_size": matrix.in_features, "vocab_size": matrix.out_features}
@@ -195,3 +248,59 @@ class MedusaHeads(PreTrainedModel):
 
 AutoConfig.register(MedusaConfig.model_type, MedusaConfig, exist_ok=True)
 AutoModel.register(MedusaConfig, MedusaHeads, exist_ok=True)
+
+
+class MedusaRunner:
+    """A set of heads attached to its target."""
+
+    def __init__(self, heads: MedusaHeads, target: PreTrainedModel, lora: Any = None):
+        self.heads, self._target = heads, target
+        self._embeddings = cast(Any, target.get_input_embeddings()) if heads.config.reads_token else None
+        matrix = output_matrix(target).weight
+        self._device, self._dtype = matrix.device, matrix.dtype
+        self._deltas = None if lora is None else tuple(delta.to(matrix) for delta in stacked_deltas(lora))
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of all heads, scaled and capped like the target's own.
+
+        Returns:
+            `[rows, heads, vocab]`; a shared output matrix is multiplied once for all heads.
+        """
+        states = self.heads(hidden.to(self._device, self._dtype), self._embedded(tokens))  # [rows, heads, hidden]
+        return output_logits(self._target, states, self._outputs)
+
+    @torch.no_grad()
+    def head_logits(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of one head.
+
+        Returns:
+            `[nodes, vocab]`.
+        """
+        state = self.heads.head_state(head, hidden.to(self._device, self._dtype), self._embedded(tokens))
+        return output_logits(self._target, state, lambda states: self._output(head, states))
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        if self._embeddings is None:
+            return None
+        return cast(torch.Tensor, self._embeddings(tokens.to(self._embeddings.weight.device))).to(
+            self._device, self._dtype
+        )
+
+    def _output(self, head: int, state: torch.Tensor) -> torch.Tensor:
+        if self.heads.config.own_outputs:
+            return cast(torch.Tensor, self.heads.lm_heads[head](state))
+        shared = output_matrix(self._target)(state)
+        return cast(
+            torch.Tensor,
+            shared if self._deltas is None else shared + state @ self._deltas[0][head] @ self._deltas[1][head],
+        )
+
+    def _outputs(self, states: torch.Tensor) -> torch.Tensor:
+        if self.heads.config.own_outputs:
+            return torch.stack([matrix(states[:, head]) for head, matrix in enumerate(self.heads.lm_heads)], dim=1)
+        shared = output_matrix(self._target)(states)
+        if self._deltas is None:
+            return cast(torch.Tensor, shared)
+        down, up = self._deltas  # [heads, hidden, rank], [heads, rank, vocab]
+        return cast(torch.Tensor, shared + (states.transpose(0, 1) @ down @ up).transpose(0, 1))

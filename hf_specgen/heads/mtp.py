@@ -27,11 +27,7 @@ both, the final norm."""
 
 @dataclass(frozen=True, kw_only=True)
 class MTPConfig(HeadConfig):
-    """Configuration of `MTPHead`.
-
-    Args:
-        num_layers: how many MTP layers the checkpoint has.
-    """
+    """Configuration of `MTPHead`."""
 
     num_layers: int
 
@@ -46,28 +42,13 @@ class MTPLayer(nn.Module):
 
 
 class MTPHead(DraftHead):
-    """The MTP layers of a checkpoint; made by `mtp_format.load_mtp`.
-
-    Args:
-        config: the head's configuration.
-        layers: the MTP layers; layers may share modules.
-        rotary: position ids to what the decoder layers take as `position_embeddings`.
-        float_masks: whether the layers' attention adds its mask, so that it cannot be boolean.
-    """
+    """The MTP layers of a checkpoint; made by `mtp_format.load_mtp`."""
 
     config: MTPConfig
 
     def __init__(self, config: MTPConfig, layers: list[MTPLayer], rotary: nn.Module, float_masks: bool) -> None:
         super().__init__(config)
         self.layers, self.rotary, self.float_masks = nn.ModuleList(layers), rotary, float_masks
-
-    def default_taps(self, num_layers: int) -> tuple[int, ...]:
-        """The state after the target's final norm."""
-        return (num_layers,)
-
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """The features themselves: there is one tap, and it has the width of the head."""
-        return features
 
     def forward(
         self,
@@ -79,11 +60,6 @@ class MTPHead(DraftHead):
         step: int = 0,
     ) -> HeadOutput:
         """One pass of one layer.
-
-        Args:
-            embeddings, hidden, position_ids, attention_mask, cache: as for `Eagle3Head.forward`; the layers have cache
-                entries of their own, with the same mask.
-            step: number of the draft step, from 0; it runs layer `step % num_layers`.
 
         Returns:
             the layer's output after its final norm, for the next step and for the output matrix alike.

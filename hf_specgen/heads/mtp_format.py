@@ -143,7 +143,7 @@ def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
         vocab_size=config.vocab_size,
         draft_vocab_size=config.vocab_size,
         target_hidden_size=config.hidden_size,
-        num_taps=1,
+        num_aux_hidden_states=1,
         num_target_layers=first,
         num_layers=len(layers),
     )

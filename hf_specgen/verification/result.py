@@ -86,7 +86,7 @@ def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]
     return path, emitted
 
 
-def judged_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
+def verified_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
     """The nodes that were accepted or rejected: the children of the last token and of accepted nodes.
 
     Args:
@@ -98,7 +98,7 @@ def judged_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequenc
         pairs of a node and whether it was accepted; nodes below a rejected one are left out.
 
     Example:
-        >>> judged_nodes([5, 6, 7, 8], [-1, -1, 1, 0], emitted=[6, 9])  # 8 follows 5, which was rejected
+        >>> verified_nodes([5, 6, 7, 8], [-1, -1, 1, 0], emitted=[6, 9])  # 8 follows 5, which was rejected
         [(0, False), (1, True), (2, False)]
     """
     following = {-1: 0}  # accepted node -> index of the emitted token after it

@@ -38,13 +38,13 @@ def embedded() -> Any:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_captured_target_in_several_calls_same_tokens(target: Any, mode: str, batch: int) -> None:
     """Graphs are replayed in later calls, whose prompts are shorter and longer."""
-    candidates = NgramCandidates(k=4, branches=2)
+    candidates = NgramCandidates(k=4, tree=8)
     for length in (12, 30, 7):
         statistics = same_tokens(target, inputs(batch, length), candidates, compile="graphs", **SAMPLING[mode])
         assert statistics.drafted > 0
 
 
-@pytest.mark.parametrize("compile_target", [False, "graphs", True])
+@pytest.mark.parametrize("compile_target", [False, "graphs"])
 @pytest.mark.parametrize("tree", [None, 6])
 def test_captured_draft_same_tokens(target: Any, compile_target: Any, tree: Any) -> None:
     """Graphs of target and draft are replayed alternately."""
@@ -121,16 +121,3 @@ def test_cache_of_a_captured_call_is_not_overwritten_by_the_next(target: Any) ->
     target.generate(**inputs(1, 20), **arguments)
     for keys, layer in zip(before, first.past_key_values.layers, strict=True):
         assert torch.equal(keys, layer.keys)
-
-
-def test_step_without_cudnn_attention_and_setting_restored(target: Any) -> None:
-    seen: list[bool] = []
-
-    class Looking(NgramCandidates):
-        def start(self, call: Any) -> Any:
-            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-            return super().start(call)
-
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    same_tokens(target, inputs(1), Looking(k=3))
-    assert seen == [False] and torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -94,8 +94,6 @@ class Case:
     entry: str = "keyword"
     """How speculation is asked for: "keyword", "custom" (`custom_generate=`), "custom_streamer" or "attach"."""
 
-    pack_weights: bool | None = None
-
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 0

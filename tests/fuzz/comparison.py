@@ -184,7 +184,7 @@ class Comparison:
         if speculation and case.entry == "attach":
             entered = attached_to(case, self.model, self.candidates)
         elif speculation:
-            arguments |= speculation_arguments(case, self.model, self.candidates, streamer)
+            arguments |= speculation_arguments(case, self.candidates, streamer)
             if case.entry == "custom_streamer":
                 arguments.pop("streamer", None)
         if cache is not None:
@@ -228,11 +228,7 @@ class Comparison:
         return ours
 
     def _raise_fault(self, plain: Run, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any) -> Run | None:
-        """Raise an exception inside a call and look at what it leaves behind.
-
-        Returns:
-            The call, if it came to its end before the exception could be raised.
-        """
+        """Raise an exception inside a call and look at what it leaves behind."""
         case = self.case
         fault = (Interrupt if case.interrupt else Fault)("on purpose")
         held = None if cache is None else cache.get_seq_length()

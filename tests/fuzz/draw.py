@@ -29,13 +29,7 @@ def draw(
     strategies: Sequence[str] | None = None,
     threads: bool = False,
 ) -> Case:
-    """The case of a seed.
-
-    Args:
-        seed: any value.
-        architectures, strategies: to draw from; all if left out.
-        threads: whether some cases run in several threads, so that they are not the same in every run.
-    """
+    """The case of a seed."""
     random = Random(str(seed))
     parts: dict[str, Any] = {"seed": random.randrange(10**6)}
     for draw_part in (_model, _prompts, _strategy, _sampling, _ends, _processors, _outputs, _caches, _fault):
@@ -48,8 +42,6 @@ def draw(
         parts["members"] = tuple(random.sample(COMBINED, random.randint(1, 3)))
     if threads and _often(random, 0.03):
         parts |= {"threads": 3, "num_return_sequences": 1, "criteria": (), "eos_columns": ()}
-    # Drawn by a generator of its own, so that the other fields of a seed stay what they were.
-    parts["pack_weights"] = _weighted(Random(f"pack weights {seed}"), {True: 1, False: 2, None: 1})
     return _consistent(Case(**parts))
 
 

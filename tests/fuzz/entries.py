@@ -7,20 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_specgen import attached, speculate
-from hf_specgen.targets.packed_weights import is_packable
 from tests.fuzz import strategies
 from tests.fuzz.cases import Case
 
 
-def call_settings(case: Case, model: Any) -> dict[str, Any]:
-    """Verification, policy and packed weights of a call, where they are not the defaults."""
+def call_settings(case: Case) -> dict[str, Any]:
+    """Verification and policy of a call, where they are not the defaults."""
     call: dict[str, Any] = {} if case.verification == "exact" else {"verification": case.verification}
     policy = strategies.call_policy(case)
     if policy is not None:
         call["policy"] = policy
-    packable = any(map(is_packable, model.modules()))  # not in float64
-    if case.pack_weights is not None and (packable or not case.pack_weights):
-        call["pack_weights"] = case.pack_weights
     return call
 
 
@@ -31,13 +27,13 @@ def attached_to(case: Case, model: Any, candidates: Any) -> Iterator[None]:
     Not where a fault is raised: plain `generate` does not put back the caller's cache.
     """
     strict = case.seed % 2 == 0 or case.fault != ""
-    with attached(model, candidates, strict=strict, **call_settings(case, model)):
+    with attached(model, candidates, strict=strict, **call_settings(case)):
         yield
 
 
-def speculation_arguments(case: Case, model: Any, candidates: Any, streamer: Any) -> dict[str, Any]:
+def speculation_arguments(case: Case, candidates: Any, streamer: Any) -> dict[str, Any]:
     """The arguments that ask for speculation."""
-    call = call_settings(case, model)
+    call = call_settings(case)
     if case.entry == "keyword":
         return {"candidate_generator": candidates, **call}
     if case.entry == "custom_streamer":

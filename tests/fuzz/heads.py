@@ -47,16 +47,7 @@ Answer = Callable[[int, list[int]], list[int]]
 def head_candidates(
     name: str, architecture: str, model: Any, answer: Answer, accuracy: float, seed: int, settings: dict[str, Any]
 ) -> Any:
-    """A strategy with a head that proposes what `answer` says, in a share of the places.
-
-    Args:
-        name: a key of `CLASSES`.
-        architecture, model: the target.
-        answer: what will be generated.
-        accuracy: share of the tokens whose score is raised; the head's own choice stands elsewhere.
-        seed: of the head's weights and options, and of the places.
-        settings: k, tree and policy.
-    """
+    """A strategy with a head that proposes what `answer` says, in a share of the places."""
 
     class Steered(CLASSES[name]):  # type: ignore[misc]
         def begin(self, call: Call, *arguments: Any) -> Any:
@@ -94,8 +85,8 @@ def _random_head(name: str, model: Any, random: Random) -> DraftHead:
         "vocab_size": len(embedding),
         "draft_vocab_size": len(embedding) - (20 if reduced else 0),
         "target_hidden_size": width,
-        "num_taps": len(taps),
-        "taps": taps,
+        "num_aux_hidden_states": len(taps),
+        "aux_hidden_state_layers": taps,
         "own_embeddings": embedding.shape[1] != width or random.random() < 0.3,
         "own_lm_head": True,
     }

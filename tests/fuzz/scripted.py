@@ -61,7 +61,7 @@ class RandomDepths(Policy):
         self._seed = seed
 
     def start(self, call: Call) -> PolicySession:
-        return _RandomDepthsSession(Random(self._seed), call.candidates.k)
+        return _RandomDepthsSession(Random(self._seed), call.drafting.k)
 
 
 class _RandomDepthsSession(PolicySession):

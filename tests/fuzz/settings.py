@@ -83,14 +83,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def arguments(case: Case, ends: Ends, prompt_length: int, fault: Fault | Interrupt | None = None) -> dict[str, Any]:
-    """Fresh arguments for one `generate` call, except prompts, cache and speculation.
-
-    Args:
-        case: to be run.
-        ends: as found by `find_ends`.
-        prompt_length: columns of the prompt.
-        fault: raised in the processor, criterion or streamer that the case names; nowhere if left out.
-    """
+    """Fresh arguments for one `generate` call, except prompts, cache and speculation."""
     settings = _settings(case, ends)
     processors = [PROCESSORS[name]() for name in case.processors]
     criteria: list[StoppingCriteria] = [CRITERIA[name](prompt_length) for name in case.criteria if name in CRITERIA]
@@ -161,12 +154,7 @@ def _allowed_tokens(row: int, ids: torch.Tensor) -> list[int]:
 
 
 def find_ends(case: Case, text: list[list[int]]) -> Ends:
-    """End tokens and stop string of a case.
-
-    Args:
-        case: to be run.
-        text: what plain `generate` writes without them.
-    """
+    """End tokens and stop string of a case."""
     columns = len(text[0])
     found = {text[column % len(text)][column] for column in case.eos_columns if column < columns}
     stop_string = None

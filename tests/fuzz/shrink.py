@@ -15,13 +15,7 @@ MAX_RUNS = 400
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], max_runs: int = MAX_RUNS) -> Case:
-    """The simplest case found that still fails.
-
-    Args:
-        case: fails.
-        fails: runs a case; True if it fails in the same way.
-        max_runs: after which the best case so far is returned.
-    """
+    """The simplest case found that still fails."""
     runs = 0
     found = True
     while found:

@@ -44,11 +44,7 @@ Encoder-decoders whose decoder takes positions verify trees; the others chains. 
 
 
 def outcome(name: str) -> str:
-    """What the architecture verifies, or the sentence with which it is refused.
-
-    Raises:
-        AssertionError: if its tokens are not those of plain `generate`.
-    """
+    """What the architecture verifies, or the sentence with which it is refused."""
     kind, _, with_features = name.partition(" (")
     if with_features == "encoder-decoder)":
         return _outcome_of_encoder_decoder(kind)

@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 from torch.utils import _pytree as pytree
 
-from hf_specgen.candidates import eagle
+from hf_specgen.candidates import head_sessions
 from hf_specgen.targets import captured, compilable, compiled
 
 
 def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Capture passes on a CPU: a replay computes from the captured inputs into the captured outputs.
-
-    Returns:
-        A list that receives the outputs of every capture.
-    """
+    """Capture passes on a CPU: a replay computes from the captured inputs into the captured outputs."""
     found: list[Any] = []
 
     def capture(run: Any, memory: Any) -> Any:
@@ -30,6 +26,6 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return replay, outputs
 
     monkeypatch.setattr(captured, "capture", capture)
-    for module in (compilable, compiled, eagle):
+    for module in (compilable, compiled, head_sessions):
         monkeypatch.setattr(module, "GRAPH_DEVICES", ("cpu",))
     return found

@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList
 
 from hf_specgen import Statistics
 from tests.helpers.oracle import Oracle
-from tests.helpers.processors import PrefixReader
+from tests.helpers.processors import PrefixReader, StatefulReader
 
 FULL_SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"do_sample": True, "top_k": 0}}
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -20,6 +20,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "minimum": {"min_new_tokens": 9, "eos_token_id": list(range(40, 60)), "pad_token_id": 0},
     "bad_words": {"bad_words_ids": [[5], [6, 7], [8, 9, 10]]},
     "custom": {"make_processors": lambda: LogitsProcessorList([PrefixReader()])},
+    "stateful": {"make_processors": lambda: LogitsProcessorList([StatefulReader()])},
 }
 SAMPLING_AND_PROCESSORS = [(s, p) for s in FULL_SAMPLING for p in PROCESSORS if (s, p) != ("greedy", "warpers")]
 """Warpers have no effect on greedy decoding."""
@@ -32,12 +33,7 @@ ORACLES: dict[str, Any] = {
 
 
 def assert_oracle_was_used(oracle: str, statistics: Statistics) -> None:
-    """Assert that draft tokens were accepted, rejected, or both, as the oracle intends: else a test proves nothing.
-
-    Args:
-        oracle: its name in `ORACLES`.
-        statistics: of the call.
-    """
+    """Assert that draft tokens were accepted, rejected, or both, as the oracle intends: else a test proves nothing."""
     assert statistics.drafted > 0
     if oracle == "always":
         assert statistics.accepted == statistics.drafted

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hf_specgen import Call, DraftSession, EagleCandidates
-from hf_specgen.candidates.eagle import EagleSession
+from hf_specgen.candidates.head_sessions import EagleSession
 from hf_specgen.heads.base import DraftHead
+from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layers import causal_mask
-from hf_specgen.heads.loading import load_head
 from hf_specgen.targets.cache import RaggedCache
 from tests.helpers.head_fixtures import Fixture
 from tests.helpers.models import SHARED
@@ -43,7 +43,7 @@ def predictable_pair(eagle1: Fixture) -> tuple[Any, DraftHead]:
     Tests share them and never change the target.
     """
     target, head = copy.deepcopy(eagle1.target), copy.deepcopy(load_head(eagle1.head_folder))
-    if head.config.num_taps == 1:  # it reads the last layer alone, so that the target needs no more than a few
+    if head.config.num_aux_hidden_states == 1:  # it reads the last layer alone, so that a few layers are enough
         target.model.layers = target.model.layers[:LAYERS]
         target.config.num_hidden_layers = LAYERS
     for layer in target.model.layers:
@@ -68,12 +68,12 @@ def reread(session: EagleSession, row: int, count: int) -> tuple[RaggedCache, to
 
     One forward pass of the target over the text without padding, then one of the head over these positions.
     """
-    call, attached = session.call, session.reader.attached
+    call, bound = session.call, session.runner.bound
     text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
     assert call.model is not None
     states: Any = call.model(text[:, :-1], output_hidden_states=True).hidden_states
-    hidden = attached.head.combine(attached.features(states)[:, :count])
+    hidden = bound.head.combine(bound.features(states)[:, :count])
     cache = RaggedCache()
     positions = torch.arange(count)[None]
-    output = attached.head(attached.embed(text[:, 1 : 1 + count]), hidden, positions, causal_mask([0], count), cache)
+    output = bound.head(bound.embed(text[:, 1 : 1 + count]), hidden, positions, causal_mask([0], count), cache)
     return cache, output.output[0, -1]

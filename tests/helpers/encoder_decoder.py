@@ -191,13 +191,7 @@ def encoder_inputs(kind: str, batch: int, length: int = 12) -> dict[str, torch.T
 
 
 def run_both(model: Any, inputs: dict[str, Any], candidates: Any, **arguments: Any) -> Any:
-    """The outputs of plain `generate` and of a strategy from one seed, and the statistics.
-
-    Args:
-        model, inputs: the target and its inputs.
-        candidates: the strategy, or what builds one from the `[batch, generated]` tokens of plain `generate`.
-        arguments: of `generate`; `make_processors` builds the logits processors of one call.
-    """
+    """The outputs of plain `generate` and of a strategy from one seed, and the statistics."""
     make = arguments.pop("make_processors", None)
 
     def run(**more: Any) -> Any:

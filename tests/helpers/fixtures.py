@@ -24,6 +24,7 @@ from tests.helpers.models import SHARED
 from tests.helpers.multimodal import multimodal_model
 from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
 from tests.helpers.stateful import stateful_model
+from tests.helpers.strategies import eagle_pair, medusa_heads
 
 pytest_plugins = ["tests.helpers.recipes"]
 
@@ -55,7 +56,8 @@ def _isolated(_profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _models_of_the_file() -> Iterator[None]:
     """The tests of a file share their tiny models; what calls remember of a model never reaches another file."""
     yield
-    for build in (tiny_model, shared_draft, stateful_model, multimodal_model, encoder_decoder, target_of):
+    models = (tiny_model, shared_draft, stateful_model, multimodal_model, encoder_decoder, target_of)
+    for build in (*models, eagle_pair, medusa_heads):
         build.cache_clear()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_specgen.heads.loading import load_head
+from hf_specgen.heads.head_formats import load_head
 from tests.helpers.head_fixtures import Comparison, Fixture
 from tests.helpers.head_sessions import Autoregressive, Block, Parallel, dynamic_tree
 
@@ -24,8 +24,8 @@ def captured_features(fixture: Fixture, capture: dict[str, Any], input_ids: torc
 class Rounds:
     """The two rounds of a fixture for some of its prompts, with features captured by the package."""
 
-    def __init__(self, fixture: Fixture, prompts: list[str], attached: Any, comparison: Comparison) -> None:
-        self.fixture, self.prompts, self.attached, self.comparison = fixture, prompts, attached, comparison
+    def __init__(self, fixture: Fixture, prompts: list[str], bound: Any, comparison: Comparison) -> None:
+        self.fixture, self.prompts, self.bound, self.comparison = fixture, prompts, bound, comparison
 
     def inputs(self, number: int, part: str = "") -> tuple[Rows, Rows]:
         """For each prompt the features of the positions that are new in a round, and the token after each of them."""
@@ -37,8 +37,8 @@ class Rounds:
             if number == 1:
                 text = torch.cat((text, self.fixture.get(f"{prefix}next_token")), dim=1)
             rows = self.fixture.get(f"{own}features").shape[1]
-            states, logits = captured_features(self.fixture, self.attached.capture_arguments, text[:, :-1], rows)
-            features.append(self.attached.features(states)[0])
+            states, logits = captured_features(self.fixture, self.bound.capture_arguments, text[:, :-1], rows)
+            features.append(self.bound.features(states)[0])
             tokens.append(text[0, -rows:])
             self.comparison.check(f"{own}features", features[-1])
             self.comparison.check(f"{prefix}next_token", logits[0, -1].argmax())
@@ -50,32 +50,32 @@ class Rounds:
         self.comparison.check_if_there(f"{self.prompts[row]}.round{number}.{name}", actual)
 
 
-def scattered(attached: Any, draft_logits: torch.Tensor) -> torch.Tensor:
+def scattered(bound: Any, draft_logits: torch.Tensor) -> torch.Tensor:
     """Logits over the draft vocabulary at the target's ids, -inf elsewhere."""
-    head = attached.head
+    head = bound.head
     logits = draft_logits.new_full((*draft_logits.shape[:-1], head.config.vocab_size), -torch.inf)
     ids = head.target_ids(torch.arange(head.config.draft_vocab_size))
     logits[..., ids] = draft_logits
     return logits
 
 
-def check_vocabulary(attached: Any, comparison: Comparison) -> None:
-    ids = attached.target_ids(torch.arange(attached.head.config.draft_vocab_size))
+def check_vocabulary(bound: Any, comparison: Comparison) -> None:
+    ids = bound.target_ids(torch.arange(bound.head.config.draft_vocab_size))
     comparison.check_if_there("kept_target_ids", ids)
 
 
-def check_taps(fixture: Fixture, attached: Any) -> None:
+def check_taps(fixture: Fixture, bound: Any) -> None:
     if (expected := fixture.expected.get("taps_hf_tuple_index")) is not None:
-        assert list(attached.taps) == expected
+        assert list(bound.aux_hidden_state_layers) == expected
 
 
 @torch.no_grad()
 def run_autoregressive(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
     head = load_head(fixture.head_folder)
-    attached = head.attach(fixture.target)
-    check_taps(fixture, attached)
-    check_vocabulary(attached, comparison)
-    rounds, session = Rounds(fixture, prompts, attached, comparison), Autoregressive(attached, len(prompts))
+    bound = head.bind(fixture.target)
+    check_taps(fixture, bound)
+    check_vocabulary(bound, comparison)
+    rounds, session = Rounds(fixture, prompts, bound, comparison), Autoregressive(bound, len(prompts))
     raw: list[torch.Tensor] = []
     if hasattr(head, "norm"):
         head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
@@ -88,10 +88,10 @@ def run_autoregressive(fixture: Fixture, prompts: list[str], comparison: Compari
         for row, (output, chain) in enumerate(zip(outputs, chains, strict=True)):
             before_norm = raw[0][row, : len(output.hidden)] if raw else output.hidden
             rounds.check(number, row, "chain.first_pass_hidden", before_norm)
-            rounds.check(number, row, "chain.first_pass_logits", attached.logits(output.output))
+            rounds.check(number, row, "chain.first_pass_logits", bound.logits(output.output))
             rounds.check(number, row, "chain.hidden", chain.hidden)
             rounds.check(number, row, "chain.draft_logits", chain.draft_logits)
-            rounds.check(number, row, "chain.logits", scattered(attached, chain.draft_logits))
+            rounds.check(number, row, "chain.logits", scattered(bound, chain.draft_logits))
             rounds.check(number, row, "chain.tokens", chain.tokens)
             if raw:
                 steps_before_norm = [before_norm[-1], *(step[row, -1] for step in raw[1:])]
@@ -100,14 +100,14 @@ def run_autoregressive(fixture: Fixture, prompts: list[str], comparison: Compari
             rounds.check(number, row, "draft_kv.key", keys)
             rounds.check(number, row, "draft_kv.value", values)
     for prompt in prompts:
-        run_tree(fixture, prompt, attached, comparison)
+        run_tree(fixture, prompt, bound, comparison)
 
 
-def run_tree(fixture: Fixture, prompt: str, attached: Any, comparison: Comparison) -> None:
+def run_tree(fixture: Fixture, prompt: str, bound: Any, comparison: Comparison) -> None:
     """The dynamic tree of both rounds; it is drafted for one row at a time, as the original does."""
     if not fixture.names(f"{prompt}.round1.tree."):
         return
-    rounds, session = Rounds(fixture, [prompt], attached, comparison), Autoregressive(attached, 1)
+    rounds, session = Rounds(fixture, [prompt], bound, comparison), Autoregressive(bound, 1)
     shape = fixture.expected["tree"]
     for number in (1, 2):
         features, tokens = rounds.inputs(number, "tree.")
@@ -129,13 +129,13 @@ def run_tree(fixture: Fixture, prompt: str, attached: Any, comparison: Compariso
 
 @torch.no_grad()
 def run_parallel(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    attached = load_head(fixture.head_folder).attach(fixture.target)
-    check_taps(fixture, attached)
-    check_vocabulary(attached, comparison)
-    assert attached.head.config.mask_token_id == fixture.expected["mask_token_id"]
-    rounds, session = Rounds(fixture, prompts, attached, comparison), Parallel(attached, len(prompts))
+    bound = load_head(fixture.head_folder).bind(fixture.target)
+    check_taps(fixture, bound)
+    check_vocabulary(bound, comparison)
+    assert bound.head.config.mask_token_id == fixture.expected["mask_token_id"]
+    rounds, session = Rounds(fixture, prompts, bound, comparison), Parallel(bound, len(prompts))
     raw: list[torch.Tensor] = []
-    attached.head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
+    bound.head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
     for number in (1, 2):
         features, tokens = rounds.inputs(number)
         raw.clear()
@@ -148,23 +148,23 @@ def run_parallel(fixture: Fixture, prompts: list[str], comparison: Comparison) -
 
 
 def check_block_logits(rounds: Rounds, number: int, row: int, output: torch.Tensor, first: int) -> None:
-    logits = rounds.attached.logits(output)
+    logits = rounds.bound.logits(output)
     rounds.check(number, row, "block.draft_logits", logits)
-    rounds.check(number, row, "block.logits", scattered(rounds.attached, logits))
-    rounds.check(number, row, "block.tokens", rounds.attached.target_ids(logits[first:].argmax(-1)))
+    rounds.check(number, row, "block.logits", scattered(rounds.bound, logits))
+    rounds.check(number, row, "block.tokens", rounds.bound.target_ids(logits[first:].argmax(-1)))
 
 
 @torch.no_grad()
 def run_block(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
     head = load_head(fixture.head_folder)
-    attached = head.attach(fixture.target)
-    check_taps(fixture, attached)
-    check_vocabulary(attached, comparison)
+    bound = head.bind(fixture.target)
+    check_taps(fixture, bound)
+    check_vocabulary(bound, comparison)
     assert head.config.block_size == fixture.expected["block_size"]
     assert head.config.mask_token_id == fixture.expected["mask_token_id"]
     first = head.config.first_proposing_position
     assert first == fixture.expected.get("first_proposing_position", 1)
-    rounds, session = Rounds(fixture, prompts, attached, comparison), Block(attached, len(prompts))
+    rounds, session = Rounds(fixture, prompts, bound, comparison), Block(bound, len(prompts))
     for number in (1, 2):
         features, tokens = rounds.inputs(number)
         session.read(features)
@@ -179,6 +179,6 @@ def run_block(fixture: Fixture, prompts: list[str], comparison: Comparison) -> N
         if f"{prompts[0]}.round{number}.conditioned.path" in fixture.tensors:
             paths = torch.cat([fixture.get(f"{prompt}.round{number}.conditioned.path") for prompt in prompts])
             blocks[:, 1 : 1 + paths.shape[1]] = paths
-            logits = attached.logits(session.draft(blocks).output)
+            logits = bound.logits(session.draft(blocks).output)
             for row in range(len(prompts)):
-                rounds.check(number, row, "conditioned.logits", scattered(attached, logits[row, first:]))
+                rounds.check(number, row, "conditioned.logits", scattered(bound, logits[row, first:]))

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.gemma_assistant import source_layers
-from hf_specgen.heads.loading import load_head
+from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.medusa_formats import load_medusa
 from hf_specgen.heads.mtp_format import load_mtp
 from tests.helpers.head_fixtures import Comparison, Fixture
 from tests.helpers.head_runs import Rounds, captured_features
@@ -18,9 +18,9 @@ from tests.helpers.head_sessions import Assistant, Autoregressive, LayeredMTP, R
 @torch.no_grad()
 def run_mtp_recursive(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
     """One MTP layer applied again and again, like an EAGLE head; fed with the state after or before the final norm."""
-    attached = load_mtp(fixture.target, str(fixture.target_folder)).attach(fixture.target)
+    bound = load_mtp(fixture.target, str(fixture.target_folder)).bind(fixture.target)
     for part in ("chain.", "chain_prenorm."):
-        rounds, session = Rounds(fixture, prompts, attached, comparison), Autoregressive(attached, len(prompts))
+        rounds, session = Rounds(fixture, prompts, bound, comparison), Autoregressive(bound, len(prompts))
         for number in (1, 2):
             if part == "chain.":
                 features, tokens = rounds.inputs(number, part)
@@ -29,7 +29,7 @@ def run_mtp_recursive(fixture: Fixture, prompts: list[str], comparison: Comparis
             outputs = session.read(features, tokens)
             steps = fixture.get(f"{prompts[0]}.round{number}.{part}tokens").shape[1]
             for row, (output, chain) in enumerate(zip(outputs, session.chain(steps), strict=True)):
-                logits = attached.logits(output.output)
+                logits = bound.logits(output.output)
                 rounds.check(number, row, f"{part}first_pass_hidden", output.hidden)
                 rounds.check(number, row, f"{part}first_pass_logits", logits)
                 rounds.check(number, row, f"{part}hidden", chain.hidden)
@@ -59,10 +59,10 @@ def given_before_norm(
 @torch.no_grad()
 def run_mtp(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
     """As many draft tokens as there are MTP layers, each layer with keys and values of its own."""
-    attached = load_mtp(fixture.target, str(fixture.target_folder)).attach(fixture.target)
-    layers = attached.head.config.num_layers
+    bound = load_mtp(fixture.target, str(fixture.target_folder)).bind(fixture.target)
+    layers = bound.head.config.num_layers
     assert layers == fixture.expected["num_mtp_layers"]
-    session = LayeredMTP(attached, len(prompts))
+    session = LayeredMTP(bound, len(prompts))
     known = [0] * len(prompts)
     numbers = sorted({int(name.split(".")[1][5:]) for name in fixture.tensors if ".round" in name})
     for number in numbers:
@@ -70,8 +70,8 @@ def run_mtp(fixture: Fixture, prompts: list[str], comparison: Comparison) -> Non
         for row, prompt in enumerate(prompts):
             text = fixture.get(f"{prompt}.round{number}.input_ids")
             rows = text.shape[1] - 1 - known[row]
-            states, _ = captured_features(fixture, attached.capture_arguments, text[:, :-1], rows)
-            features.append(attached.features(states)[0])
+            states, _ = captured_features(fixture, bound.capture_arguments, text[:, :-1], rows)
+            features.append(bound.features(states)[0])
             tokens.append(text[0, -rows:])
             known[row] += rows
             comparison.check_end(f"{prompt}.round{number}.features", features[-1][None])
@@ -87,15 +87,15 @@ def run_mtp(fixture: Fixture, prompts: list[str], comparison: Comparison) -> Non
 @torch.no_grad()
 def run_assistant(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
     """A Gemma 4 assistant, with the target's keys and values of the accepted text and of nothing else."""
-    attached = load_head(fixture.head_folder).attach(fixture.target)
+    bound = load_head(fixture.head_folder).bind(fixture.target)
     steps = fixture.expected["num_assistant_tokens"]
     for number in (1, 2):
         states, keys_values, last = [], [], []
         for prompt in prompts:
             text = fixture.get(f"{prompt}.round{number}.input_ids")
             cache = RaggedCache()
-            output = fixture.target(text[:, :-1], past_key_values=cache, **attached.capture_arguments)
-            states.append(attached.features(output.hidden_states)[0, -1])
+            output = fixture.target(text[:, :-1], past_key_values=cache, **bound.capture_arguments)
+            states.append(bound.features(output.hidden_states)[0, -1])
             held = {kind: cache.layers[index] for kind, index in source_layers(fixture.target.config).items()}
             rows = text.shape[1] - 1
             keys_values.append(
@@ -104,7 +104,7 @@ def run_assistant(fixture: Fixture, prompts: list[str], comparison: Comparison) 
             last.append(int(text[0, -1]))
             comparison.check(f"{prompt}.round{number}.clean.features", states[-1])
             comparison.check(f"{prompt}.round{number}.next_token", output.logits[0, -1].argmax())
-        drafted = Assistant(attached).chain(states, keys_values, last, steps)
+        drafted = Assistant(bound).chain(states, keys_values, last, steps)
         for prompt, chain in zip(prompts, drafted, strict=True):
             prefix = f"{prompt}.round{number}.clean."
             comparison.check(f"{prefix}fed_back_hidden", chain.hidden)

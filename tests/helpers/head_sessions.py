@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_specgen.heads.base import AttachedHead, HeadOutput
+from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets.cache import RaggedCache
 
@@ -36,8 +36,8 @@ class Autoregressive:
     `step` is called with the number of the draft step, for heads whose layers take turns (MTP).
     """
 
-    def __init__(self, attached: AttachedHead, batch: int) -> None:
-        self.attached, self.cache = attached, RaggedCache()
+    def __init__(self, bound: BoundHead, batch: int) -> None:
+        self.bound, self.cache = bound, RaggedCache()
         self.lengths = [0] * batch
         self.last: list[HeadOutput] = []
 
@@ -52,7 +52,7 @@ class Autoregressive:
             for each row the head's output at its new positions.
         """
         new = [len(row) for row in features]
-        hidden = self.attached.head.combine(padded(features))
+        hidden = self.bound.head.combine(padded(features))
         output = self.run(hidden, padded(next_tokens), self.lengths, causal_mask(self.lengths, max(new)))
         self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
         self.cache.set_lengths(self.lengths)
@@ -66,15 +66,15 @@ class Autoregressive:
         """One pass; positions count up from `first`, or are all `first` if `same`."""
         steps = torch.zeros(tokens.shape[1]) if same else torch.arange(tokens.shape[1])
         positions = torch.tensor(first)[:, None] + steps.long()
-        return self.attached.head(self.attached.embed(tokens), hidden, positions, mask, self.cache)
+        return self.bound.head(self.bound.embed(tokens), hidden, positions, mask, self.cache)
 
     def chain(self, steps: int) -> list[Chain]:
         """Draft greedily, then remove the drafted positions from the cache."""
         chains: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in self.lengths]
         output = HeadOutput(*(torch.stack(parts)[:, None] for parts in zip(*self.last, strict=True)))
         for step in range(steps):
-            logits = self.attached.logits(output.output)[:, 0]
-            tokens = self.attached.target_ids(logits.argmax(-1))
+            logits = self.bound.logits(output.output)[:, 0]
+            tokens = self.bound.target_ids(logits.argmax(-1))
             for row, chain in enumerate(chains):
                 chain.append((tokens[row], logits[row], output.hidden[row, 0]))
             if step + 1 < steps:
@@ -115,15 +115,15 @@ def dynamic_tree(session: Autoregressive, root: int, total_tokens: int, depth: i
     Level by level the `top_k` best nodes, by the product of the draft probabilities along their paths, are continued
     with `top_k` tokens each. Of all nodes that were scored, the best `total_tokens - 1` and the root are the tree.
     """
-    attached, (length,) = session.attached, session.lengths
+    bound, (length,) = session.bound, session.lengths
     scored: list[tuple[float, int, int]] = []  # score, token, parent as an index into this list (-1: the root)
     slots: dict[int, int] = {}  # node -> its place among the drafted cache slots
     hidden_of: dict[int, torch.Tensor] = {}
 
     def continue_node(node: int, score: float, output: torch.Tensor, hidden: torch.Tensor) -> list[int]:
         hidden_of[node] = hidden
-        best = torch.log_softmax(attached.logits(output), dim=-1).topk(top_k)
-        tokens = attached.target_ids(best.indices).tolist()
+        best = torch.log_softmax(bound.logits(output), dim=-1).topk(top_k)
+        tokens = bound.target_ids(best.indices).tolist()
         first = len(scored)
         scored.extend((score + gain, token, node) for gain, token in zip(best.values.tolist(), tokens, strict=True))
         return list(range(first, first + top_k))
@@ -160,7 +160,7 @@ class Parallel(Autoregressive):
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[torch.Tensor], count: int
     ) -> list[HeadOutput]:
         """For each row the output at its last accepted position and the `count - 1` masked ones after it."""
-        head = self.attached.head
+        head = self.bound.head
         masks = head.mask_hidden[0].expand(count - 1, -1)
         mask_tokens = torch.full((count - 1,), head.config.mask_token_id)
         new = [len(row) for row in features]
@@ -177,21 +177,21 @@ class Parallel(Autoregressive):
 class Block:
     """DFlash and JetSpec heads: extend the context with accepted positions, then draft a block."""
 
-    def __init__(self, attached: AttachedHead, batch: int) -> None:
-        self.attached, self.cache, self.lengths = attached, RaggedCache(), [0] * batch
+    def __init__(self, bound: BoundHead, batch: int) -> None:
+        self.bound, self.cache, self.lengths = bound, RaggedCache(), [0] * batch
 
     def read(self, features: Sequence[torch.Tensor]) -> None:
         """Add new accepted positions of every row to the context."""
         new = [len(row) for row in features]
         positions = torch.tensor(self.lengths)[:, None] + torch.arange(max(new))
-        self.attached.head.extend(padded(features), positions, self.cache)
+        self.bound.head.extend(padded(features), positions, self.cache)
         self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
         self.cache.set_lengths(self.lengths)
 
     def draft(self, blocks: torch.Tensor) -> HeadOutput:
         """The output for `[batch, block]` tokens, which are then removed from the cache."""
         positions = torch.tensor(self.lengths)[:, None] + torch.arange(blocks.shape[1])
-        output = self.attached.head(self.attached.embed(blocks), positions, self.cache, self.lengths)
+        output = self.bound.head(self.bound.embed(blocks), positions, self.cache, self.lengths)
         self.cache.set_lengths(self.lengths)
         return output
 
@@ -203,9 +203,9 @@ class LayeredMTP:
     drafted tokens. All layers therefore read the last `layers - 1` positions again in the next round.
     """
 
-    def __init__(self, attached: AttachedHead, batch: int) -> None:
-        self.attached, self.cache, self.lengths = attached, RaggedCache(), [0] * batch
-        width = attached.head.config.hidden_size
+    def __init__(self, bound: BoundHead, batch: int) -> None:
+        self.bound, self.cache, self.lengths = bound, RaggedCache(), [0] * batch
+        width = bound.head.config.hidden_size
         self.features = [torch.zeros(0, width) for _ in range(batch)]  # of the positions that are read again
         self.tokens = [torch.zeros(0, dtype=torch.long) for _ in range(batch)]
 
@@ -221,7 +221,7 @@ class LayeredMTP:
         Returns:
             for each layer and row the output at the positions that were read, and for each row logits and tokens.
         """
-        head, attached = self.attached.head, self.attached
+        head, bound = self.bound.head, self.bound
         features = [torch.cat(parts) for parts in zip(self.features, features, strict=True)]
         tokens = [torch.cat(parts) for parts in zip(self.tokens, next_tokens, strict=True)]
         read = [len(row) for row in features]
@@ -230,9 +230,9 @@ class LayeredMTP:
         positions = torch.tensor(self.lengths)[:, None] + torch.arange(max(read))
         mask = causal_mask(self.lengths, max(read))
         for layer in range(head.config.num_layers):
-            output = head(attached.embed(padded(ahead)), hidden, positions, mask, self.cache, step=layer)
+            output = head(bound.embed(padded(ahead)), hidden, positions, mask, self.cache, step=layer)
             outputs.append([output.output[row, :count] for row, count in enumerate(read)])
-            logits.append(torch.stack([attached.logits(row[-1]) for row in outputs[-1]]))
+            logits.append(torch.stack([bound.logits(row[-1]) for row in outputs[-1]]))
             drafted = logits[-1].argmax(-1)
             ahead = [torch.cat((row[1:], drafted[index : index + 1])) for index, row in enumerate(ahead)]
             hidden = output.hidden
@@ -248,8 +248,8 @@ class LayeredMTP:
 class Assistant:
     """A Gemma 4 assistant: no cache, one position for all draft tokens of a round."""
 
-    def __init__(self, attached: AttachedHead) -> None:
-        self.attached = attached
+    def __init__(self, bound: BoundHead) -> None:
+        self.bound = bound
 
     def chain(
         self,
@@ -270,9 +270,9 @@ class Assistant:
         positions, counts = torch.tensor(lengths)[:, None], torch.tensor(lengths)
         chains: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in last]
         for _ in range(steps):
-            output = self.attached.head(self.attached.embed(tokens), hidden, positions, shared, counts)
-            logits = self.attached.logits(output.output)[:, 0]
-            tokens, hidden = self.attached.target_ids(logits.argmax(-1))[:, None], output.hidden
+            output = self.bound.head(self.bound.embed(tokens), hidden, positions, shared, counts)
+            logits = self.bound.logits(output.output)[:, 0]
+            tokens, hidden = self.bound.target_ids(logits.argmax(-1))[:, None], output.hidden
             for row, chain in enumerate(chains):
                 chain.append((tokens[row, 0], logits[row], hidden[row, 0]))
         return [Chain(*map(torch.stack, zip(*chain, strict=True))) for chain in chains]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_specgen import Call, DraftSession
-from hf_specgen.candidates.head_candidates import HeadCandidates
+from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets.cache import RaggedCache
 
@@ -19,10 +19,10 @@ WRONG_EVERY = 4
 
 
 class Steered:
-    """A reader whose logits prefer the tokens that will be generated, but for every fourth.
+    """A runner whose logits prefer the tokens that will be generated, but for every fourth.
 
     Args:
-        reader: does all of the head's work.
+        runner: does all of the head's work.
         call: of the session.
         texts: by row the generated tokens of plain generate.
 
@@ -30,13 +30,13 @@ class Steered:
         waiting: drafts in which an unfinished row had no new tokens.
     """
 
-    def __init__(self, reader: Any, call: Call, texts: Sequence[Sequence[int]]):
-        self._reader, self._state, self._texts = reader, call.state, texts
+    def __init__(self, runner: Any, call: Call, texts: Sequence[Sequence[int]]):
+        self._runner, self._state, self._texts = runner, call.state, texts
         self.waiting = 0
 
     def draft(self, features: Any, next_tokens: Any, needed: Sequence[bool], depth: int) -> torch.Tensor:
         self.waiting += any(needs and not new for needs, new in zip(needed, next_tokens, strict=True))
-        logits = self._reader.draft(features, next_tokens, needed, depth)
+        logits = self._runner.draft(features, next_tokens, needed, depth)
         for row, text in enumerate(self._texts):
             known = len(self._state.generated[row])
             for place in range(known, min(known + depth, len(text))):
@@ -45,7 +45,7 @@ class Steered:
         return logits
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
+        return getattr(self._runner, name)
 
 
 def recording(base: type[HeadCandidates], texts: Sequence[Sequence[int]] | None = None) -> Any:
@@ -54,10 +54,10 @@ def recording(base: type[HeadCandidates], texts: Sequence[Sequence[int]] | None 
     class Recording(base):  # type: ignore[misc, valid-type]
         session: Any
 
-        def begin(self, call: Call, target: Any, attached: Any) -> DraftSession:
-            self.session: Any = super().begin(call, target, attached)
+        def begin(self, call: Call, target: Any, bound: Any) -> DraftSession:
+            self.session: Any = super().begin(call, target, bound)
             if texts is not None:
-                self.session.reader = Steered(self.session.reader, call, texts)
+                self.session.runner = Steered(self.session.runner, call, texts)
             return self.session
 
     return Recording
@@ -73,15 +73,15 @@ def reread(session: Any, row: int, count: int, parallel: bool) -> RaggedCache:
         count: positions.
         parallel: a P-EAGLE head, which reads tokens as well; otherwise a block head.
     """
-    call, reader = session.call, session.reader
-    attached = reader.attached
+    call, runner = session.call, session.runner
+    bound = runner.bound
     text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
     states = call.model(text[:, :-1], output_hidden_states=True).hidden_states
-    features, cache = attached.features(states)[:, :count], RaggedCache()
+    features, cache = bound.features(states)[:, :count], RaggedCache()
     positions = torch.arange(count)[None]
     if parallel:
-        tokens = attached.embed(text[:, 1 : 1 + count])
-        attached.head(tokens, attached.head.combine(features), positions, causal_mask([0], count), cache)
+        tokens = bound.embed(text[:, 1 : 1 + count])
+        bound.head(tokens, bound.head.combine(features), positions, causal_mask([0], count), cache)
     else:
-        attached.head.extend(features, positions, cache)
+        bound.head.extend(features, positions, cache)
     return cache

@@ -23,16 +23,6 @@ def run_in_ranks(function: Callable[..., Any], arguments: Sequence[Sequence[Any]
 
     A new interpreter would import PyTorch and Transformers again, which takes longer than most of the calls.
     `accelerate launch` and `torchrun` describe the group by the same environment variables.
-
-    Args:
-        function: of a module that can be imported.
-        arguments: of each rank's call.
-
-    Returns:
-        By rank what the call returned.
-
-    Raises:
-        Exception: what a rank raised.
     """
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from hf_specgen.candidates import ngram_odds as tuning
+from hf_specgen.candidates import ngram as tuning
 from hf_specgen.targets.model_parts import output_logits
 
 # Trees
@@ -112,27 +112,16 @@ def row_mask(
 # N-grams
 
 
-def ngram_occurrences(tokens: Sequence[int], tail: Sequence[int], end: int, is_full: bool = False) -> dict[int, int]:
-    """Compare `tail` with what precedes every position, token by token.
-
-    Args:
-        tokens: the text; a ring if it is full.
-        tail: what is looked for.
-        end: the place of the next token.
-        is_full: whether the tokens from `end` on are older ones.
-
-    Returns:
-        by the position that followed: the length of the match; of all occurrences.
-    """
+def ngram_occurrences(tokens: Sequence[int], tail: Sequence[int]) -> dict[int, int]:
+    """By the position that followed, the length of the match of `tail` before it, compared token by token."""
     found = {}
-    for position in range(1, len(tokens) + (not is_full)):
-        barrier = end if position > end else 0
+    for position in range(1, len(tokens)):
         length = 0
-        while length < min(len(tail), tuning.MAX_MATCH_LENGTH, position - barrier):
+        while length < min(len(tail), tuning.MAX_MATCH_LENGTH, position):
             if tokens[position - length - 1] != tail[len(tail) - length - 1]:
                 break
             length += 1
-        if length and position != end:
+        if length:
             found[position] = length
     return found
 

@@ -331,12 +331,6 @@ def test_call_that_cannot_speculate_raises_if_strict(model: Any, name: str) -> N
         generate(model, 1, **make())
 
 
-def test_call_for_synchronised_processes_raises_if_strict(model: Any) -> None:
-    hf_specgen.attach(model, NgramCandidates(), strict=True)
-    with pytest.raises(ValueError, match="synced_gpus=True"):
-        generate(model, 1, synced_gpus=True)
-
-
 def test_unsupported_cache_falls_back_and_streams_the_prompt_once(model: Any) -> None:
     """Would catch: a streamer that received the prompt in the attempt and in the plain call."""
 
@@ -407,27 +401,6 @@ def test_invalid_argument_raises_what_plain_generate_raises(model: Any) -> None:
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"candidate_generator": "ngrams"}, TypeError, "must be \"auto\" or a CandidateGenerator .* got 'ngrams'"),
-        ({"verification": "maybe"}, ValueError, "verification must be"),
-        ({"policy": 3}, TypeError, "policy must be a Policy"),
-        ({"depth": 3}, TypeError, "depth"),
-    ],
-)
-def test_attach_bad_argument_raises_and_leaves_the_model(model: Any, arguments: dict, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        hf_specgen.attach(model, **arguments)
-    assert "_hf_specgen_attachment" not in vars(model)
-
-
-def test_attach_to_something_else_raises() -> None:
-    for other in ("model", torch.nn.Linear(2, 2), None):
-        with pytest.raises(TypeError, match="attach takes a Transformers model that can generate, got"):
-            hf_specgen.attach(other, "auto")  # type: ignore[type-var]
-
-
 def test_attach_to_a_model_that_can_never_speculate_raises() -> None:
     with pytest.raises(ValueError, match="BloomForCausalLM takes no position_ids"):
         hf_specgen.attach(fresh_model("bloom"), "auto")
@@ -439,8 +412,3 @@ def test_strategy_in_a_generation_config_raises_and_names_attach(model: Any) -> 
         model.generate(**prompts(1), generation_config=config)
     with pytest.raises(ValueError, match=r"call hf_specgen\.attach\(model"):
         model.generate(prompts(1)["input_ids"], config)
-
-
-def test_paged_cache_with_the_keyword_raises(model: Any) -> None:
-    with pytest.raises(ValueError, match="continuous batching"):
-        generate(model, 1, candidate_generator="auto", cache_implementation="paged")

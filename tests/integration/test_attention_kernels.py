@@ -83,7 +83,7 @@ def test_flash_target_with_every_strategy_same_tokens(strategy: str, mode: str) 
     """Would catch: a tree that reaches the kernel, which would read it as a chain."""
     model = with_kernel(STAND_IN)
     candidates: Any = {
-        "ngram": lambda: NgramCandidates(k=4, branches=2),
+        "ngram": lambda: NgramCandidates(k=4, tree=8),
         "draft model": lambda: DraftModelCandidates(shared_draft(tiny_model("llama")), k=3, tree=6),
         "combined": CombinedCandidates,
         "layer skip": lambda: LayerSkipCandidates(1, k=2),

@@ -2,63 +2,229 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
+from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates, NgramHistory, attach, speculate
+from hf_specgen import (
+    CombinedCandidates,
+    DraftModelCandidates,
+    EagleCandidates,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    MovingWindow,
+    NgramCandidates,
+    NgramHistory,
+    Schedule,
+    SpeculationMonitor,
+    attach,
+    speculate,
+)
 from hf_specgen.targets.cache import RaggedCache
-from tests.helpers import FailingOracle, Oracle, fresh_model, prompts, tiny_model
+from hf_specgen.verification import TypicalVerifier
+from tests.helpers import FailingOracle, Oracle, RecordingStreamer, fresh_model, prompts, tiny_model
+
+NOT_A_STRATEGY = 'candidate_generator must be "auto" or a CandidateGenerator such as NgramCandidates(k=5)'
+CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: NgramCandidates(k=0), ValueError, "k must be at least 1, got 0"),
+    (lambda: NgramCandidates(k=-3), ValueError, "k must be at least 1, got -3"),
+    (lambda: NgramCandidates(k="many"), ValueError, """k must be at least 1, got 'many'; or give "auto\""""),
+    (lambda: NgramCandidates(k=True), ValueError, "k must be at least 1, got True"),
+    (lambda: NgramCandidates(min_ngram=0), ValueError, "min_ngram must be at least 1, got 0"),
+    (lambda: NgramCandidates(min_ngram=4, max_ngram=3), ValueError, "max_ngram must be at least min_ngram=4, got 3"),
+    (lambda: NgramCandidates(policy=3), TypeError, "policy must be a Policy"),
+    (lambda: NgramHistory(max_tokens=0), ValueError, "max_tokens must be at least 1, got 0"),
+    (lambda: EagleCandidates("org/head", k=0), ValueError, "k must be at least 1"),
+    (lambda: EagleCandidates("org/head", k=True), ValueError, "k must be at least 1"),
+    (lambda: EagleCandidates("org/head", tree=0), ValueError, "tree must be"),
+    (lambda: EagleCandidates(3), TypeError, "a loaded head, a folder or a Hub id, got 3"),
+    (lambda: MedusaCandidates("there", tree=[]), ValueError, "no paths"),
+    (lambda: MedusaCandidates("there", tree=[[0], []]), ValueError, "not a list of ranks"),
+    (lambda: MedusaCandidates("there", tree=[[0], [-1]]), ValueError, "not a list of ranks"),
+    (lambda: MedusaCandidates("there", tree=[[0], [1, 0]]), ValueError, "but not its beginning [1]"),
+    (lambda: MedusaCandidates("there", tree="widest"), ValueError, 'must be "auto"'),
+    (lambda: MedusaCandidates("there", tree=0), ValueError, "at least 1 node"),
+    (lambda: MedusaCandidates("there", tree=True), ValueError, "at least 1 node"),
+    (lambda: MedusaCandidates("there", tree=2.5), ValueError, "is a list of paths"),
+    (lambda: MedusaCandidates("there", tree=[0, 1]), ValueError, "is a list of paths"),
+    *(
+        (
+            lambda value=value: LayerSkipCandidates(value),
+            ValueError,
+            f"must be a number of layers such as 4, got {value!r}",
+        )
+        for value in ("2", True, None, 2.0)
+    ),
+    *(
+        (
+            lambda value=value: DraftModelCandidates(value),
+            TypeError,
+            f"a loaded model, a Hub id or a folder, got {value}",
+        )
+        for value in (None, 3)
+    ),
+    (lambda: CombinedCandidates([]), ValueError, "at least one strategy"),
+    (lambda: CombinedCandidates([5]), TypeError, "takes strategies"),
+    (lambda: Schedule(), ValueError, "needs by_batch or by_context"),
+    (lambda: Schedule(by_batch={4: -1}), ValueError, "got 4: -1"),
+    (lambda: MovingWindow(target=1.0), ValueError, "must be"),
+    (lambda: MovingWindow(window=0), ValueError, "must be"),
+    *(
+        (lambda given=given: TypicalVerifier(**given), ValueError, f"must be above 0 and at most 1, got {value}")
+        for given, value in (({"epsilon": 0.0}, 0.0), ({"epsilon": 1.5}, 1.5), ({"alpha": -0.1}, -0.1))
+    ),
+    (lambda: TypicalVerifier(alpha=float("nan")), ValueError, "alpha must be above 0 and at most 1, got nan"),
+    (lambda: SpeculationMonitor(window=0), ValueError, "must be at least 1"),
+    (lambda: SpeculationMonitor(timeline=-1), ValueError, "must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), CONSTRUCTORS)
+def test_constructor_of_bad_value_raises(make: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as raised:
+        make()
+    assert words in str(raised.value)
+
+
+SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"candidate_generator": 5}, TypeError, NOT_A_STRATEGY + ", got 5"),
+    ({"candidate_generator": "best"}, TypeError, NOT_A_STRATEGY + ", got 'best'"),
+    (
+        {"candidate_generator": torch.nn.Linear(2, 2)},
+        TypeError,
+        NOT_A_STRATEGY + "; for a draft model give DraftModelCandidates(model); got a model of type Linear",
+    ),
+    (
+        {"verification": "magic"},
+        ValueError,
+        "verification must be 'exact', 'rejection', 'typical' or a Verifier, got 'magic'",
+    ),
+    ({"policy": 3}, TypeError, "policy must be a Policy such as Schedule({1: 8, 4: 4, 16: 0}), got 3"),
+    ({"monitor": "x"}, TypeError, "monitor must be a Monitor such as SpeculationMonitor(), got 'x'"),
+    ({"compile": "x"}, ValueError, "compile must be False or \"graphs\", got 'x'"),
+    ({"compile": True}, ValueError, 'compile must be False or "graphs", got True'),
+    ({"pack_weights": "yes"}, TypeError, "pack_weights must be True or False, got 'yes'"),
+    ({"memory": 1}, TypeError, "memory must be True or False, got 1"),
+]
+"""Settings of a call, by keyword, for `speculate` and for `attach`."""
+
+
+@pytest.mark.parametrize("entry", ["keyword", "speculate", "attach", "call of an attached model"])
+@pytest.mark.parametrize(("settings", "error", "words"), SETTINGS, ids=lambda value: str(value)[:40])
+def test_setting_of_bad_value_raises(settings: dict[str, Any], error: Any, words: str, entry: str) -> None:
+    """Would catch: a value that is accepted and fails or misleads later."""
+    model = fresh_model("llama", num_hidden_layers=2)
+    before = dict(vars(model))
+    settings = {"candidate_generator": NgramCandidates(), **settings}
+    if entry == "call of an attached model":
+        attach(model, NgramCandidates(), strict=True)
+        if isinstance(settings["candidate_generator"], NgramCandidates):
+            settings.pop("candidate_generator")
+    with pytest.raises(error) as raised:
+        if entry == "speculate":
+            speculate(**settings)
+        elif entry == "attach":
+            attach(model, **settings)
+        else:
+            model.generate(**prompts(1), max_new_tokens=4, **settings)
+    assert words in str(raised.value)
+    assert entry == "call of an attached model" or vars(model) == before
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "words"),
     [
-        ({"k": 0}, "k must be at least 1, got 0"),
-        ({"k": -3}, "k must be at least 1, got -3"),
-        ({"k": "many"}, """k must be at least 1, got 'many'; or give "auto\""""),
-        ({"k": True}, "k must be at least 1, got True"),
-        ({"min_ngram": 0}, "min_ngram must be at least 1, got 0"),
-        ({"min_ngram": 4, "max_ngram": 3}, "max_ngram must be at least min_ngram=4, got 3"),
-        ({"branches": 0}, "branches must be at least 1, got 0"),
+        ({"strict": "no"}, TypeError, "strict must be True or False, got 'no'"),
+        ({"depth": 3}, TypeError, "and strict, got depth="),
+        ({"candidate_generator": LayerSkipCandidates(99)}, ValueError, "exit_layer"),
     ],
 )
-def test_ngram_candidates_bad_setting_raises(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        NgramCandidates(**arguments)
+def test_attach_of_bad_value_raises_and_leaves_the_model(arguments: dict, error: Any, words: str) -> None:
+    model = fresh_model("llama", num_hidden_layers=2)
+    before = dict(vars(model))
+    with pytest.raises(error) as raised:
+        attach(model, **arguments)
+    assert words in str(raised.value) and vars(model) == before
 
 
-def test_ngram_history_of_no_tokens_raises() -> None:
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-        NgramHistory(max_tokens=0)
+@pytest.mark.parametrize("other", ["model", torch.nn.Linear(2, 2), None], ids=repr)
+def test_attach_to_something_else_raises(other: Any) -> None:
+    with pytest.raises(TypeError, match="attach takes a Transformers model that can generate, got"):
+        attach(other, "auto")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_beams": 2}, "not with beam_search; set num_beams=1 instead of 2"),
-        ({"num_beams": 2, "do_sample": True}, "set num_beams=1 instead of 2"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "not with contrastive_search; leave out penalty_alpha="),
-        ({"dola_layers": "low"}, "not with dola_generation; leave out dola_layers="),
-        ({"assistant_early_exit": 1}, "not with assisted_generation; leave out assistant_early_exit="),
-        ({"use_cache": False}, "leave out use_cache=False"),
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-        ({"cache_implementation": "static"}, "StaticCache"),
-        ({"synced_gpus": True}, "synced_gpus"),
-        ({"verification": "magic"}, "verification must be 'exact', 'rejection', 'typical' or a Verifier, got 'magic'"),
-        ({"custom_generate": lambda *args, **kwargs: None}, "custom_generate"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_generate_unsupported_argument_raises(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), **arguments)
+class ReadsOutputs(CandidateGenerator):
+    """As none of Transformers' own that can be given by keyword."""
+
+    requires_model_outputs = True
+
+
+WITHOUT_EFFECT = "belongs to assistant_model= and has no effect with candidate_generator=; "
+CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 2}, "not with beam_search; set num_beams=1 instead of 2"),
+    ({"num_beams": 2, "do_sample": True}, "set num_beams=1 instead of 2"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "not with contrastive_search; leave out penalty_alpha="),
+    ({"dola_layers": "low"}, "not with dola_generation; leave out dola_layers="),
+    ({"assistant_early_exit": 1}, "not with assisted_generation; leave out assistant_early_exit="),
+    ({"assistant_model": "any"}, "both candidate_generator= and assistant_model= were given"),
+    ({"use_cache": False}, "leave out use_cache=False"),
+    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+    ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    ({"cache_implementation": "static"}, "StaticCache"),
+    ({"cache_implementation": "paged"}, "continuous batching"),
+    ({"synced_gpus": True}, "synced_gpus"),
+    ({"custom_generate": len}, "custom_generate"),
+    ({"candidate_generator": ReadsOutputs()}, "reads the target's outputs"),
+    ({"num_assistant_tokens": 4}, "num_assistant_tokens= " + WITHOUT_EFFECT + "give k= to the strategy, or policy="),
+    ({"num_assistant_tokens_schedule": "constant"}, WITHOUT_EFFECT + "give policy="),
+    ({"assistant_confidence_threshold": 0.4}, WITHOUT_EFFECT + "give confidence_threshold="),
+    ({"max_matching_ngram_size": 2}, "max_matching_ngram_size= " + WITHOUT_EFFECT),
+    ({"assistant_lookbehind": 5}, "assistant_lookbehind= " + WITHOUT_EFFECT),
+    ({"target_lookbehind": 5}, "target_lookbehind= " + WITHOUT_EFFECT),
+    ({"assistant_tokenizer": "any"}, "assistant_tokenizer= " + WITHOUT_EFFECT),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), CALLS, ids=lambda value: str(value)[:40])
+def test_generate_unsupported_argument_raises(arguments: dict[str, Any], words: str) -> None:
+    arguments = {"candidate_generator": NgramCandidates(), "max_new_tokens": 4, **arguments}
+    with pytest.raises(ValueError) as raised:
+        tiny_model("llama").generate(**prompts(1), **arguments)
+    assert words in str(raised.value)
+
+
+INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
+    (lambda: {"inputs": torch.empty(1, 0, dtype=torch.long)}, "prompt is empty"),
+    (lambda: {"inputs": torch.empty(0, 4, dtype=torch.long)}, "prompt is empty"),
+    (lambda: {"inputs_embeds": torch.randn(1, 5, 64)}, "not as inputs_embeds"),
+    (
+        lambda: {"past_key_values": StaticCache(config=tiny_model("llama").config, max_cache_len=32), **prompts(1)},
+        "not with StaticCache",
+    ),
+    (
+        lambda: {
+            **prompts(1),
+            "streamer": RecordingStreamer(),
+            "candidate_generator": None,
+            "custom_generate": speculate(NgramCandidates(), streamer=RecordingStreamer()),
+        },
+        "both generate(streamer=…) and speculate(streamer=…) were given; leave one out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), INPUTS)
+def test_generate_unsupported_input_raises(make: Callable[[], dict[str, Any]], words: str) -> None:
+    arguments = {"candidate_generator": NgramCandidates(), "max_new_tokens": 4, **make()}
+    with pytest.raises(ValueError) as raised:
+        tiny_model("llama").generate(**arguments)
+    assert words in str(raised.value)
 
 
 @pytest.mark.parametrize("is_attached", [False, True], ids=["keyword", "attached"])
@@ -80,72 +246,8 @@ def test_generate_wrong_positional_arguments_raises(more: tuple, named: dict, me
         model.generate(prompts(1)["input_ids"], *more, **named, max_new_tokens=4, **how)
 
 
-def test_generate_with_assistant_model_raises() -> None:
-    model = tiny_model("llama")
-    with pytest.raises(ValueError, match="assistant_model"):
-        model.generate(**prompts(1), assistant_model=model, candidate_generator=NgramCandidates())
-
-
-def test_generate_with_no_candidate_generator_object_raises() -> None:
-    with pytest.raises(TypeError, match=r'candidate_generator must be "auto" or a Candidate.* got 5'):
-        tiny_model("llama").generate(**prompts(1), candidate_generator=5)
-
-
-def test_speculate_with_no_candidate_generator_object_raises() -> None:
-    with pytest.raises(TypeError, match="candidate_generator must be"):
-        speculate("ngram")
-
-
-@pytest.mark.parametrize("place", ["call", "strategy"])
-def test_policy_of_another_type_raises(place: str) -> None:
-    with pytest.raises(TypeError, match="policy must be a Policy"):
-        if place == "strategy":
-            NgramCandidates(policy=3)  # type: ignore[arg-type]
-        tiny_model("llama").generate(**prompts(1), candidate_generator=NgramCandidates(), policy=3)
-
-
-@pytest.mark.parametrize("how", ["speculate", "attach"])
-def test_monitor_of_another_type_raises(how: str) -> None:
-    with pytest.raises(TypeError, match=r"monitor must be a Monitor such as .* got 'x'"):
-        if how == "attach":
-            attach(fresh_model("llama"), monitor="x")  # type: ignore[arg-type]
-        speculate(NgramCandidates(), monitor="x")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("given", [None, 3])
-def test_draft_model_of_another_type_raises(given: Any) -> None:
-    with pytest.raises(TypeError, match=f"model_or_id must be a loaded model, a Hub id or a folder, got {given}"):
-        DraftModelCandidates(given)
-
-
 def test_draft_model_path_is_a_folder() -> None:
     assert repr(DraftModelCandidates(Path("folder"), k=2)) == repr(DraftModelCandidates("folder", k=2))
-
-
-@pytest.mark.parametrize("given", ["2", True, None, 2.0])
-def test_layer_skip_exit_layer_of_another_type_raises(given: Any) -> None:
-    with pytest.raises(ValueError, match=f"exit_layer must be a number of layers such as 4, got {given!r}"):
-        LayerSkipCandidates(given)
-
-
-def test_generate_with_static_cache_raises() -> None:
-    model = tiny_model("llama")
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    with pytest.raises(ValueError, match="not with StaticCache"):
-        model.generate(**prompts(1), max_new_tokens=4, past_key_values=cache, candidate_generator=NgramCandidates())
-
-
-@pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
-def test_generate_empty_prompt_raises(shape: tuple[int, int]) -> None:
-    ids = torch.empty(shape, dtype=torch.long)
-    with pytest.raises(ValueError, match="prompt is empty"):
-        tiny_model("llama").generate(ids, max_new_tokens=4, candidate_generator=NgramCandidates())
-
-
-def test_generate_prompt_as_embeddings_raises() -> None:
-    embeddings = torch.randn(1, 5, 64)
-    with pytest.raises(ValueError, match="not as inputs_embeds"):
-        tiny_model("llama").generate(inputs_embeds=embeddings, max_new_tokens=4, candidate_generator=NgramCandidates())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_specgen import EagleCandidates
-from hf_specgen.heads.loading import load_head
+from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets import captured
 from tests.helpers import SAMPLING, prompts
 from tests.helpers.captures import graphs_on_cpu

@@ -119,7 +119,7 @@ def test_embedded_models_of_the_data_package_are_found(monkeypatch: pytest.Monke
 
 def test_demo_with_own_prompts_in_a_batch() -> None:
     arguments = ["demo", "--model", str(REFERENCE_LM), "--prompt", "Hello there.", "--prompt", "And you?"]
-    output = output_of(*arguments, "--batch-size", "2", "--max-new-tokens", "8", "--branches", "2")
+    output = output_of(*arguments, "--batch-size", "2", "--max-new-tokens", "8")
     assert "one row" in output and "n-grams" in output
     assert "one row only" not in output_of(*arguments[:5], "--max-new-tokens", "2", "--seconds", "0")
 

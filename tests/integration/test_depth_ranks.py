@@ -2,52 +2,41 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_specgen.depth import AdaptiveDepth, CostCurve
-from hf_specgen.depth.ranks import from_first_rank, is_first_rank, lockstep_group
-from tests.helpers.depth_simulator import Candidates, Simulation
+from hf_specgen.depth import AdaptiveDepth, calibrate
+from hf_specgen.depth.ranks import from_first_rank, lockstep_group
+from tests.helpers.depth import Clock, Model, Target, depth_call, run
 from tests.helpers.processes import run_in_ranks
 
 Requested = dict[str, list[list[int]]]
 
 
-class Model:
-    """What is read of a model that may be spread over ranks."""
-
-    tp_size: int = 1
-    _device_mesh: Any = None
-
-
-def requested_depths(rank: int, store: str, caches: str) -> Requested:
+def requested_depths(rank: int, store: str) -> Requested:
     """In a rank of its own: the depths of every step, by layout of the four ranks."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
     requested = {}
     for layout in ("one mesh", "replicas", "apart"):
-        os.environ["HF_SPECGEN_CACHE"] = f"{caches}/{rank} {layout}"  # as on machines of their own
         model = Model()
         if layout != "apart":
             dims, names = {"one mesh": ((4,), ("tp",)), "replicas": ((2, 2), ("dp", "tp"))}[layout]
             model.tp_size, model._device_mesh = dims[-1], init_device_mesh("cpu", dims, mesh_dim_names=names)
         replica = rank // model.tp_size
-        # Verifying and drafting are cheap on the first rank, expensive on the others: alone, they would draft so
-        cheap = rank % model.tp_size == 0 if layout != "apart" else rank == 0
-        curve = CostCurve((1, 16), (0.010, 0.012 if cheap else 0.060), 256, 1)
-        candidates = Candidates(8, negligible_draft_cost=False)
-        simulation = Simulation(
-            lambda step, row, i: 0.7 if step < 60 else 0.2, curve, candidates, noise=0.2, model=model
-        )
-        simulation.draft_token, simulation.prefill = (0.0003, 0.0001) if cheap else (0.004, 0.003)
-        simulation.seed = replica if layout != "apart" else 0
-        steps = 100 + 50 * replica  # replicas take different numbers of steps
-        simulation.run(AdaptiveDepth(), steps)
-        requested[layout] = simulation.requested
+        # Verification is cheap on the first rank, expensive on the others: alone, they would decide differently.
+        is_cheap = rank % model.tp_size == 0 if layout != "apart" else rank == 0
+        clock = Clock()
+        target: Any = Target(clock, lambda q, slope=0.01 if is_cheap else 0.9: 1 + slope * (q - 1))
+        with mock.patch.object(calibrate, "perf_counter", clock):
+            session = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
+            session.prefilled(target)
+        steps = 100 + 50 * replica if layout == "replicas" else 100  # replicas take different numbers of steps
+        requested[layout] = run(session, steps, [2])
         dist.barrier()
     dist.destroy_process_group()
     return requested
@@ -57,7 +46,7 @@ def requested_depths(rank: int, store: str, caches: str) -> Requested:
 def requested(tmp_path_factory: pytest.TempPathFactory) -> list[Requested]:
     """The depths of every step by rank and layout of the ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    return run_in_ranks(requested_depths, [(rank, str(folder / "store"), str(folder)) for rank in range(4)])
+    return run_in_ranks(requested_depths, [(rank, str(folder / "store")) for rank in range(4)])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +68,7 @@ def test_model_of_one_process_needs_no_agreement() -> None:
     assert lockstep_group(None) is None
     assert lockstep_group(SimpleNamespace(tp_size=None)) is None
     assert lockstep_group(SimpleNamespace(tp_size=4)) is None, "nothing was initialised, so there are no other ranks"
-    assert from_first_rank("value", None) == "value" and is_first_rank(None)
+    assert from_first_rank("value", None) == "value"
 
 
 def test_model_whose_ranks_are_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_specgen import Candidates, Controller, DraftModelCandidates, FixedDepth, LayerSkipCandidates
+from hf_specgen import AdaptiveDepth, Candidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates
 from hf_specgen.depth import CostCurve, LatencyModel
 
 LATENCY = LatencyModel.from_curves(CostCurve((1, 65), (1.0, 1.1), 256, 1), draft_token=0.05)
@@ -59,7 +59,7 @@ def inputs(batch: int) -> dict[str, torch.Tensor]:
 SHAPES: dict[str, dict[str, Any]] = {
     "tree of 5": {"k": 3, "tree": 5},
     "tree of 16": {"k": 6, "tree": 16},
-    "fastest tree": {"k": "auto", "policy": Controller(LATENCY)},
+    "fastest tree": {"k": "auto", "policy": AdaptiveDepth(LATENCY)},
     "fastest tree, fixed depth": {"k": 5, "tree": "auto", "policy": FixedDepth()},
     "threshold": {"k": 6, "tree": 8, "confidence_threshold": 0.2},
 }
@@ -152,7 +152,7 @@ def test_same_latency_profile_gives_the_same_drafts_twice(target: Any, draft: An
     """Would catch: decisions that depend on how long steps take."""
     counts = []
     for _ in range(2):
-        candidates = DraftModelCandidates(draft, policy=Controller(LATENCY))
+        candidates = DraftModelCandidates(draft, policy=AdaptiveDepth(LATENCY))
         generate(llama(2, 0), **inputs(1), do_sample=True, candidate_generator=candidates)
         assert candidates.speculation is not None
         counts.append([(step.drafted, step.depth) for step in candidates.speculation.rows[0]])
@@ -170,7 +170,7 @@ def test_trees_rejection_sampling_has_the_distribution_of_the_target(tree: Any) 
     first = target(ids).logits[0, -1].softmax(-1)
     second = torch.stack([target(torch.cat([ids, torch.tensor([[t]])], 1)).logits[0, -1].softmax(-1) for t in range(6)])
     expected = (first[:, None] * second).flatten()
-    candidates = DraftModelCandidates(draft, k=2, tree=tree, policy=Controller(LATENCY) if tree == "auto" else None)
+    candidates = DraftModelCandidates(draft, k=2, tree=tree, policy=AdaptiveDepth(LATENCY) if tree == "auto" else None)
     torch.manual_seed(11)
     counts = torch.zeros(36)
     for _ in range(12):

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_specgen import Candidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
-from hf_specgen.candidates.vocabulary import have_same_vocabulary
+from hf_specgen.candidates.draft_model import have_same_vocabulary
 from tests.helpers import (
     END,
     SAMPLING,
@@ -137,7 +137,7 @@ def test_first_draft_is_verified_in_prefill(kind: str, chunk: int | None, batch:
     candidates = {
         "draft": DraftModelCandidates(copy.deepcopy(model), k=4),
         "skip": LayerSkipCandidates(2, k=4),
-        "ngram": NgramCandidates(k=4, branches=2),
+        "ngram": NgramCandidates(k=4, tree=8),
     }[kind]
     inputs = {name: tensor.repeat(1, 2) for name, tensor in prompts(batch).items()}
     inputs["attention_mask"][:, 12:] = 1

@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
 
-from hf_specgen import CombinedCandidates, EagleCandidates, FixedDepth, MedusaCandidates, NgramCandidates
+from hf_specgen import CombinedCandidates, EagleCandidates, FixedDepth, MedusaCandidates
 from hf_specgen.heads.loading import load_head
 from hf_specgen.heads.reader import HeadReader
 from hf_specgen.tree import DraftTree
-from tests.helpers import SAMPLING, assert_same_tokens, plain_and_speculative, prompts, tiny_model
+from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.eagle import Recording, predictable_pair, reread
 from tests.helpers.head_fixtures import Comparison, find_fixtures
 from tests.helpers.head_runs import Rounds
 from tests.helpers.medusa import random_heads
 from tests.helpers.policies import AfterPlainSteps
-from tests.helpers.processors import RowWisePrefixReader
 
 FIXTURES = find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
 EAGLE = {fixture.folder.name: fixture for fixture in FIXTURES if fixture.family == "autoregressive"}
@@ -42,64 +40,6 @@ def head_of(name: str) -> Any:
 # The same tokens
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", EAGLE)
-def test_eagle_random_head_same_tokens(name: str, shape: str, sampling: str, batch: int) -> None:
-    fixture = EAGLE[name]
-    candidates = EagleCandidates(head_of(name), **SHAPES[shape])
-    statistics = assert_same_tokens(fixture.target, prompts(batch), candidates, max_new_tokens=6, **SAMPLING[sampling])
-    assert statistics.drafted > 0
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eagle_partial_acceptance_same_tokens(pair: Any, shape: str, sampling: str, batch: int) -> None:
-    """Would catch: a cache that is wrong only behind accepted paths, scattered ones in trees."""
-    target, head = pair
-    candidates = EagleCandidates(head, **SHAPES[shape])
-    statistics = assert_same_tokens(target, prompts(batch), candidates, max_new_tokens=24, **SAMPLING[sampling])
-    assert 0 < statistics.accepted < statistics.drafted
-    assert max(step.accepted for row in statistics.rows for step in row) >= 2
-
-
-@pytest.mark.parametrize("arguments", [{"repetition_penalty": 1.3}, {"eos_token_id": [*range(30, 60)]}], ids=str)
-def test_eagle_processors_and_ends_same_tokens(pair: Any, arguments: dict[str, Any]) -> None:
-    target, head = pair
-    candidates = EagleCandidates(head, k=3, tree=8)
-    assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, pad_token_id=0, **arguments)
-
-
-def test_eagle_processor_that_reads_the_text_same_tokens(pair: Any) -> None:
-    target, head = pair
-    plain, ours = plain_and_speculative(
-        target,
-        prompts(2),
-        EagleCandidates(head, k=3, tree=8),
-        make_processors=lambda: LogitsProcessorList([RowWisePrefixReader()]),
-        max_new_tokens=12,
-    )
-    assert torch.equal(plain, ours.sequences)
-
-
-def test_eagle_auto_same_tokens(pair: Any) -> None:
-    target, head = pair
-    assert_same_tokens(target, prompts(2), EagleCandidates(head), max_new_tokens=20)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_eagle_prompts_of_padding_only_same_tokens(pair: Any, batch: int) -> None:
-    """Would catch: a first draft without any hidden state of the target."""
-    (target, head), ids = pair, torch.zeros(batch, 2, dtype=torch.long)
-    arguments = {"attention_mask": torch.zeros_like(ids), "max_new_tokens": 12}
-    candidates = EagleCandidates(head, k=3)
-    ours = target.generate(ids, **arguments, candidate_generator=candidates)
-    assert torch.equal(ours, target.generate(ids, **arguments))
-    assert candidates.speculation is not None and candidates.speculation.drafted > 0
-
-
 def test_eagle_prompt_of_padding_beside_a_row_that_ends_at_once_same_tokens(pair: Any) -> None:
     """Would catch: hidden states of an ended row taken for something to read."""
     (target, head), ids = pair, torch.tensor([[0, 0], [5, 6]])
@@ -109,14 +49,6 @@ def test_eagle_prompt_of_padding_beside_a_row_that_ends_at_once_same_tokens(pair
     plain = target.generate(ids, **arguments)
     assert plain.shape[1] > 3
     assert torch.equal(target.generate(ids, **arguments, candidate_generator=EagleCandidates(head, k=3)), plain)
-
-
-def test_eagle_beside_ngrams_same_tokens(pair: Any) -> None:
-    """Would catch: hidden states taken from the nodes of the member's own draft instead of the merged tree."""
-    target, head = pair
-    candidates = CombinedCandidates([NgramCandidates(k=4), EagleCandidates(head, k=3)], policy=FixedDepth(4))
-    statistics = assert_same_tokens(target, prompts(3), candidates, max_new_tokens=30)
-    assert statistics.accepted > 0
 
 
 @pytest.fixture(scope="module", params=["eagle1_original", "eagle3_original"])
@@ -133,23 +65,12 @@ def test_eagle_beside_medusa_same_tokens(pair_of_each_kind: Any, sampling: str) 
     assert assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, **SAMPLING[sampling]).accepted > 0
 
 
-def test_eagle_rejection_sampling_repeats_under_a_seed(pair: Any) -> None:
-    target, head = pair
-    candidates, runs = EagleCandidates(head, k=3, tree=8), []
-    for _ in range(2):
-        torch.manual_seed(6)
-        arguments = {"max_new_tokens": 16, "do_sample": True, "verification": "rejection"}
-        runs.append(target.generate(**prompts(2), **arguments, candidate_generator=candidates))
-    assert torch.equal(*runs)
-    assert candidates.speculation is not None and candidates.speculation.accepted > 0
-
-
 def test_eagle_ended_rows_leave_the_batch(pair: Any) -> None:
     target, head = pair
     texts = target.generate(**prompts(3), max_new_tokens=20)[:, prompts(3)["input_ids"].shape[1] :].tolist()
     candidates = Recording(head, k=3, tree=8)
     assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, eos_token_id=texts[0][4], pad_token_id=0)
-    assert len(candidates.session.reader.lengths) < 3
+    assert len(candidates.session.runner.lengths) < 3
 
 
 def test_eagle_loaded_heads_have_calibrations_of_their_own() -> None:
@@ -183,17 +104,17 @@ def test_eagle_committed_cache_after_acceptance_equals_reading_from_scratch(pair
 def check_against_scratch(target: Any, candidates: Recording, batch: int, max_new_tokens: int = 8) -> None:
     target.generate(**prompts(batch), max_new_tokens=max_new_tokens, candidate_generator=candidates)
     session = candidates.session
-    for place, (row, length) in enumerate(zip(session.reader.rows, session.reader.lengths, strict=True)):
+    for place, (row, length) in enumerate(zip(session.runner.rows, session.runner.lengths, strict=True)):
         assert length > len(session.call.state.prompts[row])
         cache, output = reread(session, row, length)
-        for ours, scratch in zip(session.reader.cache.layers, cache.layers, strict=True):
+        for ours, scratch in zip(session.runner.cache.layers, cache.layers, strict=True):
             torch.testing.assert_close(ours.keys[place, :, :length], scratch.keys[0, :, :length])
             torch.testing.assert_close(ours.values[place, :, :length], scratch.values[0, :, :length])
-        torch.testing.assert_close(session.reader.last.output[place, 0], output)
+        torch.testing.assert_close(session.runner.last.output[place, 0], output)
 
 
 def test_eagle_text_is_read_in_chunks_of_equal_result(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_specgen.heads.reader.READ_CHUNK", 5)
+    monkeypatch.setattr("hf_specgen.heads.runner.PREFILL_CHUNK", 5)
     target, head = pair
     check_against_scratch(target, Recording(head, k=3, tree=8), 3)
 
@@ -224,19 +145,19 @@ def test_eagle_plain_steps_never_run_the_head(pair: Any) -> None:
 @pytest.mark.parametrize("name", EAGLE)
 @torch.no_grad()
 def test_eagle_reader_drafts_the_chains_of_the_original(name: str) -> None:
-    """Both rounds of the fixture, through the reader that the strategy uses."""
+    """Both rounds of the fixture, through the runner that the strategy uses."""
     fixture = EAGLE[name]
-    attached = load_head(fixture.head_folder).attach(fixture.target)
-    reader = HeadReader(attached, len(fixture.prompts))
-    rounds = Rounds(fixture, fixture.prompts, attached, Comparison(fixture))
+    bound = load_head(fixture.head_folder).bind(fixture.target)
+    runner = EagleRunner(bound, len(fixture.prompts))
+    rounds = Rounds(fixture, fixture.prompts, bound, Comparison(fixture))
     for number in (1, 2):
         features, tokens = rounds.inputs(number)
-        scores = reader.logits(reader.read(features, [row.tolist() for row in tokens]).output)[:, 0]
+        scores = runner.logits(runner.extend(features, [row.tolist() for row in tokens]).output)[:, 0]
         chains: list[list[int]] = [[] for _ in fixture.prompts]
         for _ in range(fixture.get(f"{fixture.prompts[0]}.round{number}.chain.tokens").shape[1]):
             for chain, token in zip(chains, scores.argmax(-1).tolist(), strict=True):
                 chain.append(token)
-            scores = reader.logits(reader.expand(DraftTree.chains(chains), 1).output)[:, 0]
+            scores = runner.logits(runner.expand(DraftTree.chains(chains), 1).output)[:, 0]
         for prompt, chain in zip(fixture.prompts, chains, strict=True):
             assert chain == fixture.get(f"{prompt}.round{number}.chain.tokens").flatten().tolist()
 
@@ -248,21 +169,6 @@ def test_eagle_other_target_raises() -> None:
     candidates = EagleCandidates(EAGLE["eagle3_original"].head_folder, k=2)
     with pytest.raises(ValueError, match="a vocabulary of 128, but this target has 99"):
         tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"k": 0}, "k must be at least 1"), ({"tree": 0}, "tree must be"), ({"k": True}, "k must be at least 1")],
-    ids=str,
-)
-def test_eagle_bad_setting_raises(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EagleCandidates("org/head", **arguments)
-
-
-def test_eagle_no_head_raises() -> None:
-    with pytest.raises(TypeError, match="a loaded head, a folder or a Hub id, got 3"):
-        EagleCandidates(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "message"), [("speculators_peagle_llama", "P-EAGLE"), ("dflash_zlab", "BlockHead")])

@@ -3,28 +3,16 @@ would have left it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
-from hf_specgen import (
-    Call,
-    DraftSession,
-    DraftTree,
-    Monitor,
-    MonitorSession,
-    Policy,
-    PolicySession,
-    StepRecord,
-    VerificationResult,
-    VerificationSession,
-    Verifier,
-)
+from hf_specgen import Call, SpeculationMonitor, Verifier
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier
 from tests.helpers import FailingOracle, Oracle, RecordingStreamer, prompts, tiny_model
+from tests.helpers.policies import Irregular
 
 SAMPLED: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "top_k": 0}
 
@@ -48,111 +36,37 @@ class Faults:
 
     def arguments(self, answers: torch.Tensor) -> dict[str, Any]:
         """Of `generate`, for a call with an oracle for these answers."""
+        put = self.streamer.put
+        self.streamer.put = lambda value: (put(value), self.reach("streamer"))[0]  # type: ignore[method-assign]
         return {
-            "candidate_generator": FaultyOracle(answers, self),
-            "verification": FaultyVerifier(self),
-            "policy": FaultyPolicy(self),
-            "monitor": FaultyMonitor(self),
-            "streamer": FaultyStreamer(self),
-            "stopping_criteria": StoppingCriteriaList([FaultyCriterion(self)]),
+            "candidate_generator": self.faulty(Oracle, {"draft": "draft", "observe": "observe"}, answers, 0.6),
+            "verification": self.faulty(CoupledVerifier, {"verify": "verify"}),
+            "policy": self.faulty(Irregular, {"depths": "policy"}),
+            "monitor": self.faulty(SpeculationMonitor, {"observe": "monitor"}, prometheus=False),
+            "streamer": self.streamer,
+            "stopping_criteria": StoppingCriteriaList([self.criterion]),
         }
 
-
-class FaultyOracle(Oracle):
-    def __init__(self, answers: torch.Tensor, faults: Faults):
-        super().__init__(answers, 0.6)
-        self.faults = faults
-
-    def start(self, call: Call) -> DraftSession:
-        session, faults = super().start(call), self.faults
-        draft, observe = session.draft, session.observe
-
-        def faulty_draft(budget: Sequence[int]) -> DraftTree:
-            faults.reach("draft")
-            return draft(budget)
-
-        def faulty_observe(result: VerificationResult) -> None:
-            faults.reach("observe")
-            observe(result)
-
-        session.draft, session.observe = faulty_draft, faulty_observe  # type: ignore[method-assign]
-        session.end = lambda: faults.ended.append("candidates")  # type: ignore[method-assign]
-        return session
-
-
-class FaultyVerifier(CoupledVerifier):
-    def __init__(self, faults: Faults):
-        self.faults = faults
-
-    def start(self, call: Call) -> VerificationSession:
-        session, faults = super().start(call), self.faults
-        verify, end = session.verify, session.end
-
-        def faulty_verify(*args: Any) -> VerificationResult:
-            faults.reach("verify")
-            return verify(*args)
-
-        def recorded_end(columns: int) -> None:
-            faults.ended.append("verifier")
-            end(columns)
-
-        session.verify, session.end = faulty_verify, recorded_end  # type: ignore[method-assign]
-        return session
-
-
-class FaultyPolicy(Policy):
-    def __init__(self, faults: Faults):
-        self.faults = faults
-
-    def start(self, call: Call) -> PolicySession:
-        return _FaultyPolicySession(self.faults)
-
-
-class _FaultyPolicySession(PolicySession):
-    def __init__(self, faults: Faults):
-        self._faults = faults
-
-    def depths(self, room: Sequence[int]) -> list[int]:
-        self._faults.reach("policy")
-        return [4] * len(room)
-
-
-class FaultyMonitor(Monitor):
-    def __init__(self, faults: Faults):
-        self.faults = faults
-
-    def start(self, call: Call) -> MonitorSession:
-        return _FaultyMonitorSession(self.faults)
-
-
-class _FaultyMonitorSession(MonitorSession):
-    def __init__(self, faults: Faults):
-        self._faults = faults
-
-    def observe(self, step: StepRecord) -> None:
-        self._faults.reach("monitor")
-
-    def end(self) -> None:
-        self._faults.ended.append("monitor")
-
-
-class FaultyStreamer(RecordingStreamer):
-    def __init__(self, faults: Faults):
-        super().__init__()
-        self.faults = faults
-
-    def put(self, value: torch.Tensor) -> None:
-        self.faults.streamer.put(value)
-        self.faults.reach("streamer")
-
-
-class FaultyCriterion(StoppingCriteria):
-    def __init__(self, faults: Faults):
-        self.faults = faults
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        self.faults.reach("criterion")
+    def criterion(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        self.reach("criterion")
         return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def faulty(self, kind: Any, methods: dict[str, str], *arguments: Any, **settings: Any) -> Any:
+        """A part whose sessions fail in these methods, which have the names of places, and record their end."""
+
+        def reaching(method: Any, place: str) -> Any:
+            return lambda *given: (self.reach(place), method(*given))[1]
+
+        class Faulty(kind):  # type: ignore[misc]
+            def start(part, call: Call) -> Any:
+                session = super().start(call)
+                for name, place in methods.items():
+                    setattr(session, name, reaching(getattr(session, name), place))
+                if (end := getattr(session, "end", None)) is not None:
+                    session.end = lambda *given: (self.ended.append(kind.__name__), end(*given))[1]
+                return session
+
+        return Faulty(*arguments, **settings)
 
 
 @pytest.mark.parametrize("place", ["draft", "verify", "observe", "policy", "monitor", "streamer", "criterion"])
@@ -167,7 +81,7 @@ def test_exception_anywhere_ends_sessions_and_restores_the_random_state(place: s
     with pytest.raises(Failure, match=place):
         model.generate(**inputs, **SAMPLED, **faults.arguments(answers))
     state = torch.get_rng_state()
-    assert sorted(faults.ended) == ["candidates", "monitor", "verifier"]
+    assert sorted(faults.ended) == ["CoupledVerifier", "Oracle", "SpeculationMonitor"]
     # Plain `generate` fails in the same column where the fault is in a part that it has too.
     columns = len(faults.streamer.chunks) - 1 + (place == "criterion")
     torch.manual_seed(5)

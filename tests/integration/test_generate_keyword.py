@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GenerationMixin, TextIteratorStreamer, pipeline
+from transformers import GenerationMixin, pipeline
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 import hf_specgen
 from hf_specgen import Call, Candidates, DraftModelCandidates, NgramCandidates, VerificationSession, Verifier, speculate
 from hf_specgen.verification import CoupledVerifier
-from tests.helpers import FailingOracle, Oracle, RecordingStreamer, fresh_model, prompts, tiny_model
+from tests.helpers import FailingOracle, fresh_model, prompts, tiny_model
 
 
 @pytest.fixture
@@ -70,55 +70,6 @@ def test_custom_generate_after_uninstall_same_tokens(uninstalled: None, batch: i
     ours = model.generate(**inputs, max_new_tokens=12, custom_generate=speculate(ngram))
     assert torch.equal(ours, model.generate(**inputs, max_new_tokens=12))
     assert ngram.speculation is not None
-
-
-# Streamers of `speculate` and of `generate`
-
-
-def generated_text(model: Any, tokenizer: Any, ids: torch.Tensor) -> str:
-    """What plain `generate` writes after a prompt."""
-    return tokenizer.decode(model.generate(ids, max_new_tokens=20)[0, ids.shape[1] :])
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_speculate_with_streamer_streams_prompt_columns_and_end(batch: int) -> None:
-    """Would catch: a stream without the prompt or without its end."""
-    model, inputs = tiny_model("llama"), prompts(batch)
-    expected, seen = RecordingStreamer(), RecordingStreamer()
-    plain = model.generate(**inputs, max_new_tokens=16, streamer=expected)
-    method = speculate(Oracle(plain[:, 12:], 0.8), streamer=seen)
-    model.generate(**inputs, max_new_tokens=16, custom_generate=method)
-    assert seen.chunks == expected.chunks
-    assert seen.ended == 1
-
-
-def test_speculate_with_skip_prompt_streamer_streams_the_first_token(reference_model: Any, tokenizer: Any) -> None:
-    """Would catch: the first generated token dropped, because a streamer that skips the prompt never received it."""
-    ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=10)
-    method = speculate(NgramCandidates(k=4), streamer=streamer)
-    reference_model.generate(ids, max_new_tokens=20, custom_generate=method)
-    assert "".join(streamer) == generated_text(reference_model, tokenizer, ids)
-
-
-def test_streamer_of_generate_with_custom_generate_receives_the_text_and_its_end(
-    reference_model: Any, tokenizer: Any
-) -> None:
-    """Would catch: a reader that waits forever: `generate` does not pass its streamer on to `custom_generate`."""
-    ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=10)
-    method = speculate(NgramCandidates(k=4))
-    reference_model.generate(ids, max_new_tokens=20, streamer=streamer, custom_generate=method)
-    assert "".join(streamer) == generated_text(reference_model, tokenizer, ids)
-
-
-def test_streamers_of_generate_and_of_speculate_raise() -> None:
-    """Would catch: a streamer that receives nothing, so that its reader waits forever."""
-    method = speculate(NgramCandidates(k=4), streamer=RecordingStreamer())
-    with pytest.raises(ValueError, match=r"both generate.* and speculate.* were given; leave one out"):
-        tiny_model("llama").generate(
-            **prompts(1), max_new_tokens=6, streamer=RecordingStreamer(), custom_generate=method
-        )
 
 
 # Verifiers of the caller's own
@@ -250,20 +201,12 @@ def test_native_generator_with_several_rows_raises() -> None:
         tiny_model("llama").generate(**prompts(3), max_new_tokens=5, candidate_generator=RepeatingGenerator())
 
 
-def test_native_generator_that_reads_the_target_raises() -> None:
-    class ReadsOutputs(CandidateGenerator):
-        requires_model_outputs = True
-
-    with pytest.raises(ValueError, match="reads the target's outputs"):
-        tiny_model("llama").generate(**prompts(1), max_new_tokens=5, candidate_generator=ReadsOutputs())
-
-
 # State between calls
 
 
 def test_generate_second_call_equals_the_first() -> None:
     """Would catch: a state of the call kept in the strategy; only a history is meant to last."""
-    model, inputs, ngram = tiny_model("llama"), prompts(2), NgramCandidates(k=4, branches=2)
+    model, inputs, ngram = tiny_model("llama"), prompts(2), NgramCandidates(k=4, tree=8)
     counts = []
     for _ in range(2):
         ids = model.generate(**inputs, max_new_tokens=30, candidate_generator=ngram)

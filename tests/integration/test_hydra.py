@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hf_specgen import AdaptiveDepth, FixedDepth, MedusaCandidates
+from hf_specgen import FixedDepth, MedusaCandidates
 from hf_specgen.candidates.hydra import HydraSession
 from hf_specgen.evaluation.calibration import measure_acceptance
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.medusa import MedusaConfig
 from hf_specgen.targets.requirements import OUTPUT_STATE
 from hf_specgen.tree import DraftTree
-from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
+from tests.helpers import assert_same_tokens, prompts, tiny_model
 from tests.helpers.medusa import fitted_heads, random_heads
 
-GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
 HYDRA = {"reads_token": True, "reads_path": True}
 
 
@@ -33,38 +31,6 @@ def hydra_heads(model: Any, inputs: dict[str, torch.Tensor], **sampling: Any) ->
     return heads.eval()
 
 
-@pytest.mark.parametrize("tree", ["auto", "default", 12])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLING)
-def test_hydra_same_tokens(tree: Any, batch: int, sampling: str) -> None:
-    """Would catch: the path of another node or row."""
-    model, inputs = tiny_model("llama"), prompts(batch)
-    heads = hydra_heads(model, inputs, **SAMPLING[sampling])
-    policy = AdaptiveDepth(GPU_LIKE) if tree == "auto" else FixedDepth()
-    candidates = MedusaCandidates(heads, "auto" if tree == "default" else tree, policy=policy)
-    statistics = assert_same_tokens(model, inputs, candidates, max_new_tokens=28, **SAMPLING[sampling])
-    assert statistics.accepted > 0
-    if tree == "default":  # without a latency model: trees, not chains
-        assert statistics.drafted > 3 * statistics.steps
-
-
-def test_hydra_rejection_sampling_runs_with_q_of_every_node() -> None:
-    model, inputs = tiny_model("llama"), prompts(2)
-    candidates = MedusaCandidates(hydra_heads(model, inputs), 8, policy=FixedDepth())
-    torch.manual_seed(1)
-    output = model.generate(
-        **inputs,
-        max_new_tokens=20,
-        do_sample=True,
-        temperature=0.2,
-        candidate_generator=candidates,
-        verification="rejection",
-        return_dict_in_generate=True,
-    )
-    assert output.sequences.shape[1] == inputs["input_ids"].shape[1] + 20
-    assert output.speculation.accepted > 0
-
-
 def test_hydra_logits_of_every_node_are_those_of_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every result of a level against the head of the node's depth, computed for this node alone."""
     model, inputs = tiny_model("llama"), prompts(3)
@@ -74,7 +40,7 @@ def test_hydra_logits_of_every_node_are_those_of_its_own_path(monkeypatch: pytes
         nonlocal compared
         scores = original(session, tree, new)
         states, embed = session._target.states_of((OUTPUT_STATE,)), model.get_input_embeddings()
-        heads = session._reader.heads
+        heads = session._runner.heads
         for row, text in enumerate(session.call.state.generated):
             for index in range(new):
                 node, path = tree.nodes - new + index, []

@@ -66,7 +66,7 @@ def invalid_logits(model: Any, value: str) -> Iterator[None]:
 def test_sampling_invalid_logits_raise(verification: str | None, value: str, batch: int) -> None:
     """Would catch: token 0 generated to the end. None is plain `generate`."""
     model = tiny_model("llama")
-    candidates = {} if verification is None else {"candidate_generator": NgramCandidates(k=4, branches=2)}
+    candidates = {} if verification is None else {"candidate_generator": NgramCandidates(k=4, tree=8)}
     candidates |= {} if verification is None else {"verification": verification}
     with invalid_logits(model, value), pytest.raises(RuntimeError, match=MESSAGE):
         model.generate(**prompts(batch), max_new_tokens=40, do_sample=True, top_k=0, **candidates)
@@ -80,7 +80,7 @@ def test_sampling_invalid_scores_of_prefix_reading_processor_raise(
     verification: str | None, value: str, processor: type[Invalidate], batch: int
 ) -> None:
     """Would catch: a column walk that emits tokens although their scores are no distribution."""
-    candidates = {} if verification is None else {"candidate_generator": NgramCandidates(k=4, branches=2)}
+    candidates = {} if verification is None else {"candidate_generator": NgramCandidates(k=4, tree=8)}
     candidates |= {} if verification is None else {"verification": verification}
     processors = LogitsProcessorList([processor(value)])
     with pytest.raises(RuntimeError, match=MESSAGE):
@@ -96,7 +96,7 @@ def test_greedy_invalid_scores_same_tokens(value: str, processor: type[Invalidat
     assert_same_tokens(
         tiny_model("llama"),
         prompts(batch),
-        NgramCandidates(k=4, branches=2),
+        NgramCandidates(k=4, tree=8),
         max_new_tokens=20,
         make_processors=lambda: LogitsProcessorList([processor(value)]),
     )
@@ -177,7 +177,7 @@ def test_sampling_invalid_logits_of_padding_returns_the_tokens(processors: dict,
         with pytest.raises(RuntimeError, match=MESSAGE):
             model.generate(**inputs, **arguments)
         torch.manual_seed(1)
-        ours = model.generate(**inputs, **arguments, **outputs, candidate_generator=NgramCandidates(k=4, branches=2))
+        ours = model.generate(**inputs, **arguments, **outputs, candidate_generator=NgramCandidates(k=4, tree=8))
     finally:
         handle.remove()
     assert torch.equal(ours.sequences if outputs else ours, expected)

@@ -14,20 +14,15 @@ from transformers import TopKLogitsWarper
 
 from hf_specgen import (
     Call,
-    Candidates,
-    CombinedCandidates,
     DraftSession,
     DraftTree,
     FixedDepth,
     LayerSkipCandidates,
     MedusaCandidates,
-    NgramCandidates,
-    Schedule,
 )
 from hf_specgen.candidates.rank_tree import RankTree
 from hf_specgen.heads import MedusaHeads
-from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, confidence_bin
-from hf_specgen.heads.medusa_runner import MedusaRunner
+from hf_specgen.heads.medusa import CONFIDENCE_EDGES, MedusaRunner, confidence_bin
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.goodness_of_fit import goodness_of_fit
@@ -57,32 +52,6 @@ def test_medusa_any_tree_same_tokens(tree: str, batch: int, sampling: str) -> No
     assert tree in ("auto", "chain") or statistics.accepted < statistics.drafted
 
 
-@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}, {"eos_token_id": list(range(30, 60))}])
-@pytest.mark.parametrize("sampling", SAMPLING)
-def test_medusa_with_rows_that_leave_the_batch_same_tokens(processors: dict, sampling: str) -> None:
-    """Would catch: hidden states of other rows once ended rows have left the batch."""
-    model, inputs = tiny_model("qwen3"), prompts(4)
-    candidates = MedusaCandidates(fitted_heads(model, inputs, **SAMPLING[sampling]), 8)
-    arguments = {"max_new_tokens": 25, "pad_token_id": 0, **SAMPLING[sampling], **processors}
-    assert assert_same_tokens(model, inputs, candidates, **arguments).drafted > 0
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("mix", ["n-grams", "schedule", "adaptive", "fixed"])
-def test_medusa_beside_other_drafts_and_plain_steps_same_tokens(batch: int, sampling: str, mix: str) -> None:
-    """Would catch: hidden states that are outdated after a plain step, or a step that another strategy drafted."""
-    model, inputs = tiny_model("llama"), prompts(batch)
-    heads = fitted_heads(model, inputs, **SAMPLING[sampling])
-    candidates: Candidates = {
-        "n-grams": lambda: CombinedCandidates([NgramCandidates(k=4), MedusaCandidates(heads)]),
-        "schedule": lambda: MedusaCandidates(heads, policy=Schedule({1: 2, 2: 1})),
-        "adaptive": lambda: MedusaCandidates(heads),
-        "fixed": lambda: MedusaCandidates(heads, policy=FixedDepth()),
-    }[mix]()
-    assert_same_tokens(model, inputs, candidates, max_new_tokens=28, **SAMPLING[sampling])
-
-
 def test_medusa_token_zero_beside_a_short_leaf_same_tokens() -> None:
     """Padding nodes hold token 0 too. Would catch: an accepted path that leads into the padding of another row."""
     model, inputs = fresh_model("llama"), prompts(2)
@@ -91,23 +60,6 @@ def test_medusa_token_zero_beside_a_short_leaf_same_tokens() -> None:
     assert_same_tokens(
         model, inputs, MedusaCandidates(fitted_heads(model, inputs), [[1], [0], [0, 0]]), max_new_tokens=20
     )
-
-
-@pytest.mark.parametrize("verification", ["rejection", "typical"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_medusa_other_verification_modes_repeat_under_a_seed(verification: str, batch: int) -> None:
-    """Greedy rejection sampling gives the same tokens; sampled, both modes repeat."""
-    model, inputs = tiny_model("llama"), prompts(batch)
-    candidates = MedusaCandidates(fitted_heads(model, inputs), [[0], [2], [0, 0], [0, 3], [2, 0]])
-    arguments = {**inputs, "max_new_tokens": 30, "candidate_generator": candidates, "verification": verification}
-    if verification == "rejection":
-        assert torch.equal(model.generate(**arguments), model.generate(**inputs, max_new_tokens=30))
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(8)
-        runs.append(model.generate(**arguments, do_sample=True, top_k=3))
-    assert torch.equal(*runs)
-    assert candidates.speculation is not None and candidates.speculation.accepted > 0
 
 
 def test_medusa_rejection_sampling_has_the_distribution_of_the_target() -> None:
@@ -247,25 +199,6 @@ def test_rank_tree_of_paths() -> None:
 
 @pytest.mark.parametrize(
     ("tree", "message"),
-    [
-        ([], "no paths"),
-        ([[0], []], "not a list of ranks"),
-        ([[0], [-1]], "not a list of ranks"),
-        ([[0], [1, 0]], r"but not its beginning \[1\]"),
-        ("widest", 'must be "auto"'),
-        (0, "at least 1 node"),
-        (True, "at least 1 node"),
-        (2.5, "is a list of paths"),
-        ([0, 1], "is a list of paths"),
-    ],
-)
-def test_medusa_bad_tree_raises(tree: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MedusaCandidates("somewhere", tree=tree)
-
-
-@pytest.mark.parametrize(
-    ("tree", "message"),
     [([[0], [0, 0], [0, 0, 0]], "3 deep, but there are 2 heads"), ([[0], [99]], "ends at 98")],
 )
 def test_medusa_tree_that_does_not_fit_the_heads_raises(tree: Any, message: str) -> None:
@@ -273,25 +206,6 @@ def test_medusa_tree_that_does_not_fit_the_heads_raises(tree: Any, message: str)
     with pytest.raises(ValueError, match=message):
         candidates = MedusaCandidates(random_heads(model, num_heads=2), tree)
         model.generate(**prompts(1), candidate_generator=candidates)
-
-
-def best_value_of_all_trees(probabilities: list[list[float]], price: float, max_nodes: int) -> float:
-    """The best value of any prefix-closed set of paths, by trying all of them."""
-    paths = [(r,) for r in range(len(probabilities[0]))]
-    paths += [(a, b) for a in range(len(probabilities[0])) for b in range(len(probabilities[1]))]
-    best = 1.0
-    for chosen in range(1, 2 ** len(paths)):
-        tree = {path for index, path in enumerate(paths) if chosen >> index & 1}
-        if len(tree) > max_nodes or any(len(path) == 2 and path[:1] not in tree for path in tree):
-            continue
-        expected = 1.0
-        for path in tree:
-            likely = 1.0
-            for head, rank in enumerate(path):
-                likely *= probabilities[head][rank]
-            expected += likely
-        best = max(best, expected / (1 + price * len(tree)))
-    return best
 
 
 def test_confidence_bin_of_almost_certain_token_is_the_last() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import hypothesis
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import metrics
@@ -25,33 +26,31 @@ def own_cache(tmp_path_factory):
         yield
 
 
-def test_acceptance_rate_literal() -> None:
-    found = metrics.load("acceptance_rate").compute(drafted=[3, 3, 2], accepted=[3, 1, 0])
-    assert found == {"drafts": 3, "drafted": 8, "accepted": 4, "acceptance_rate": 0.5}
+THREE_DRAFTS = {"drafted": [3, 3, 2], "accepted": [3, 1, 0]}
 
 
-def test_position_acceptance_literal() -> None:
-    found = metrics.load("position_acceptance").compute(drafted=[3, 3, 2], accepted=[3, 1, 0])
-    assert found["accepted_per_position"] == [2, 1, 1]
-    assert found["drafted_per_position"] == [3, 3, 2]
-    assert found["acceptance_rate_per_position"] == pytest.approx([2 / 3, 1 / 3, 1 / 2])
-
-
-def test_position_acceptance_of_trees() -> None:
-    """7 nodes that are 3 deep reach position 3, not 7."""
-    found = metrics.load("position_acceptance").compute(drafted=[7], accepted=[2], depths=[3])
-    assert found["drafted_per_position"] == [1, 1, 1] and found["accepted_per_position"] == [1, 1, 0]
-
-
-def test_mean_accepted_length_literal() -> None:
-    metric = metrics.load("mean_accepted_length")
-    assert metric.compute(drafted=[3, 3], accepted=[3, 0]) == {"mean_acceptance_length": 2.5, "tokens_per_step": 2.5}
-
-
-def test_the_two_definitions_differ_where_steps_draft_nothing_or_are_cut() -> None:
-    metric = metrics.load("mean_accepted_length")
-    found = metric.compute(drafted=[3, 3, 0, 0], accepted=[3, 0, 0, 0], emitted=[3, 1, 1, 1])
-    assert found == {"mean_acceptance_length": 2.5, "tokens_per_step": 1.5}
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("acceptance_rate", THREE_DRAFTS, {"drafts": 3, "drafted": 8, "accepted": 4, "acceptance_rate": 0.5}),
+        ("position_acceptance", THREE_DRAFTS, {"accepted_per_position": [2, 1, 1], "drafted_per_position": [3, 3, 2]}),
+        # 7 nodes that are 3 deep reach position 3, not 7.
+        (
+            "position_acceptance",
+            {"drafted": [7], "accepted": [2], "depths": [3]},
+            {"drafted_per_position": [1, 1, 1], "accepted_per_position": [1, 1, 0]},
+        ),
+        # The two definitions differ where steps draft nothing or are cut.
+        (
+            "mean_accepted_length",
+            {"drafted": [3, 3, 0, 0], "accepted": [3, 0, 0, 0], "emitted": [3, 1, 1, 1]},
+            {"mean_acceptance_length": 2.5, "tokens_per_step": 1.5},
+        ),
+    ],
+)
+def test_metric_of_steps(name: str, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = metrics.load(name).compute(**given)
+    assert {key: found[key] for key in expected} == expected
 
 
 def test_speedup_is_a_ratio_of_sums() -> None:
@@ -79,7 +78,7 @@ def test_bad_metric_input() -> None:
         metrics.load("mean_accepted_length").compute(drafted=[2], accepted=[1], emitted=[1, 2])
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
+@hypothesis.given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
 def test_counts_agree_with_counting_by_hand(steps: list[tuple[int, int]]) -> None:
     steps = [(max(pair), min(pair)) for pair in steps]
     counts = Statistics.of_steps([d for d, _ in steps], [a for _, a in steps])

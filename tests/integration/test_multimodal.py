@@ -50,7 +50,7 @@ def test_text_alone_to_a_multimodal_model_same_tokens(kind: str) -> None:
     model = multimodal_model(kind)
     inputs = {name: multimodal_prompts(kind, 3)[name] for name in ("input_ids", "attention_mask")}
     inputs["input_ids"] = inputs["input_ids"] % 90
-    assert_same_tokens(model, inputs, NgramCandidates(k=3, branches=2), max_new_tokens=14)
+    assert_same_tokens(model, inputs, NgramCandidates(k=3, tree=6), max_new_tokens=14)
 
 
 def test_second_turn_with_image_same_tokens() -> None:

@@ -61,6 +61,15 @@ def test_output_scores_and_logits_are_those_of_plain_generate(batch: int, argume
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("strategy", [NgramCandidates(k=4), NgramCandidates(k=4, tree=32)], ids=["chain", "tree"])
+def test_output_scores_hold_their_own_memory_only(strategy: Any) -> None:
+    """Would catch: views that keep the scores of all nodes of every step."""
+    arguments = {"max_new_tokens": 12, "output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    output = tiny_model("llama").generate(**prompts(2), candidate_generator=strategy, **arguments)
+    for column in (*output.scores, *output.logits):
+        assert column.untyped_storage().nbytes() == column.numel() * column.element_size()
+
+
 def test_output_without_scores_has_none() -> None:
     _, ours = run_both(tiny_model("llama"), prompts(1), max_new_tokens=8)
     assert ours.scores is None and ours.logits is None
@@ -95,7 +104,7 @@ def test_cache_of_first_turn_continues_in_second(architecture: str, batch: int, 
     def two_turns(speculative: bool) -> tuple[Any, int]:
         arguments: dict[str, Any] = {"max_new_tokens": 9, "return_dict_in_generate": True}
         if speculative:
-            arguments["candidate_generator"] = NgramCandidates(k=4, branches=2)
+            arguments["candidate_generator"] = NgramCandidates(k=4, tree=8)
         cache = {} if given == "none" else {"past_key_values": DynamicCache(config=model.config)}
         first = model.generate(**inputs, **arguments, **cache)
         ids = torch.cat([first.sequences, torch.full((batch, 3), 17)], dim=1)
@@ -136,7 +145,7 @@ def test_cache_of_plain_generate_with_attention_in_chunks_continues() -> None:
             max_new_tokens=12,
             **arguments,
         )
-        for arguments in ({}, {"candidate_generator": NgramCandidates(k=4, branches=2)})
+        for arguments in ({}, {"candidate_generator": NgramCandidates(k=4, tree=8)})
         for first in [model.generate(**prompts(1), max_new_tokens=8, return_dict_in_generate=True)]
     )
     assert torch.equal(expected, ours)

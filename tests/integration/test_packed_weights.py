@@ -30,7 +30,7 @@ needs_bfloat16 = pytest.mark.skipif(
 def strategy(name: str) -> Candidates:
     model = tiny_model("llama")
     return {
-        "ngram": lambda: NgramCandidates(k=4, branches=3),
+        "ngram": lambda: NgramCandidates(k=4, tree=12),
         "draft": lambda: DraftModelCandidates(shared_draft(model), k=4, tree=8),
         "skip": lambda: LayerSkipCandidates(1, k=3),
         "medusa": lambda: MedusaCandidates(random_heads(model)),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specgen import CombinedCandidates, DFlashCandidates, FixedDepth, NgramCandidates, PEagleCandidates
+from hf_specgen import CombinedCandidates, DFlashCandidates, PEagleCandidates
 from hf_specgen.heads.block_reader import BlockReader
 from hf_specgen.heads.loading import load_head
 from hf_specgen.heads.parallel_reader import ParallelReader
@@ -22,7 +22,6 @@ from tests.helpers.policies import AfterPlainSteps
 FIXTURES = find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
 HEADS = {fixture.folder.name: fixture for fixture in FIXTURES if fixture.family in ("block", "parallel")}
 STRATEGIES: dict[str, Any] = {"block": DFlashCandidates, "parallel": PEagleCandidates}
-SHAPES: dict[str, dict[str, Any]] = {"chain": {"k": 3}, "tree": {"k": 4, "tree": 8}}
 ONE_OF_EACH = ("dflash_zlab", "speculators_peagle_llama")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -39,14 +38,6 @@ def generated(name: str, batch: int, new: int, **settings: Any) -> list[list[int
     return output[:, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", HEADS)
-def test_parallel_random_head_same_tokens(name: str, shape: str) -> None:
-    candidates = strategy(name)(HEADS[name].head_folder, **SHAPES[shape])
-    statistics = assert_same_tokens(HEADS[name].target, prompts(3), candidates, max_new_tokens=8)
-    assert statistics.drafted > 0
-
-
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_parallel_row_that_waits_for_slower_rows_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a draft behind a text that has not grown since the last one, whose features are read already."""
@@ -56,7 +47,7 @@ def test_parallel_row_that_waits_for_slower_rows_same_tokens(name: str, monkeypa
     texts = generated(name, 2, 24, **sampling)
     candidates = recording(strategy(name), [texts[0], []])(HEADS[name].head_folder, k=4)
     assert_same_tokens(HEADS[name].target, prompts(2), candidates, max_new_tokens=24, **sampling)
-    assert candidates.session.reader.waiting > 0
+    assert candidates.session.runner.waiting > 0
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -68,24 +59,10 @@ def test_parallel_beside_other_strategies_reads_the_tokens_of_plain_steps(name: 
     statistics = assert_same_tokens(HEADS[name].target, prompts(3), candidates, max_new_tokens=16)
     assert statistics.drafted > 0
     session = alone.session
-    for place, (row, length) in enumerate(zip(session.reader.rows, session.reader.lengths, strict=True)):
+    for place, (row, length) in enumerate(zip(session.runner.rows, session.runner.lengths, strict=True)):
         cache = reread(session, row, length, parallel=HEADS[name].family == "parallel")
-        for ours, scratch in zip(session.reader.cache.layers, cache.layers, strict=True):
+        for ours, scratch in zip(session.runner.cache.layers, cache.layers, strict=True):
             torch.testing.assert_close(ours.keys[place, :, :length], scratch.keys[0, :, :length], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_parallel_partial_acceptance_same_tokens(name: str, sampling: str, batch: int) -> None:
-    """Would catch: features of rejected nodes in the context, a draft verified against other nodes."""
-    texts = generated(name, batch, 16)
-    candidates = recording(strategy(name), texts)(HEADS[name].head_folder, k=4, tree=8)
-    statistics = assert_same_tokens(
-        HEADS[name].target, prompts(batch), candidates, max_new_tokens=16, **SAMPLING[sampling]
-    )
-    if not SAMPLING[sampling].get("do_sample"):
-        assert 0 < statistics.accepted < statistics.drafted
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -94,10 +71,10 @@ def test_parallel_context_equals_reading_from_scratch(name: str) -> None:
     candidates = recording(strategy(name), generated(name, 3, 16))(HEADS[name].head_folder, k=4, tree=8)
     HEADS[name].target.generate(**prompts(3), max_new_tokens=16, candidate_generator=candidates)
     session = candidates.session
-    for place, (row, length) in enumerate(zip(session.reader.rows, session.reader.lengths, strict=True)):
+    for place, (row, length) in enumerate(zip(session.runner.rows, session.runner.lengths, strict=True)):
         assert length > len(session.call.state.prompts[row])
         scratch = reread(session, row, length, parallel=HEADS[name].family == "parallel")
-        for ours, theirs in zip(session.reader.cache.layers, scratch.layers, strict=True):
+        for ours, theirs in zip(session.runner.cache.layers, scratch.layers, strict=True):
             torch.testing.assert_close(ours.keys[place, :, :length], theirs.keys[0, :, :length])
             torch.testing.assert_close(ours.values[place, :, :length], theirs.values[0, :, :length])
 
@@ -109,42 +86,23 @@ def test_parallel_ended_rows_leave_the_batch(name: str) -> None:
     candidates = recording(strategy(name), texts)(HEADS[name].head_folder, k=3)
     assert_same_tokens(HEADS[name].target, prompts(3), candidates, max_new_tokens=12, **ends)
     ended = [row for row in range(3) if candidates.session.call.state.generated[row][-1] == ends["eos_token_id"]]
-    assert ended and candidates.session.reader.cache.lengths
-    assert len(candidates.session.reader.lengths) < 3
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_parallel_rejection_sampling_repeats_under_a_seed(name: str) -> None:
-    candidates, runs = strategy(name)(HEADS[name].head_folder, k=3, tree=6), []
-    for _ in range(2):
-        torch.manual_seed(6)
-        arguments = {"max_new_tokens": 10, "do_sample": True, "verification": "rejection"}
-        runs.append(HEADS[name].target.generate(**prompts(2), **arguments, candidate_generator=candidates))
-    assert torch.equal(*runs)
-
-
-def test_parallel_beside_ngrams_same_tokens() -> None:
-    fixture = HEADS["dflash_zlab"]
-    members = [NgramCandidates(k=4), recording(DFlashCandidates, generated("dflash_zlab", 2, 16))(fixture.head_folder)]
-    statistics = assert_same_tokens(
-        fixture.target, prompts(2), CombinedCandidates(members, policy=FixedDepth(4)), max_new_tokens=16
-    )
-    assert statistics.accepted > 0
+    assert ended and candidates.session.runner.cache.lengths
+    assert len(candidates.session.runner.lengths) < 3
 
 
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
 def test_parallel_reader_drafts_the_tokens_of_the_original(name: str) -> None:
-    """Both rounds of the fixture, through the reader that the strategy uses."""
+    """Both rounds of the fixture, through the runner that the strategy uses."""
     fixture = HEADS[name]
-    attached = load_head(fixture.head_folder).attach(fixture.target)
+    bound = load_head(fixture.head_folder).bind(fixture.target)
     rows = len(fixture.prompts)
-    reader: Any = (ParallelReader if fixture.family == "parallel" else BlockReader)(attached, rows)
-    rounds = Rounds(fixture, fixture.prompts, attached, Comparison(fixture))
+    runner: Any = (PEagleRunner if fixture.family == "parallel" else BlockRunner)(bound, rows)
+    rounds = Rounds(fixture, fixture.prompts, bound, Comparison(fixture))
     for number in (1, 2):
         features, tokens = rounds.inputs(number)
         expected = [fixture.get(f"{prompt}.round{number}.block.tokens").flatten() for prompt in fixture.prompts]
-        logits = reader.draft(features, [row.tolist() for row in tokens], [True] * rows, len(expected[0]))
+        logits = runner.draft(features, [row.tolist() for row in tokens], [True] * rows, len(expected[0]))
         for row, chain in enumerate(expected):
             assert logits[row].argmax(-1).tolist() == chain.tolist()
 
@@ -153,11 +111,11 @@ def test_parallel_long_prompt_is_read_in_chunks_of_equal_result(monkeypatch: pyt
     fixture = HEADS["speculators_peagle_llama"]
     whole, chunked = ([], [])
     for found, chunk in ((whole, 512), (chunked, 5)):
-        monkeypatch.setattr("hf_specgen.heads.parallel_reader.READ_CHUNK", chunk)
+        monkeypatch.setattr("hf_specgen.heads.runner.PREFILL_CHUNK", chunk)
         candidates = recording(PEagleCandidates)(fixture.head_folder, k=3)
         fixture.target.generate(**prompts(3), max_new_tokens=4, candidate_generator=candidates)
-        found.extend(layer.keys for layer in candidates.session.reader.cache.layers)
-        lengths = candidates.session.reader.lengths
+        found.extend(layer.keys for layer in candidates.session.runner.cache.layers)
+        lengths = candidates.session.runner.lengths
     for one, other in zip(whole, chunked, strict=True):
         for row, length in enumerate(lengths):
             torch.testing.assert_close(one[row, :, :length], other[row, :, :length])

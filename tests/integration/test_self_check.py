@@ -79,7 +79,7 @@ def test_model_whose_verification_differs_is_refused(kind: str) -> None:
 def test_model_that_verifies_exactly_gives_the_tokens_of_plain_generate(kind: str) -> None:
     """Would catch: a check that refuses what works."""
     try:
-        assert identical(model_of(kind), NgramCandidates(k=3, branches=2))
+        assert identical(model_of(kind), NgramCandidates(k=3, tree=6))
     except ValueError as refusal:
         assert "takes no position_ids" in str(refusal)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
-from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates, speculate
 from tests.helpers import Oracle, RecordingStreamer, assert_same_tokens, prompt_length, prompts, tiny_model
 from tests.helpers.comparison import plain_output
 
@@ -141,32 +142,34 @@ def test_generate_ended_rows_leave_the_batch(sampling: dict, kind: str) -> None:
 # Streamers
 
 
+STREAM_ENTRIES: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "keyword": lambda candidates, streamer: {"candidate_generator": candidates, "streamer": streamer},
+    "speculate": lambda candidates, streamer: {"custom_generate": speculate(candidates, streamer=streamer)},
+    "custom_generate": lambda candidates, streamer: {"custom_generate": speculate(candidates), "streamer": streamer},
+}
+
+
 @pytest.mark.parametrize("batch", [1, 3])
-def test_streamer_with_eos_receives_the_columns_of_plain_generate(batch: int) -> None:
-    """Would catch: columns behind the stop, several columns in one chunk, a stream that does not end."""
+@pytest.mark.parametrize("entry", STREAM_ENTRIES)
+def test_streamer_receives_the_columns_of_plain_generate(batch: int, entry: str) -> None:
+    """Would catch: columns behind the stop, several columns in one chunk, a stream without its prompt or end."""
     model, inputs = tiny_model("llama"), prompts(batch)
     arguments = {"max_new_tokens": 16, "eos_token_id": list(range(0, 40)), "pad_token_id": 0}
     expected, seen = RecordingStreamer(), RecordingStreamer()
     plain = model.generate(**inputs, **arguments, streamer=expected)
-    model.generate(**inputs, **arguments, streamer=seen, candidate_generator=Oracle(plain[:, 12:], 0.8))
+    model.generate(**inputs, **arguments, **STREAM_ENTRIES[entry](Oracle(plain[:, 12:], 0.8), seen))
     assert seen.chunks == expected.chunks
     assert seen.ended == expected.ended == 1
 
 
-def test_text_iterator_streamer_receives_the_text(reference_model: Any, tokenizer: Any, edit_prompts: list) -> None:
-    inputs = tokenizer(edit_prompts[0], return_tensors="pt")
-    plain = reference_model.generate(**inputs, max_new_tokens=40)[0, inputs["input_ids"].shape[1] :]
+@pytest.mark.parametrize("entry", STREAM_ENTRIES)
+def test_text_iterator_streamer_receives_the_text(entry: str, reference_model: Any, tokenizer: Any) -> None:
+    """Would catch: the first token dropped where the streamer skips the prompt, a reader that waits for ever."""
+    ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
+    plain = plain_output(reference_model, {"input_ids": ids}, max_new_tokens=20)[0]
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=10)
-    reference_model.generate(**inputs, max_new_tokens=40, streamer=streamer, candidate_generator=NgramCandidates())
-    assert "".join(streamer) == tokenizer.decode(plain)
-
-
-def test_text_streamer_prints_the_text(reference_model: Any, tokenizer: Any, edit_prompts: list, capsys: Any) -> None:
-    inputs = tokenizer(edit_prompts[0], return_tensors="pt")
-    plain = reference_model.generate(**inputs, max_new_tokens=40)[0, inputs["input_ids"].shape[1] :]
-    streamer = TextStreamer(tokenizer, skip_prompt=True)
-    reference_model.generate(**inputs, max_new_tokens=40, streamer=streamer, candidate_generator=NgramCandidates())
-    assert capsys.readouterr().out.strip() == tokenizer.decode(plain).strip()
+    reference_model.generate(ids, max_new_tokens=20, **STREAM_ENTRIES[entry](NgramCandidates(k=4), streamer))
+    assert "".join(streamer) == tokenizer.decode(plain[0, ids.shape[1] :])
 
 
 def test_stopping_criteria_are_evaluated_before_the_streamer() -> None:

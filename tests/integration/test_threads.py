@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -55,3 +57,41 @@ def test_strategy_shared_by_threads_same_texts(keyword: str) -> None:
     arguments = {keyword: ngram if keyword == "candidate_generator" else speculate(ngram)}
     for ids, wanted in zip(generate_in_threads(arguments), expected, strict=True):
         assert torch.equal(ids, wanted)
+
+
+FIRST_CALLS = """
+import threading
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import hf_specgen
+
+sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=32, pad_token_id=0, eos_token_id=None, **sizes)).eval()
+ids, barrier = torch.tensor([[3, 4, 5, 3, 4]]), threading.Barrier(8)
+arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4}
+ways = ({}, {"candidate_generator": "auto"}, {"custom_generate": lambda model, input_ids, **_: input_ids})
+texts, failures = {0: set(), 1: set(), 2: set()}, []
+
+def work(number):
+    barrier.wait()
+    for _ in range(4):
+        try:
+            text = model.generate(ids, **arguments, **ways[number % 3])
+            texts[number % 3].add(str(text.tolist()))
+        except Exception as error:
+            failures.append(repr(error))
+
+threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failures, (len(failures), failures[0])
+assert texts[0] == texts[1] and len(texts[0]) == 1 and texts[2] == {str(ids.tolist())}
+"""
+
+
+def test_first_calls_of_a_process_in_eight_threads() -> None:
+    """Would catch: a plain call that fails while another thread's first call imports the package."""
+    finished = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr[-2000:]

@@ -169,12 +169,3 @@ def test_typical_acceptance_is_lossy_and_accepts_more() -> None:
     typical = model.generate(**inputs, max_new_tokens=16, candidate_generator=oracle, verification="typical")
     assert torch.equal(exact, plain) and not torch.equal(typical, plain)
     assert oracle.speculation.accepted > accepted
-
-
-def test_verification_coupled_is_an_alias_of_exact() -> None:
-    model, inputs = tiny_model("llama"), prompts(1)
-    plain = model.generate(**inputs, max_new_tokens=16)
-    oracle = Oracle(plain[:, 12:], 0.5)
-    assert torch.equal(
-        plain, model.generate(**inputs, max_new_tokens=16, candidate_generator=oracle, verification="coupled")
-    )

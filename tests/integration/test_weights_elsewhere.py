@@ -36,7 +36,7 @@ def test_offloaded_target_same_tokens_or_refused(kind: str, strategy: str, tmp_p
     """Would catch: inputs and masks made on the "meta" device, heads that read weights which are not there."""
     model = offloaded(kind, tmp_path)
     candidates: Any = {
-        "ngram": lambda: NgramCandidates(k=3, branches=2),
+        "ngram": lambda: NgramCandidates(k=3, tree=6),
         "draft": lambda: DraftModelCandidates(fresh_model("llama"), k=3),
         "layer skip": lambda: LayerSkipCandidates(1, k=3),
         "medusa": lambda: MedusaCandidates(random_heads(fresh_model("llama")), policy=FixedDepth()),
@@ -93,7 +93,7 @@ def test_draft_model_with_lora_drafts_as_its_wrapper_does() -> None:
 
 def test_target_with_lora_same_tokens() -> None:
     """Would catch: a target that is run without its adapter."""
-    assert_same_tokens(with_lora(fresh_model("llama")), prompts(2), NgramCandidates(k=3, branches=2), max_new_tokens=8)
+    assert_same_tokens(with_lora(fresh_model("llama")), prompts(2), NgramCandidates(k=3, tree=6), max_new_tokens=8)
 
 
 def with_prefix() -> Any:

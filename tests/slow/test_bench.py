@@ -18,7 +18,7 @@ from benchmarks.report import summary
 from benchmarks.report.tables import by_domain
 from benchmarks.suites import SUITES
 from benchmarks.workloads.domains import Domain
-from hf_specgen.evaluation.cost import CostCurve
+from hf_specgen.depth import CostCurve
 from tests.helpers.bench_run import SMALL
 
 

@@ -303,7 +303,7 @@ def test_memory_is_measured_for_every_strategy_with_and_without_scores(
     plan = replace(ONE_DOMAIN, strategies=("ngram",), memory_context=256)
     rows = memory.measure_memory(plan)
     assert [(row["output_scores"], row["variant"]) for row in rows] == [
-        ("no", "plain"), ("no", "n-grams k=8 branches=4"), ("yes", "plain"), ("yes", "n-grams k=8 branches=4"),
+        ("no", "plain"), ("no", "n-grams k=8 tree=32"), ("yes", "plain"), ("yes", "n-grams k=8 tree=32"),
     ]  # fmt: skip
     if all(row["peak MB"] for row in rows):
         assert rows[2]["peak MB"] > rows[0]["peak MB"] + 2, "128 tokens of 8,192 float32 scores are 4 MB"

@@ -14,9 +14,8 @@ import train_eagle
 from draft_loss import later_pairs
 from head_training import choose_anchors, read_target
 from hf_specgen import AutoCandidates
-from hf_specgen.heads.block_reader import BlockReader
-from hf_specgen.heads.loading import load_head
-from hf_specgen.heads.reader import HeadReader
+from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.runner import BlockRunner, EagleRunner
 from hf_specgen.tree import DraftTree
 from tests.helpers.head_fixtures import find_fixtures
 from tests.helpers.recipes import arguments
@@ -48,19 +47,19 @@ def batch_of(length: int) -> dict[str, torch.Tensor]:
 def test_training_time_test_equals_drafting(name: str) -> None:
     """Would catch: a mask, position, token or fed-back state that is not that of drafting."""
     fixture, depth, batch = FIXTURES[name], 3, batch_of(12)
-    attached = load_head(fixture.head_folder).attach(fixture.target)
-    features = read_target(fixture.target, attached, batch).features
-    drafts = train_eagle.training_time_test(attached, batch, features, ALL, depth)
+    bound = load_head(fixture.head_folder).bind(fixture.target)
+    features = read_target(fixture.target, bound, batch).features
+    drafts = train_eagle.training_time_test(bound, batch, features, ALL, depth)
     positions = batch["predicts"].nonzero().tolist()
     assert drafts.anchors.tolist() == list(range(len(positions)))
     for number, (row, root) in enumerate(positions):
         text = batch["input_ids"][row].tolist()
-        reader = HeadReader(attached, 1)
-        outputs = [reader.read([features[row, : root + 1]], [text[1 : root + 2]]).output[0, 0]]
+        runner = EagleRunner(bound, 1)
+        outputs = [runner.extend([features[row, : root + 1]], [text[1 : root + 2]]).output[0, 0]]
         for step in range(1, depth):
             if root + 1 + step < len(text):
                 chain = DraftTree.chains([text[root + 2 : root + 2 + step]])
-                outputs.append(reader.expand(chain, 1).output[0, 0])
+                outputs.append(runner.expand(chain, 1).output[0, 0])
         for step, expected in enumerate(outputs):
             torch.testing.assert_close(drafts.states[step][number], expected, atol=1e-5, rtol=1e-4)
 
@@ -69,15 +68,15 @@ def test_training_time_test_equals_drafting(name: str) -> None:
 @torch.no_grad()
 def test_block_training_equals_drafting(name: str) -> None:
     fixture, batch = FIXTURES[name], batch_of(14)
-    attached = load_head(fixture.head_folder).attach(fixture.target)
-    features = read_target(fixture.target, attached, batch).features
-    drafts = train_dflash.block_drafts(attached, batch, features, ALL)
+    bound = load_head(fixture.head_folder).bind(fixture.target)
+    features = read_target(fixture.target, bound, batch).features
+    drafts = train_dflash.block_drafts(bound, batch, features, ALL)
     for number, (row, root) in enumerate(batch["predicts"].nonzero().tolist()):
         text = batch["input_ids"][row].tolist()
-        reader = BlockReader(attached, 1)
-        logits = reader.draft([features[row, : root + 1]], [text[1 : root + 2]], [True], reader.depth)[0]
+        runner = BlockRunner(bound, 1)
+        logits = runner.draft([features[row, : root + 1]], [text[1 : root + 2]], [True], runner.depth)[0]
         for depth, state in enumerate(drafts.states):
-            torch.testing.assert_close(attached.target_logits(state[number]), logits[depth], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(bound.target_logits(state[number]), logits[depth], atol=1e-4, rtol=1e-4)
 
 
 def test_anchors_are_predicting_positions() -> None:

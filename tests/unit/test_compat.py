@@ -13,7 +13,6 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
-from transformers.utils import hub
 
 import hf_specgen
 from hf_specgen import compat
@@ -49,7 +48,6 @@ PRIVATE = {
     "_optimize_model_for_decode",
     "_pad_token_tensor",
     "_prefill",
-    "_raise_exceptions_for_missing_entries",
     "_supports_logits_to_keep",
     "_update_model_kwargs_for_generation",
 }
@@ -120,12 +118,6 @@ def test_attention_implementation_is_that_of_the_model(architecture: str, expect
     config = tiny_model(architecture).config
     assert hasattr(config, "_attn_implementation"), missing("PreTrainedConfig._attn_implementation")
     assert compat.attention_implementation(config) == expected
-
-
-def test_cached_file_of_a_missing_entry_returns_none(tmp_path: Path) -> None:
-    symbol = "_raise_exceptions_for_missing_entries of transformers.utils.cached_file"
-    assert "_raise_exceptions_for_missing_entries" in inspect.getsource(hub.cached_files), missing(symbol)
-    assert compat.cached_file_or_none(str(tmp_path), "config.json") is None, missing(symbol)
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())

@@ -59,7 +59,7 @@ def test_sentence_names_the_line_of_code_or_plain_generate() -> None:
 @pytest.mark.parametrize(
     ("variant", "strategies", "code"),
     [
-        ("n-grams k=8 branches=4", ["ngram"], "NgramCandidates(k=8, branches=4)"),
+        ("n-grams k=8 tree=32", ["ngram"], "NgramCandidates(k=8, tree=32)"),
         ("Medusa tree=auto", ["medusa=org/heads"], "MedusaCandidates('org/heads')"),
         ("layer skip k=2", ["layerskip=org/exit"], "LayerSkipCandidates(…, adapter='org/exit', k=2)"),
         ("layer skip without adapter k=2", ["layerskip=3"], "LayerSkipCandidates(3, k=2)"),

@@ -9,13 +9,14 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from hf_specgen.heads.aux_hidden_states import block_layers, concatenate, configured_layers, eagle_layers
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_mask
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding, causal_mask
-from hf_specgen.heads.taps import block_taps, concatenate, eagle_taps, read_taps
 from tests.helpers.head_sessions import RaggedCache
 
 LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True)
+BLOCK: dict[str, Any] = {"block_size": 4, "mask_token_id": 1}
 SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "draft_vocab_size": 40, "target_hidden_size": 16}
 
 
@@ -102,8 +103,8 @@ def test_decoder_layer_computes_what_the_layer_of_llama_computes(rope: dict[str,
 
 def heads() -> dict[str, Any]:
     torch.manual_seed(0)
-    eagle1 = Eagle1Head(EagleConfig(layer=LAYER, num_taps=1, num_layers=2, **SIZES))
-    eagle3 = Eagle3Head(EagleConfig(layer=LAYER, num_taps=3, num_layers=2, **SIZES))
+    eagle1 = Eagle1Head(EagleConfig(layer=LAYER, num_aux_hidden_states=1, num_layers=2, **SIZES))
+    eagle3 = Eagle3Head(EagleConfig(layer=LAYER, num_aux_hidden_states=3, num_layers=2, **SIZES))
     return {"EAGLE-1": eagle1, "EAGLE-3": eagle3}
 
 
@@ -112,7 +113,7 @@ def heads() -> dict[str, Any]:
 def test_eagle_head_reading_in_pieces_computes_the_same_as_at_once(name: str) -> None:
     head = heads()[name]
     embeddings = torch.randn(1, 9, 16)
-    hidden = head.combine(torch.randn(1, 9, 16 * head.config.num_taps))
+    hidden = head.combine(torch.randn(1, 9, 16 * head.config.num_aux_hidden_states))
     positions = torch.arange(9)[None]
     whole = head(embeddings, hidden, positions)
     cache = DynamicCache()
@@ -131,7 +132,7 @@ def test_eagle_head_is_not_changed_by_what_padding_holds(name: str) -> None:
     for padding in (0.0, 1e4):
         torch.manual_seed(1)
         cache = RaggedCache()
-        embeddings, features = torch.randn(2, 5, 16), torch.randn(2, 5, 16 * head.config.num_taps)
+        embeddings, features = torch.randn(2, 5, 16), torch.randn(2, 5, 16 * head.config.num_aux_hidden_states)
         embeddings[1, 3:], features[1, 3:] = padding, padding  # the second row has three positions only
         head(embeddings, head.combine(features), torch.arange(5).expand(2, -1), causal_mask([0, 0], 5), cache)
         cache.set_lengths([5, 3])
@@ -145,7 +146,9 @@ def test_eagle_head_is_not_changed_by_what_padding_holds(name: str) -> None:
 def test_block_head_extending_in_pieces_computes_the_same_as_at_once() -> None:
     torch.manual_seed(0)
     attention = (BlockAttention(), BlockAttention(causal=True, window=3))
-    head = BlockHead(BlockConfig(layer=LAYER, attention=attention, num_taps=2, block_size=4, mask_token_id=1, **SIZES))
+    head = BlockHead(
+        BlockConfig(layer=LAYER, attention=attention, num_aux_hidden_states=2, block_size=4, mask_token_id=1, **SIZES)
+    )
     features, block = torch.randn(1, 9, 32), torch.randn(1, 4, 16)
     outputs = []
     for parts in ([slice(0, 9)], [slice(0, 4), slice(4, 5), slice(5, 9)]):
@@ -160,7 +163,9 @@ def test_block_head_extending_in_pieces_computes_the_same_as_at_once() -> None:
 def test_causal_block_head_predicts_the_same_whatever_follows_in_the_block() -> None:
     torch.manual_seed(0)
     attention = (BlockAttention(causal=True),) * 2
-    head = BlockHead(BlockConfig(layer=LAYER, attention=attention, num_taps=1, block_size=4, mask_token_id=1, **SIZES))
+    head = BlockHead(
+        BlockConfig(layer=LAYER, attention=attention, num_aux_hidden_states=1, block_size=4, mask_token_id=1, **SIZES)
+    )
     features, block = torch.randn(1, 5, 16), torch.randn(1, 4, 16)
     outputs = []
     for last in (0.0, 7.0):
@@ -173,7 +178,7 @@ def test_causal_block_head_predicts_the_same_whatever_follows_in_the_block() -> 
 
 
 @pytest.mark.parametrize(
-    ("config", "taps"),
+    ("config", "expected"),
     [
         ({}, None),
         ({"eagle_aux_hidden_state_layer_ids": None}, None),
@@ -185,26 +190,28 @@ def test_causal_block_head_predicts_the_same_whatever_follows_in_the_block() -> 
         ({"target_layer_ids": [1], "aux_hidden_state_layer_ids": [2]}, (2,)),
     ],
 )
-def test_read_taps_counts_as_hidden_states_does(config: dict[str, Any], taps: tuple[int, ...] | None) -> None:
-    assert read_taps(config) == taps
+def test_configured_layers_are_indices_of_hidden_states(
+    config: dict[str, Any], expected: tuple[int, ...] | None
+) -> None:
+    assert configured_layers(config) == expected
 
 
 @pytest.mark.parametrize("value", [[], "1", [1.0], [True], [-1], [[1]], {"0": 1}])
-def test_read_taps_that_are_no_layer_numbers_raises(value: Any) -> None:
+def test_configured_layers_that_are_no_layer_numbers_raises(value: Any) -> None:
     with pytest.raises(ValueError, match="must be a list of layer numbers"):
-        read_taps({"eagle_aux_hidden_state_layer_ids": value})
+        configured_layers({"eagle_aux_hidden_state_layer_ids": value})
 
 
-@pytest.mark.parametrize(("layers", "taps"), [(32, (2, 16, 29)), (8, (2, 4, 5)), (6, (2, 3))])
-def test_eagle_taps_of_a_target(layers: int, taps: tuple[int, ...]) -> None:
-    assert eagle_taps(layers) == taps
+@pytest.mark.parametrize(("layers", "expected"), [(32, (2, 16, 29)), (8, (2, 4, 5)), (6, (2, 3))])
+def test_eagle_layers_of_a_target(layers: int, expected: tuple[int, ...]) -> None:
+    assert eagle_layers(layers) == expected
 
 
 @pytest.mark.parametrize(
-    ("layers", "draft_layers", "taps"), [(36, 5, (2, 10, 18, 26, 34)), (8, 3, (2, 4, 6)), (8, 1, (5,))]
+    ("layers", "draft_layers", "expected"), [(36, 5, (2, 10, 18, 26, 34)), (8, 3, (2, 4, 6)), (8, 1, (5,))]
 )
-def test_block_taps_of_a_target(layers: int, draft_layers: int, taps: tuple[int, ...]) -> None:
-    assert block_taps(layers, draft_layers) == taps
+def test_block_layers_of_a_target(layers: int, draft_layers: int, expected: tuple[int, ...]) -> None:
+    assert block_layers(layers, draft_layers) == expected
 
 
 def test_concatenate_states_that_were_not_captured_raises() -> None:

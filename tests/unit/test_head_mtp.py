@@ -83,12 +83,12 @@ def test_mtp_layers_draft_what_transformers_drafts(
     shifted = torch.cat((text[:, 1:], next_token), dim=1)
     tokens, logits, _ = reference(shifted, states, None, torch.arange(1, 13)[None], cache)
 
-    attached = load_mtp(target).attach(target)
-    session = LayeredMTP(attached, 1)
+    bound = load_mtp(target).bind(target)
+    session = LayeredMTP(bound, 1)
     # In two pieces, so that the last positions are read again by all layers.
     session.round([states[0, :8]], [shifted[0, :8]])
     _, own_logits, own_tokens = session.round([states[0, 8:]], [shifted[0, 8:]])
-    assert attached.taps == (LAYERS,)
+    assert bound.aux_hidden_state_layers == (LAYERS,)
     torch.testing.assert_close(own_logits[0], logits[0], atol=1e-5, rtol=1e-4)
     assert torch.equal(own_tokens[0], tokens[0])
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +16,20 @@ from safetensors.torch import load_file
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
+from hf_specgen.heads.export import export_head, save_head
+from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layers import LayerConfig
-from hf_specgen.heads.loading import load_head
-from hf_specgen.heads.saving import export_head, save_head
 from tests.helpers.head_sessions import RaggedCache
 
 LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8, norm_eps=1e-5)
 QWEN3 = dataclasses.replace(LAYER, qk_norm=True)
 BIASED = dataclasses.replace(LAYER, qkv_bias=True, output_bias=True, mlp_bias=True)
 SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "target_hidden_size": 16}
-EAGLE3: dict[str, Any] = SIZES | {"draft_vocab_size": 12, "num_taps": 3, "own_lm_head": True}
+EAGLE3: dict[str, Any] = SIZES | {"draft_vocab_size": 12, "num_aux_hidden_states": 3, "own_lm_head": True}
 BLOCK: dict[str, Any] = SIZES | {
     "draft_vocab_size": 40,
-    "num_taps": 2,
-    "taps": (2, 5),
+    "num_aux_hidden_states": 2,
+    "aux_hidden_state_layers": (2, 5),
     "block_size": 4,
     "mask_token_id": 39,
 }
@@ -34,7 +37,7 @@ FULL, SLIDING = BlockAttention(), BlockAttention(causal=True, window=3, window_f
 
 EAGLE_HEADS = {
     "plain": EagleConfig(layer=LAYER, **EAGLE3),
-    "qwen3": EagleConfig(layer=QWEN3, **EAGLE3, norm_before_residual=True, taps=(1, 3, 4)),
+    "qwen3": EagleConfig(layer=QWEN3, **EAGLE3, norm_before_residual=True, aux_hidden_state_layers=(1, 3, 4)),
     "biases and two layers": EagleConfig(layer=BIASED, **EAGLE3, num_layers=2, norm_before_fc=True),
     "norms of 3.1": EagleConfig(layer=LAYER, **EAGLE3, fc_norm=True, norm_output=True),
     "own embeddings": EagleConfig(layer=LAYER, **EAGLE3, own_embeddings=True),
@@ -46,6 +49,14 @@ EAGLE_HEADS = {
         layer=dataclasses.replace(LAYER, rope={"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}), **EAGLE3
     ),
 }
+EAGLE1 = EagleConfig(
+    layer=LAYER,
+    **SIZES,
+    draft_vocab_size=40,
+    num_aux_hidden_states=1,
+    projection_bias=True,
+    own_embeddings=True,
+)
 BLOCK_HEADS = {
     "DFlash": BlockConfig(layer=QWEN3, attention=(FULL, FULL), **BLOCK),
     "sliding": BlockConfig(layer=QWEN3, attention=(SLIDING, FULL), **BLOCK),
@@ -76,7 +87,7 @@ def outputs(head: Any) -> list[torch.Tensor]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    embeddings, features = random(1, 6, 16), random(1, 6, config.num_taps * config.target_hidden_size)
+    embeddings, features = random(1, 6, 16), random(1, 6, config.num_aux_hidden_states * config.target_hidden_size)
     positions, cache = torch.arange(6)[None], RaggedCache()
     vocabulary = head.target_ids(torch.arange(config.draft_vocab_size))
     if isinstance(head, BlockHead):
@@ -96,30 +107,34 @@ def assert_same(loaded: DraftHead, head: DraftHead) -> None:
     assert all(torch.equal(state[name], tensor) for name, tensor in head.state_dict().items())
 
 
-@pytest.mark.parametrize("name", EAGLE_HEADS)
-def test_eagle_head_saved_and_loaded_computes_the_same(tmp_path: Path, name: str) -> None:
-    head = randomised(Eagle3Head(EAGLE_HEADS[name]))
-    save_head(head, tmp_path)
+HEADS: dict[str, Callable[[], DraftHead]] = {
+    **{name: partial(Eagle3Head, config) for name, config in EAGLE_HEADS.items()},
+    **{name: partial(BlockHead, config) for name, config in BLOCK_HEADS.items()},
+    "EAGLE-1": partial(Eagle1Head, EAGLE1),
+}
+EAGLE_EXPORTS = ("plain", "own embeddings", "other target width", "scaled positions")
+EXPORTS = [
+    *((name, None) for name in HEADS),
+    *product(EAGLE_EXPORTS, ("eagle", "sglang", "vllm")),
+    *product(("DFlash", "JetSpec", "sliding by position"), ("sglang",)),
+]
+
+
+@pytest.mark.parametrize(("name", "to"), EXPORTS)
+def test_head_saved_or_exported_and_loaded_computes_the_same(tmp_path: Path, name: str, to: str | None) -> None:
+    head = randomised(HEADS[name]())
+    if to is None:
+        save_head(head, tmp_path)
+    else:
+        export_head(head, tmp_path, to)
     loaded = load_head(tmp_path)
     assert_same(loaded, head)
-    kept = {"speculative_tokens": loaded.config.speculative_tokens}
-    assert loaded.config == dataclasses.replace(head.config, **kept)
-
-
-@pytest.mark.parametrize("name", BLOCK_HEADS)
-def test_block_head_saved_and_loaded_computes_the_same(tmp_path: Path, name: str) -> None:
-    head = randomised(BlockHead(BLOCK_HEADS[name]))
-    save_head(head, tmp_path)
-    loaded = load_head(tmp_path)
-    assert_same(loaded, head)
-    assert loaded.config.attention == head.config.attention
-
-
-def test_eagle1_head_saved_and_loaded_computes_the_same(tmp_path: Path) -> None:
-    sizes = SIZES | {"draft_vocab_size": 40, "num_taps": 1}
-    head = randomised(Eagle1Head(EagleConfig(layer=LAYER, **sizes, projection_bias=True, own_embeddings=True)))
-    save_head(head, tmp_path)
-    assert_same(load_head(tmp_path), head)
+    if name in EAGLE_EXPORTS and to is not None:
+        assert (to == "vllm") == ("layers.0.hidden_norm.weight" in load_file(tmp_path / "model.safetensors"))
+    if to is None:
+        of_file = ("speculative_tokens", "num_target_layers")
+        kept = {field: getattr(loaded.config, field) for field in of_file}
+        assert loaded.config == dataclasses.replace(head.config, **kept)
 
 
 def test_eagle_head_in_bfloat16_saved_and_loaded_keeps_dtype_and_exact_frequencies(tmp_path: Path) -> None:
@@ -130,23 +145,14 @@ def test_eagle_head_in_bfloat16_saved_and_loaded_keeps_dtype_and_exact_frequenci
     assert load_head(tmp_path, dtype=torch.float32).fc.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("to", ["eagle", "sglang", "vllm"])
-@pytest.mark.parametrize("name", ["plain", "own embeddings", "other target width", "scaled positions"])
-def test_eagle_head_exported_and_loaded_computes_the_same(tmp_path: Path, name: str, to: str) -> None:
-    head = randomised(Eagle3Head(EAGLE_HEADS[name]))
-    export_head(head, tmp_path, to)
-    assert_same(load_head(tmp_path), head)
-    assert (to == "vllm") == ("layers.0.hidden_norm.weight" in load_file(tmp_path / "model.safetensors"))
-
-
 def test_eagle_head_exported_for_sglang_names_layers_by_their_output(tmp_path: Path) -> None:
-    config = dataclasses.replace(EAGLE_HEADS["plain"], taps=(2, 5, 9))
+    config = dataclasses.replace(EAGLE_HEADS["plain"], aux_hidden_state_layers=(2, 5, 9))
     export_head(randomised(Eagle3Head(config)), tmp_path, "sglang")
     assert (
         '"eagle_aux_hidden_state_layer_ids": [\n      1,\n      4,\n      8\n    ]'
         in (tmp_path / "config.json").read_text()
     )
-    assert load_head(tmp_path).config.taps == (2, 5, 9)
+    assert load_head(tmp_path).config.aux_hidden_state_layers == (2, 5, 9)
 
 
 def test_whole_vocabulary_exported_for_sglang_has_identity_mapping(tmp_path: Path) -> None:
@@ -156,28 +162,23 @@ def test_whole_vocabulary_exported_for_sglang_has_identity_mapping(tmp_path: Pat
     assert load_head(tmp_path).draft_to_target is None
 
 
-@pytest.mark.parametrize("name", ["DFlash", "JetSpec", "sliding by position"])
-def test_block_head_exported_for_sglang_and_loaded_computes_the_same(tmp_path: Path, name: str) -> None:
-    head = randomised(BlockHead(BLOCK_HEADS[name]))
-    export_head(head, tmp_path, "sglang")
-    loaded = load_head(tmp_path)
-    assert_same(loaded, head)
-    assert loaded.config.taps == head.config.taps
+Z_LAB = "z-lab's layout cannot express a head with"
 
 
 @pytest.mark.parametrize(
     ("name", "to", "reason"),
     [
-        ("qwen3", "eagle", "norms of queries and keys, norm_before_residual, taps "),
+        ("qwen3", "eagle", "norms of queries and keys, norm_before_residual, aux_hidden_state_layers "),
         ("biases and two layers", "sglang", "several layers, biases, norm_before_fc"),
         ("norms of 3.1", "sglang", "norm_output"),
         ("P-EAGLE", "eagle", "a mask token"),
         ("plain", "tgi", "there are eagle, sglang, vllm"),
+        *((name, "sglang", Z_LAB) for name in ("sliding", "sliding both ways", "draft vocabulary")),
     ],
 )
 def test_export_of_head_that_layout_cannot_express_raises(tmp_path: Path, name: str, to: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        export_head(Eagle3Head(EAGLE_HEADS[name]), tmp_path / "out", to)
+        export_head(HEADS[name](), tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
 
 
@@ -186,9 +187,3 @@ def test_export_into_folder_with_config_raises(tmp_path: Path) -> None:
     export_head(head, tmp_path, "vllm")
     with pytest.raises(ValueError, match=r"holds a config\.json already"):
         export_head(head, tmp_path, "eagle")
-
-
-@pytest.mark.parametrize("name", ["sliding", "sliding both ways", "draft vocabulary"])
-def test_block_head_that_zlab_cannot_express_is_not_exported(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="z-lab's layout cannot express a head with"):
-        export_head(BlockHead(BLOCK_HEADS[name]), tmp_path / "out", "sglang")

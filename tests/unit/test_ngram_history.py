@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from hf_specgen import Call, DraftSession, NgramCandidates, NgramHistory
-from hf_specgen.candidates.ngram_history import FILE_NAME, FORMAT
-from hf_specgen.candidates.ngram_index import SEPARATOR
-from hf_specgen.candidates.ngram_odds import HISTORY_OUTPUT, HISTORY_PROMPT
+from hf_specgen.candidates.ngram_history import FILE_NAME
+from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from tests.helpers.calls import make_call, make_state
 from tests.helpers.ngram import ngram_draft
 
@@ -34,8 +33,13 @@ def history_of(*texts: list[int], **kwargs: int) -> NgramHistory:
 
 
 def kept(history: NgramHistory) -> list[int]:
-    """The tokens of a history that is not full."""
-    return history.index.tokens[: len(history)].tolist()
+    """The tokens of a history."""
+    return history.index.tokens.tolist()
+
+
+def outputs(history: NgramHistory) -> list[bool]:
+    """Which tokens of a history count as generated."""
+    return [bool(flag) for flag in history._is_output]
 
 
 def test_draft_with_history_continues_a_text_of_it() -> None:
@@ -70,7 +74,7 @@ def test_draft_prefers_generated_text_to_prompts_of_the_history() -> None:
     history.add([1, 2, 3, 4, 5], prompt_length=5)
     history.add([1, 2, 3, 6, 7], prompt_length=0)
     history.add([1, 2, 3, 4, 8], prompt_length=5)
-    candidates = NgramCandidates(k=1, branches=2, history=history)
+    candidates = NgramCandidates(k=1, tree=2, history=history)
     assert ngram_draft(candidates, [1, 2, 3])[0] == [4, 6]  # two votes against one
     history.add([1, 2, 3, 6, 9], prompt_length=2)
     assert ngram_draft(candidates, [1, 2, 3])[0] == [6, 4]
@@ -87,13 +91,13 @@ def test_draft_never_crosses_a_separator(text: list[int], expected: list[int]) -
     assert ngram_draft(candidates, text)[0] == expected
 
 
-def test_history_beyond_max_tokens_overwrites_the_oldest_tokens() -> None:
+def test_history_beyond_max_tokens_drops_the_older_half() -> None:
     """Would catch: a history that grows without limit, or drops the newest text."""
     history = NgramHistory(max_tokens=15)
-    memory = history.nbytes
+    memory = NgramIndex([7] * 15).nbytes + 15
     for first in range(100, 1100, 10):
         history.add([first, first + 1, first + 2, first + 3])
-        assert len(history) <= 15 and history.nbytes == memory <= 50 * 15
+        assert len(history) <= 15 and history.nbytes <= memory
     candidates = NgramCandidates(k=2, min_ngram=2, history=history)
     assert ngram_draft(candidates, [1090, 1091])[0] == [1092, 1093]
     assert ngram_draft(candidates, [1080, 1081])[0] == [1082, 1083]
@@ -104,7 +108,7 @@ def test_history_of_a_text_longer_than_max_tokens_keeps_its_end() -> None:
     history = NgramHistory(max_tokens=10)
     history.add([*range(50)], prompt_length=43)
     assert kept(history) == [*range(41, 50), SEPARATOR]
-    assert [history.kind(place) for place in range(9)] == [HISTORY_PROMPT] * 2 + [HISTORY_OUTPUT] * 7
+    assert outputs(history) == [False] * 2 + [True] * 8
 
 
 @pytest.mark.parametrize("max_tokens", [0, -1, "many"])
@@ -122,7 +126,7 @@ def test_session_end_adds_prompt_and_output_of_every_row() -> None:
     assert len(history) == 0
     session.end()
     assert kept(history) == [1, 2, 7, 8, SEPARATOR, 3, SEPARATOR]
-    assert [history.kind(place) == HISTORY_OUTPUT for place in (0, 1, 2, 3, 5)] == [False, False, True, True, False]
+    assert outputs(history) == [False, False, True, True, True, False, True]
 
 
 def test_add_texts_tokenizes_each_text_without_special_tokens(tokenizer: Any) -> None:
@@ -137,7 +141,7 @@ def test_add_texts_tokenizes_each_text_without_special_tokens(tokenizer: Any) ->
 # Files
 
 
-@pytest.mark.parametrize(("max_tokens", "first"), [(40, 0), (8, 4)], ids=["partly filled", "wrapped around"])
+@pytest.mark.parametrize(("max_tokens", "first"), [(40, 0), (8, 4)], ids=["partly filled", "older half dropped"])
 def test_load_of_a_saved_history_reads_the_same_texts(tmp_path: Path, max_tokens: int, first: int) -> None:
     """Would catch: tokens of a full history in the wrong order, flags of the wrong tokens, a lost setting."""
     history = NgramHistory(max_tokens)
@@ -147,8 +151,7 @@ def test_load_of_a_saved_history_reads_the_same_texts(tmp_path: Path, max_tokens
     loaded = NgramHistory.load(tmp_path / "history.safetensors")
     assert loaded.max_tokens == max_tokens
     assert kept(loaded) == [1, 2, 3, 4, 5, SEPARATOR, 7, 8, 9, 6, 3, SEPARATOR][first:]
-    is_output = [loaded.kind(place) == HISTORY_OUTPUT for place in range(len(loaded))]
-    assert is_output == [bool(flag) for flag in (0, 0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1)][first:]
+    assert outputs(loaded) == [bool(flag) for flag in (0, 0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1)][first:]
 
 
 def test_load_of_another_file_raises(tmp_path: Path) -> None:
@@ -173,7 +176,7 @@ def test_load_of_a_manipulated_file_raises(
 ) -> None:
     """Would catch: a file of some bytes that makes us allocate terabytes, or index tokens that are none."""
     arrays = {"tokens": np.array(tokens, dtype=np.int32), "is_output": np.array(is_output, dtype=np.uint8)}
-    save_file(arrays, tmp_path / "x", metadata={"format": FORMAT, "max_tokens": str(max_tokens)})
+    save_file(arrays, tmp_path / "x", metadata={"format": NgramHistory.FORMAT, "max_tokens": str(max_tokens)})
     with pytest.raises(ValueError, match="is no n-gram history"):
         NgramHistory.load(tmp_path / "x")
 
@@ -280,8 +283,8 @@ def test_get_candidates_of_texts_in_any_order_equals_that_of_a_new_object(
 def test_get_candidates_of_a_tree_is_its_leftmost_chain() -> None:
     """Would catch: the nodes of a tree returned as if they were a chain."""
     text = [5, 6, 7, 5, 8, 9, 5]
-    assert ngram_draft(NgramCandidates(k=2, branches=2), text) == ([8, 6, 9, 7], (-1, -1, 0, 1))
-    assert candidates_for(NgramCandidates(k=2, branches=2), text) == [8, 9]
+    assert ngram_draft(NgramCandidates(k=2, tree=4), text) == ([8, 6, 5, 9], (-1, -1, -1, 0))
+    assert candidates_for(NgramCandidates(k=2, tree=4), text) == [8, 9]
 
 
 def test_get_candidates_of_two_rows_raises() -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.micro.other_tokenizer import Tokenizer, with_tokenizer
-from hf_specgen.candidates.shared_vocabulary import shared_ids
+from hf_specgen.candidates.cross_tokenizer import shared_ids
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
 
 TEXT = "The quick brown fox jumps over 13 lazy dogs."

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from hf_specgen import RecyclingCandidates, RecyclingTable
-from hf_specgen.candidates.recycling import grow_tree
-from hf_specgen.candidates.recycling_table import FORMAT, SUCCESSORS
+from hf_specgen.candidates.best_first import SearchLimits
+from hf_specgen.candidates.recycling import SUCCESSORS, recycled_tree
 from hf_specgen.depth.calibration import EDGES, RANKS
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.top_tokens import TopTokens, topk
@@ -99,7 +99,10 @@ def test_draft_from_few_successors_has_tokens_of_the_vocabulary(tmp_path: Path) 
     table.update(TopTokens(np.arange(12), np.array([[1, 2]] * 12), np.full((12, 2), 0.3)))
     table.save(tmp_path / "table.safetensors")
     for one in (table, RecyclingTable.load(tmp_path / "table.safetensors")):
-        assert set(grow_tree(one, 3, np.full((SUCCESSORS, BINS), 0.5), depth=3, nodes=40).tokens) == {1, 2}
+        assert set(recycled_tree(one, 3, np.full((SUCCESSORS, BINS), 0.5).tolist(), 3, SearchLimits(40)).tokens) == {
+            1,
+            2,
+        }
 
 
 def test_nbytes_of_the_table_are_40_a_token() -> None:
@@ -133,7 +136,7 @@ def test_load_of_a_saved_table_is_equal(tmp_path: Path) -> None:
 def test_load_of_a_manipulated_table_raises(tmp_path: Path, change: dict[str, Any]) -> None:
     """Would catch: a token that the target's embedding does not have."""
     arrays = {"successors": np.zeros((4, SUCCESSORS), np.int32), "bins": np.zeros((4, SUCCESSORS), np.uint8), **change}
-    save_file(arrays, tmp_path / "x", metadata={"format": FORMAT})
+    save_file(arrays, tmp_path / "x", metadata={"format": RecyclingTable.FORMAT})
     with pytest.raises(ValueError, match="is no table of Token Recycling"):
         RecyclingTable.load(tmp_path / "x")
 
@@ -178,20 +181,20 @@ def enumerate_nodes(
 
 @thorough
 @given(st.integers(0, 100), st.integers(0, 3), st.integers(0, 40))
-def test_grow_tree_agrees_with_the_reference(seed: int, depth: int, count: int) -> None:
+def test_recycled_tree_agrees_with_the_reference(seed: int, depth: int, count: int) -> None:
     """Would catch: a node that is not among the most probable, a sibling lost, a wrong probability."""
     table = random_table(seed)
     # Acceptance falls with the rank and rises with the bin, so that siblings come in the order of their probability.
     acceptance = (np.linspace(0.05, 0.9, BINS) * np.array([[1.0], [0.8], [0.6], [0.5]])).tolist()
-    tree = grow_tree(table, 3, acceptance, depth, count)
+    tree = recycled_tree(table, 3, acceptance, depth, SearchLimits(count))
     expected = enumerate_nodes(table, 3, acceptance, depth)
     paths: list[tuple[int, ...]] = []
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         assert parent < node
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
-        assert tree.joint[node] == pytest.approx(expected[paths[-1]])
+        assert tree.path_probability[node] == pytest.approx(expected[paths[-1]])
     assert len(set(paths)) == len(paths)
-    assert tree.joint == pytest.approx(sorted(expected.values(), reverse=True)[:count])
+    assert tree.path_probability == pytest.approx(sorted(expected.values(), reverse=True)[:count])
 
 
 # The strategy

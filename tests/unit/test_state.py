@@ -76,14 +76,6 @@ def test_prefix_pads_ended_and_shorter_rows() -> None:
     assert state.prefix(6).tolist() == [[1, 1, 3, STOP, PAD, PAD], [2, 2, 4, 5, 6, 8]]
 
 
-def test_prefix_much_shorter_than_the_text() -> None:
-    """Would catch: all tokens of a long row written into a buffer that is only as wide as the requested prefix."""
-    state = new_state([[1], [2]])
-    state.append(0, [3] * 500)
-    state.append(1, [4])
-    assert state.prefix(3).tolist() == [[1, 3, 3], [2, 4, PAD]]
-
-
 def test_prefix_without_a_pad_token_pads_with_zero() -> None:
     state = new_state([[1], [2]], pad_id=None)
     state.append(0, [3])
@@ -105,18 +97,6 @@ def test_prefix_is_a_copy() -> None:
     assert state.prefix(2).tolist() == [[1, 3]]
 
 
-def test_truncate_removes_tokens_from_text_and_prefix() -> None:
-    """Would catch: removed tokens that are still part of a prefix, before or after others replace them."""
-    state = new_state([[1], [2]])
-    state.append(0, [3, 4, 5])
-    state.prefix(4)
-    state.truncate(0, 1)
-    assert state.generated == [[3], []]
-    assert state.prefix(4).tolist() == [[1, 3, PAD, PAD], [2, PAD, PAD, PAD]]
-    state.append(0, [6])
-    assert state.prefix(4).tolist() == [[1, 3, 6, PAD], [2, PAD, PAD, PAD]]
-
-
 def test_generated_lists_stay_the_same_objects() -> None:
     """Would catch: draft sessions that hold an outdated list."""
     state = new_state([[1]])
@@ -124,20 +104,6 @@ def test_generated_lists_stay_the_same_objects() -> None:
     state.append(0, [3, 4])
     state.truncate(0, 1)
     assert mine is state.generated[0] and mine == [3]
-
-
-@pytest.mark.parametrize("chunk", [1, 50, 1000])
-def test_prefix_of_a_growing_text_keeps_it(chunk: int) -> None:
-    """Would catch: columns lost or shifted when the buffer grows (it starts with 64 spare columns)."""
-    state = new_state([[1], [2]])
-    expected: list[int] = []
-    for first in range(0, 1000, chunk):
-        block = [10 + (first + i) % 50 for i in range(chunk)]
-        state.append(0, block)
-        expected += block
-        prefix = state.prefix(1 + len(expected))
-        assert prefix[:, -chunk:].tolist() == [block, [PAD] * chunk]
-    assert state.prefix(1001).tolist() == [[1, *expected], [2, *[PAD] * 1000]]
 
 
 @thorough

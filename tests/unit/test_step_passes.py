@@ -20,6 +20,7 @@ from hf_specgen import (
 from hf_specgen.counters import Statistics, StepPasses
 from hf_specgen.targets.step_inputs import step_tokens
 from tests.helpers import prompts, tiny_model
+from tests.helpers.policies import AfterPlainSteps
 
 
 @pytest.mark.parametrize("is_tensor", [False, True])
@@ -82,10 +83,12 @@ def test_layer_skip_passes_count_the_early_passes() -> None:
 
 
 def test_plain_step_has_no_drafter_passes() -> None:
-    statistics = speculate(tiny_model("llama"), DraftModelCandidates(tiny_model("mistral"), k=3))
-    last = statistics.passes[-1]
-    if statistics.rows[0][-1].drafted == 0:
-        assert last.drafter is None
+    """The policy makes the first steps plain."""
+    candidates = DraftModelCandidates(tiny_model("mistral"), k=3, policy=AfterPlainSteps(4))
+    statistics = speculate(tiny_model("llama"), candidates)
+    drafted = [step.drafted for step in statistics.rows[0]]
+    assert 0 in drafted and max(drafted) > 0
+    assert [step.drafter is None for step in statistics.passes] == [count == 0 for count in drafted]
 
 
 class _Unknown(Candidates):

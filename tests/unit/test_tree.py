@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.candidates.merged_tree import merge_trees
+from hf_specgen.candidates.combined import merge_trees
 from hf_specgen.tree import (
     DraftTree,
     ancestor_matrix,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hf_specgen.candidates.tree_shape import Chain, FastestSize, FixedSize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.candidates.tree_builder import Proposals, TreeBuilder
-from hf_specgen.candidates.tree_shape import Chain, FastestSize, FixedSize
+from hf_specgen.candidates.tree_search import Proposals, TreeBuilder
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.tree import DraftTree
 

@@ -47,20 +47,6 @@ def verify(verifier: Verifier, tree: DraftTree, logits: torch.Tensor, walk: bool
     return verify_once(verifier, tree, logits, processors, do_sample=False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"epsilon": 0.0}, "epsilon must be above 0 and at most 1, got 0.0"),
-        ({"epsilon": 1.5}, "epsilon must be above 0 and at most 1, got 1.5"),
-        ({"alpha": -0.1}, "alpha must be above 0 and at most 1, got -0.1"),
-        ({"alpha": math.nan}, "alpha must be above 0 and at most 1, got nan"),
-    ],
-)
-def test_typical_verifier_bad_parameter_raises(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TypicalVerifier(**arguments)
-
-
 def test_typical_verifier_docstring_says_lossy() -> None:
     assert (TypicalVerifier.__doc__ or "").startswith("LOSSY")
 

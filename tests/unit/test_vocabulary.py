@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from hf_specgen.candidates import vocabulary
-from hf_specgen.candidates.vocabulary import digest, have_same_vocabulary, vocabulary_of
+from hf_specgen.candidates import draft_model
+from hf_specgen.candidates.draft_model import VocabularyDigests, have_same_vocabulary
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "_known", {})
+def _no_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "vocabulary_digests", VocabularyDigests())
 
 
 def model(name: str, size: int) -> Any:
@@ -25,20 +25,28 @@ def model(name: str, size: int) -> Any:
     return SimpleNamespace(name_or_path=name, config=config)
 
 
-def test_digest_of_150_000_tokens_is_small_and_depends_on_every_entry() -> None:
+def with_vocabulary(monkeypatch: pytest.MonkeyPatch, tokens: dict[str, int]) -> None:
+    tokenizer = SimpleNamespace(get_vocab=lambda: tokens)
+    monkeypatch.setattr(draft_model.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
+
+
+def test_digest_of_150_000_tokens_is_small_and_depends_on_every_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: keeping the pairs themselves, 31 MiB for each tokenizer."""
     tokens = {f"token {index}": index for index in range(150_000)}
-    known = digest(tokens)
-    assert sum(map(sys.getsizeof, (known, *known))) < 1000
     swapped = tokens | {"token 7": 8, "token 8": 7}
-    assert digest(dict(reversed(tokens.items()))) == known != digest(swapped)
-    assert digest({"a\udc80": 0}).size == 1  # tokens that are no valid Unicode
+    digests, vocabularies = VocabularyDigests(), [tokens, dict(reversed(tokens.items())), swapped, {"a\udc80": 0}]
+    found = []
+    for number, vocabulary in enumerate(vocabularies):  # the last has tokens that are no valid Unicode
+        with_vocabulary(monkeypatch, vocabulary)
+        found.append(digests.digest(f"model {number}"))
+    assert found[0] == found[1] != found[2] and None not in found
+    assert sys.getsizeof(found[0]) < 1000
 
 
 @pytest.mark.parametrize(
     "error", [ImportError("needs sentencepiece"), KeyError("model"), OSError("no"), RuntimeError("x"), ValueError("y")]
 )
-def test_vocabulary_of_tokenizer_that_cannot_be_loaded_is_none_and_tried_again_later(
+def test_digest_of_tokenizer_that_cannot_be_loaded_is_none_and_tried_again_later(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Would catch: a KeyError out of `generate`; a failure that is kept for the life of the process."""
@@ -48,16 +56,17 @@ def test_vocabulary_of_tokenizer_that_cannot_be_loaded_is_none_and_tried_again_l
         loads.append(name)
         raise error
 
-    monkeypatch.setattr(vocabulary.AutoTokenizer, "from_pretrained", fail)
-    monkeypatch.setattr(vocabulary, "monotonic", lambda: now)
-    assert vocabulary_of("org/model") is None is vocabulary_of("org/model") and len(loads) == 1
+    monkeypatch.setattr(draft_model.AutoTokenizer, "from_pretrained", fail)
+    monkeypatch.setattr(draft_model, "monotonic", lambda: now)
+    digests = VocabularyDigests()
+    assert digests.digest("org/model") is None is digests.digest("org/model") and len(loads) == 1
     assert type(error).__name__ in caplog.text and "org/model" in caplog.text
-    now = vocabulary.RETRY_AFTER + 1
-    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0})
-    monkeypatch.setattr(vocabulary.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
-    assert vocabulary_of("org/model") == digest({"a": 0})
-    monkeypatch.setattr(vocabulary.AutoTokenizer, "from_pretrained", fail)
-    assert vocabulary_of("org/model") == digest({"a": 0}), "a success is kept"
+    now = 301.0
+    with_vocabulary(monkeypatch, {"a": 0})
+    known = digests.digest("org/model")
+    assert known is not None
+    monkeypatch.setattr(draft_model.AutoTokenizer, "from_pretrained", fail)
+    assert digests.digest("org/model") == known, "a success is kept"
 
 
 def test_have_same_vocabulary_damaged_tokenizer_and_other_size_names_the_reason(tmp_path: Path) -> None:
@@ -75,8 +84,9 @@ def test_have_same_vocabulary_unnamed_models_of_one_size_pass_and_others_do_not(
         have_same_vocabulary(model("", 99), model("", 98))
 
 
-def test_known_tokenizers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary.AutoTokenizer, "from_pretrained", lambda name: SimpleNamespace(get_vocab=dict))
-    for number in range(vocabulary.MAX_KNOWN + 5):
-        vocabulary_of(f"model-{number}")
-    assert len(vocabulary._known) == vocabulary.MAX_KNOWN
+def test_digests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_vocabulary(monkeypatch, {})
+    digests = VocabularyDigests(max_entries=4)
+    for number in range(9):
+        digests.digest(f"model-{number}")
+    assert len(digests._digests) == 4

@@ -1,0 +1,164 @@
+"""Acceptance: maps a drafter's confidence in a token to the probability that the target accepts it, learnt in use.
+
+A confidence is the drafter's probability of the token, or its part of the weights of
+`VerificationSession.draft_weights`. Acceptance is counted by rank and confidence; with few counts, the estimate is
+shrunk towards the confidence itself. Counts of earlier calls are kept in `hf_specgen.memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hf_specgen.candidates.base import DraftCall, DraftSession
+from hf_specgen.candidates.tree_search import Floats, TreeBuilder
+from hf_specgen.memory import memory
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification.result import VerificationResult, verified_nodes
+
+EDGES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95, 0.985])
+"""Bounds of the confidence bins, narrower towards 0 and 1: relative errors matter there."""
+BIN_CENTERS = (np.append(0.0, EDGES) + np.append(EDGES, 1.0)) / 2
+RANKS = 4
+"""Ranks with bins of their own; later ones share the last."""
+
+
+class Calibration:
+    """Counts of accepted tokens by rank and confidence.
+
+    Attributes:
+        seen, accepted: `[RANKS, bins]` weight of all tokens that were counted, and of those that were accepted.
+
+    Example:
+        >>> calibration = Calibration()
+        >>> calibration.acceptance(np.array([[0.5, 0.2]])).round(2).tolist()  # no observations yet
+        [[0.5, 0.2]]
+        >>> for _ in range(100):
+        ...     calibration.observe(np.array([0]), np.array([0.5]), np.array([True]))
+        >>> calibration.acceptance(np.array([[0.5, 0.2]])).round(2).tolist()
+        [[0.97, 0.03]]
+    """
+
+    def __init__(self) -> None:
+        self.seen: Floats = np.zeros((RANKS, len(EDGES) + 1))
+        self.accepted: Floats = np.zeros((RANKS, len(EDGES) + 1))
+
+    def acceptance(self, confidence: Floats, prior: Floats | None = None) -> Floats:
+        """`[…, children]` acceptance probabilities of siblings: not increasing, with a sum of at most 1.
+
+        Args:
+            confidence: `[…, children]` of each sibling, most preferred first.
+            prior: `[…, children]` probabilities measured on other texts; the confidences if left out.
+        """
+        weight = 6.0 if prior is None else 50.0  # in observations
+        prior = confidence if prior is None else prior
+        rank = np.minimum(np.arange(confidence.shape[-1]), RANKS - 1)
+        index = rank, np.searchsorted(EDGES, confidence)
+        estimate = (self.accepted[index] + weight * prior) / (self.seen[index] + weight)
+        estimate = np.minimum.accumulate(estimate, axis=-1)
+        before = np.cumsum(estimate, axis=-1) - estimate
+        return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))
+
+    def by_bin(self, prior: float = 1.0) -> Floats:
+        """`[RANKS, bins]` acceptance of a token by its rank and the bin of its confidence.
+
+        Args:
+            prior: acceptance over confidence that is assumed before anything was observed.
+        """
+        return (self.accepted + 25.0 * prior * BIN_CENTERS) / (self.seen + 25.0)
+
+    def observe(self, rank: NDArray[np.integer[Any]], confidence: Floats, accepted: NDArray[np.bool_]) -> None:
+        """Count tokens whose parent was accepted; three `[tokens]` arrays."""
+        index = np.minimum(rank, RANKS - 1), np.searchsorted(EDGES, confidence)
+        np.add.at(self.seen, index, 1.0)
+        np.add.at(self.accepted, index, accepted.astype(float))
+
+    def count(self, rank: int, index: int, accepted: bool) -> None:
+        """Count one token by the index of its bin; old tokens count less, as acceptance changes within a text."""
+        self.seen[rank, index] += 1.0
+        self.accepted[rank, index] += accepted
+        if self.seen[rank, index] > 64:
+            self.seen[rank, index] /= 2
+            self.accepted[rank, index] /= 2
+
+    def copy(self) -> Calibration:
+        """A copy in which old observations have a limited weight: texts differ from call to call."""
+        copied = Calibration()
+        scale = np.minimum(1.0, 200.0 / np.maximum(self.seen, 1.0))
+        copied.seen, copied.accepted = self.seen * scale, self.accepted * scale
+        return copied
+
+
+class CalibratedSession(DraftSession):
+    """Counts how often draft tokens were accepted, by rank and confidence, and remembers it for later calls.
+
+    Args:
+        call: the call.
+        calibrations: how many are kept; one for each depth of heads that draft all depths at once.
+    """
+
+    def __init__(self, call: DraftCall, calibrations: int = 1):
+        super().__init__(call)
+        self.wants_q = call.verification is not None and call.verification.wants_q
+        mode = "rejection" if self.wants_q else "sampled" if call.do_sample else "greedy"
+        temperature = round(call.temperature, 2)
+        self._keys = [("acceptance", call.drafting.key, mode, temperature, index) for index in range(calibrations)]
+        model = call.model if self.remembers else None
+        self.calibrations = [memory.recall(model, key, Calibration) for key in self._keys]
+        self._tree = DraftTree.empty(call.state.batch)
+        # For each row the rank, confidence and depth of its nodes.
+        self._features: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
+
+    def verified(self, tree: DraftTree, builder: TreeBuilder, nodes: Sequence[list[int]], confidence: Any) -> DraftTree:
+        """Record the tree that is verified; returns it with its path probabilities.
+
+        Args:
+            tree: the draft.
+            builder: that it was chosen from.
+            nodes: for each row, the builder's index of each node of the draft.
+            confidence: `[rows, nodes of the builder]`.
+        """
+        self._features = [
+            (builder.rank[row, index], confidence[row, index], builder.depth[row, index])
+            for row, index in enumerate(nodes)
+        ]
+        probability = tuple(tuple(builder.probability[row, index].tolist()) for row, index in enumerate(nodes))
+        self._tree = replace(tree, probability=probability)
+        return self._tree
+
+    def not_drafted(self, batch: int) -> DraftTree:
+        """An empty draft."""
+        self._tree, self._features = DraftTree.empty(batch), []
+        return self._tree
+
+    def observe(self, result: VerificationResult) -> None:
+        """Count which nodes were accepted, among the children of each row's last token and of its accepted nodes."""
+        for row, path in enumerate(result.paths):
+            if path is None or not self._features or not self._tree.parents[row]:
+                continue
+            outcomes = verified_nodes(self._tree.tokens[row].tolist(), self._tree.parents[row], result.tokens[row])
+            accepted = np.array([is_accepted for _, is_accepted in outcomes], dtype=bool)
+            rank, confidence, depth = (values[[node for node, _ in outcomes]] for values in self._features[row])
+            for index, calibration in enumerate(self.calibrations):
+                counted = slice(None) if len(self.calibrations) == 1 else depth == index + 1
+                calibration.observe(rank[counted], confidence[counted], accepted[counted])
+
+    def end(self) -> None:
+        if self.remembers:
+            for key, calibration in zip(self._keys, self.calibrations, strict=True):
+                memory.store(self.call.model, key, calibration)
+
+
+def confidence_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:
+    """`[…]` largest probabilities of distributions to `[…, ranks]` confidences in samples drawn from them.
+
+    In rejection sampling a node must not be left out because of its token, only because of its rank: otherwise the
+    sampled tokens would not have the distribution q.
+    """
+    rest = 1 - largest.clamp(max=0.95)
+    return largest[..., None] * rest[..., None] ** torch.arange(ranks, device=largest.device)

@@ -1,0 +1,343 @@
+"""Strategies with a draft head: EAGLE, P-EAGLE, DFlash and JetSpec, MTP, Gemma 4 assistants.
+
+The head receives each accepted token with the hidden states that the target computed for it in verification, so
+drafting costs no forward pass of a model and no second prefill by the target.
+
+Sources: Li et al., "EAGLE" (2024), section 3; "EAGLE-2" (2024), section 4, for the trees; "EAGLE-3" (2025), section 3,
+for the fused hidden states; P-EAGLE (2026), https://arxiv.org/abs/2602.01469; DFlash (2026),
+https://arxiv.org/abs/2602.06036; JetSpec (2026), https://arxiv.org/abs/2606.18394; DeepSeek-AI, "DeepSeek-V3 Technical
+Report" (2024), sections 2.2 and 5.4.3, for MTP; Google, "Gemma 4" (2026), as in `transformers.models.gemma4_assistant`.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
+from hf_specgen.candidates.head_sessions import AssistantSession, EagleSession, ParallelSession
+from hf_specgen.depth import Policy
+from hf_specgen.heads.base import BoundHead, DraftHead
+from hf_specgen.heads.block import BlockHead
+from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
+from hf_specgen.heads.gemma_assistant import AssistantHead
+from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.mtp import MTPHead
+from hf_specgen.heads.mtp_format import load_mtp
+from hf_specgen.heads.runner import BlockRunner, PEagleRunner
+from hf_specgen.targets.hidden_states import HiddenStateTarget
+from hf_specgen.targets.model_parts import output_matrix
+from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
+
+T = TypeVar("T")
+
+_numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_next_number = count()
+
+
+def number_of(module: nn.Module) -> int:
+    """A number unique to a loaded module in this process; freed modules keep theirs."""
+    return _numbers.setdefault(module, next(_next_number))
+
+
+class BoundModules(Generic[T]):
+    """Modules that a strategy has loaded for its targets, once per target, dtype and device. May be shared by threads.
+
+    A target that is freed takes its modules with it; one that is moved or cast gets new ones.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loaded: WeakKeyDictionary[PreTrainedModel, tuple[tuple[torch.dtype, torch.device], T]] = (
+            WeakKeyDictionary()
+        )
+
+    def on(self, model: PreTrainedModel, load: Callable[[], T]) -> T:
+        """The modules for this target; `load` is called if there are none in its dtype on its device.
+
+        The random state is left unchanged: a new module initialises weights, which must not change what is sampled.
+
+        Raises:
+            ValueError: if the weights of the output matrix are offloaded.
+        """
+        weight = output_matrix(model).weight
+        if weight.device.type == "meta":
+            raise ValueError(
+                f"{type(model).__name__} has its output matrix offloaded, and draft heads use its weights; keep "
+                "lm_head and the embeddings on a device (device_map), or use another candidate generator"
+            )
+        key = weight.dtype, weight.device
+        with self._lock:
+            loaded = self._loaded.get(model)
+            if loaded is None or loaded[0] != key:
+                with torch.random.fork_rng():
+                    loaded = key, load()
+                self._loaded[model] = loaded
+            return loaded[1]
+
+    def __deepcopy__(self, memo: object) -> BoundModules[T]:
+        return BoundModules()
+
+    def __reduce__(self) -> tuple[type[BoundModules[T]], tuple[()]]:
+        return BoundModules, ()
+
+
+class HeadCandidates(Candidates):
+    """Base class of strategies with a draft head; a subclass sets `max_depth`, and writes `check` and `begin`.
+
+    Args:
+        head_or_path: a loaded head, or a folder or Hub id of one.
+        k: maximum depth of a draft, in tokens; "auto" adapts it to acceptance and latency.
+        tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
+            per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
+            k the draft is a chain of k tokens.
+        aux_hidden_state_layers: which hidden states of the target the head reads, as indices into Transformers'
+            `hidden_states`, instead of those that the checkpoint names.
+        policy: how much of k is used, step by step; see `hf_specgen.depth`.
+
+    Raises:
+        TypeError: if the head is neither a `DraftHead` nor a path.
+        ValueError: if a number is out of range; at the first call, if the head does not fit the target.
+    """
+
+    max_depth: int
+    """Maximum depth of k="auto"."""
+
+    def __init__(
+        self,
+        head_or_path: DraftHead | str | Path,
+        k: Depth = "auto",
+        *,
+        tree: Tree = None,
+        aux_hidden_state_layers: Sequence[int] | None = None,
+        policy: Policy | None = None,
+    ):
+        super().__init__(k, policy, max_k=self.max_depth)
+        self.tree = check_tree(tree, k)
+        self.adaptive_tree = self.tree == "auto"
+        self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
+        check_head(type(self).__name__, head_or_path, DraftHead)
+        self._head = head_or_path if isinstance(head_or_path, DraftHead) else None
+        self._name = type(head_or_path).__qualname__ if self._head is not None else str(head_or_path)
+        self._bound: BoundModules[BoundHead] = BoundModules()
+
+    @abstractmethod
+    def check(self, head: DraftHead) -> None:
+        """Raise a `ValueError` unless the strategy can draft with this head."""
+
+    @abstractmethod
+    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+        """The session of a call."""
+
+    def load(self, model: PreTrainedModel) -> DraftHead:
+        """The head, on the CPU; a copy of one that was given loaded."""
+        return load_head(self._name) if self._head is None else copy.deepcopy(self._head)
+
+    def with_aux_hidden_states(self, layers: Sequence[int], k: int) -> HeadCandidates:
+        """The same head with other auxiliary hidden states, drafting chains of k tokens."""
+        other = copy.copy(self)
+        HeadCandidates.__init__(other, self._head or self._name, k, aux_hidden_state_layers=layers, policy=self.policy)
+        return other
+
+    def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
+        check_decoder_only(model, type(self).__name__)
+        return TargetRequirements(self._on(model).aux_hidden_state_layers)
+
+    def start(self, call: DraftCall) -> DraftSession:
+        if call.model is None or not isinstance(call.target, HiddenStateTarget):
+            raise ValueError(f"{type(self).__name__} works with generate(candidate_generator=…) only")
+        bound = self._on(call.model)
+        return self.begin(call, call.target, bound)
+
+    def profile_key(self) -> tuple[str | int | float | bool, ...]:
+        """By name; a head that was given loaded is identified by the object, as its name is only that of its class."""
+        name = self._name if self._head is None else f"{self._name} {number_of(self._head)}"
+        return ("head", name, self.k, str(self.tree), str(self.aux_hidden_state_layers))
+
+    def _on(self, model: PreTrainedModel) -> BoundHead:
+        """The head on its target, in its dtype on its device."""
+        return self._bound.on(model, lambda: self._bind(model))
+
+    def _bind(self, model: PreTrainedModel) -> BoundHead:
+        head = self.load(model)
+        self.check(head)
+        weight = output_matrix(model).weight
+        return head.to(device=weight.device, dtype=weight.dtype).eval().bind(model, self.aux_hidden_state_layers)
+
+    def _refusal(self, head: DraftHead, expected: str) -> ValueError:
+        return ValueError(
+            f"{self._name!r} is a {type(head).__name__}, not {expected}; use AutoCandidates.from_pretrained, which "
+            "chooses the strategy"
+        )
+
+    def __repr__(self) -> str:
+        tree = "" if self.tree is None else f", tree={self.tree!r}"
+        layers = self.aux_hidden_state_layers
+        shown = "" if layers is None else f", aux_hidden_state_layers={layers}"
+        return f"{type(self).__name__}({self._name!r}, k={self.k}{tree}{shown}{self._show_policy()})"
+
+
+def check_head(strategy: str, head: object, head_class: type) -> None:
+    """Raise a `TypeError` unless `head` is a loaded head of the class, or a folder or Hub id."""
+    if not isinstance(head, (head_class, str, Path)):
+        raise TypeError(f"{strategy} takes a loaded head, a folder or a Hub id, got {head!r:.80}")
+
+
+class EagleCandidates(HeadCandidates):
+    """Drafts with an EAGLE head, one token or one tree level at a time.
+
+    Args:
+        head_or_path: a loaded head, or a folder or Hub id of one: EAGLE-1, EAGLE-2, EAGLE-3, EAGLE-3.1 and HASS in the
+            original format, in that of SpecForge, ModelOpt and DeepSpec, and the `eagle3` format of speculators.
+        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
+
+    Example:
+        >>> EagleCandidates("org/eagle3-head", k=4)
+        EagleCandidates('org/eagle3-head', k=4)
+    """
+
+    max_depth = 16
+    """With the depth 8 of EAGLE-3's trees the projected speed of the bundled head is 4.92x of plain decoding, with 16
+    it is 5.47x, as text that the head is nearly sure of deserves deep drafts."""
+
+    def check(self, head: DraftHead) -> None:
+        if not isinstance(head, Eagle1Head | Eagle3Head):
+            raise self._refusal(head, "an EAGLE head")
+        if head.config.mask_token_id is not None:
+            raise ValueError(
+                f"{self._name!r} is a P-EAGLE head, which drafts all tokens in one pass; use PEagleCandidates"
+            )
+
+    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+        return EagleSession(call, target, bound, self.k, self.tree)
+
+
+class PEagleCandidates(HeadCandidates):
+    """Drafts with a P-EAGLE head: all draft tokens in the pass over the accepted ones, with mask tokens after them.
+
+    Args:
+        head_or_path: a loaded head, or a folder or Hub id of one: vLLM's layout with `mask_hidden`, and the `peagle`
+            format of speculators.
+        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
+
+    Example:
+        >>> PEagleCandidates("org/peagle-head", k=5)
+        PEagleCandidates('org/peagle-head', k=5)
+    """
+
+    max_depth = 8
+    """Published heads were trained to draft 5 to 8 tokens."""
+
+    def check(self, head: DraftHead) -> None:
+        if not isinstance(head, Eagle3Head) or head.config.mask_token_id is None:
+            raise self._refusal(head, "a P-EAGLE head")
+
+    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+        runner = PEagleRunner(bound, call.state.batch)
+        return ParallelSession(call, target, bound, runner, self.k, self.tree)
+
+
+class DFlashCandidates(HeadCandidates):
+    """Drafts with a block head (DFlash, JetSpec): a whole block of tokens in one small pass.
+
+    Args:
+        head_or_path: a loaded head, or a folder or Hub id of one: DFlash of z-lab and JetSpec, and the `dflash` format
+            of speculators.
+        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`; a draft is never longer than the block.
+
+    Example:
+        >>> DFlashCandidates("org/dflash-head", k=7, tree=32)
+        DFlashCandidates('org/dflash-head', k=7, tree=32)
+    """
+
+    max_depth = 16
+    """Published heads have blocks of 8 to 16 tokens."""
+
+    def check(self, head: DraftHead) -> None:
+        if not isinstance(head, BlockHead):
+            raise self._refusal(head, "a DFlash or JetSpec head")
+
+    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+        runner = BlockRunner(bound, call.state.batch)
+        return ParallelSession(call, target, bound, runner, min(self.k, runner.depth), self.tree)
+
+
+class MTPCandidates(HeadCandidates):
+    """Drafts with the multi-token prediction layer in the target's own checkpoint, which Transformers ignores.
+
+    The layer is applied to its own output again for each further token, like an EAGLE head.
+
+    Args:
+        checkpoint: folder or Hub id of the target's checkpoint; left out, it is where the target was loaded from.
+        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
+
+    Example:
+        >>> MTPCandidates(k=2)
+        MTPCandidates(k=2)
+    """
+
+    max_depth = 4
+    """The layer was trained to predict one token; further ones are less accurate."""
+
+    def __init__(
+        self,
+        checkpoint: str | Path | None = None,
+        k: Depth = "auto",
+        *,
+        tree: Tree = None,
+        aux_hidden_state_layers: Sequence[int] | None = None,
+        policy: Policy | None = None,
+    ):
+        name = "" if checkpoint is None else str(checkpoint)
+        super().__init__(name, k, tree=tree, aux_hidden_state_layers=aux_hidden_state_layers, policy=policy)
+
+    def load(self, model: PreTrainedModel) -> DraftHead:
+        """The layer, from the checkpoint."""
+        return load_mtp(model, self._name or None)
+
+    def check(self, head: DraftHead) -> None:
+        assert isinstance(head, MTPHead)
+        if head.config.num_layers > 1:
+            raise ValueError(
+                f"the checkpoint has {head.config.num_layers} MTP layers, each for one further token; MTPCandidates "
+                "drafts with checkpoints that have one layer"
+            )
+
+    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+        return EagleSession(call, target, bound, self.k, self.tree)
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("('', ", "(")
+
+
+class GemmaAssistantCandidates(HeadCandidates):
+    """Drafts with a Gemma 4 assistant: a small model that attends to the keys and values of its target.
+
+    Args:
+        head_or_path: a loaded assistant, or a folder or Hub id of one.
+        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
+
+    Example:
+        >>> GemmaAssistantCandidates("google/gemma-4-E2B-it-assistant", k=4)
+        GemmaAssistantCandidates('google/gemma-4-E2B-it-assistant', k=4)
+    """
+
+    max_depth = 8
+    """Without a cache, one hidden state and the last token stand for all draft tokens."""
+
+    def check(self, head: DraftHead) -> None:
+        if not isinstance(head, AssistantHead):
+            raise self._refusal(head, "a Gemma 4 assistant")
+
+    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+        return AssistantSession(call, target, bound, self.k, self.tree)

@@ -1,0 +1,308 @@
+"""Sessions of draft heads: EAGLE and MTP, Gemma 4 assistants, and heads that predict several depths at once.
+
+Heads that predict several depths at once have one distribution per depth, independent of the path. The most probable
+combinations of the depths' tokens form a tree, chosen after one pass of the head.
+
+Sources: Cai et al., "Medusa" (2024), section 2.3.3, for trees of heads; DDTree (2026), https://arxiv.org/abs/2604.12989,
+for best-first trees over the distributions of a block.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hf_specgen.candidates.acceptance import CalibratedSession, confidence_by_rank
+from hf_specgen.candidates.autoregressive import AutoregressiveSession
+from hf_specgen.candidates.base import DraftCall, vocabulary_size
+from hf_specgen.candidates.tree_search import Floats, TreeBuilder, TreeSize, tree_size
+from hf_specgen.heads.base import BoundHead
+from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
+from hf_specgen.heads.gemma_assistant import AssistantRunner
+from hf_specgen.heads.medusa import RANKS
+from hf_specgen.heads.runner import EagleRunner, ParallelRunner, captured_head
+from hf_specgen.targets.compilable import GRAPH_DEVICES
+from hf_specgen.targets.hidden_states import HiddenStateTarget
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification import VerificationResult
+
+DEFAULT_NODES = 16
+"""Nodes of an "auto" tree without a latency model: most of the gain at a small cost on memory-bound targets."""
+
+
+class FeatureQueue:
+    """The inputs of a head: hidden states of accepted tokens that it has not processed, and the token after each.
+
+    Args:
+        call: the call.
+        target: keeps the hidden states of its passes.
+        bound: the head on its target.
+    """
+
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead):
+        self._state, self._target, self._layers = call.state, target, bound.aux_hidden_state_layers
+        config = bound.head.config
+        self._width = config.num_aux_hidden_states * config.target_hidden_size
+        self._features: list[list[torch.Tensor]] = []
+        self._processed: list[int] = []
+        """The position in each row's text of the first feature in the queue."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was received since the call began."""
+        return not self._features
+
+    @property
+    def has_features(self) -> bool:
+        """Whether an active row has features in the queue; none has after a prompt of padding only."""
+        rows = enumerate(self._features)
+        return any(len(new) for row, features in rows if not self._state.has_ended(row) for new in features)
+
+    def active_rows(self) -> list[bool]:
+        """Which rows of the call have not ended."""
+        return [not self._state.has_ended(row) for row in range(self._state.batch)]
+
+    def receive(self) -> None:
+        """Add the hidden states that the target computed for the tokens kept by the last step."""
+        states = self._target.committed_states(self._layers)
+        if self.is_empty:
+            # The target has processed all but the last token; positions that a given cache held have no features.
+            texts = zip(self._state.prompts, self._state.generated, strict=True)
+            lengths = [len(prompt) + len(generated) - 1 for prompt, generated in texts]
+            states = [row[max(0, len(row) - length) :] for row, length in zip(states, lengths, strict=True)]
+            self._processed = [length - len(row) for row, length in zip(states, lengths, strict=True)]
+            self._features = [[] for _ in states]
+        for features, new in zip(self._features, states, strict=True):
+            features.append(new)
+
+    def take(self, drafting: Sequence[bool] | None = None) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """Remove the features of each row `[new, layers * hidden]`, with the token after each of these positions.
+
+        Args:
+            drafting: the rows whose features are taken, without those that have ended; None for all of these.
+        """
+        nothing = self._target.pass_states.new_zeros(0, self._width)
+        features: list[torch.Tensor] = []
+        tokens: list[list[int]] = []
+        for row, queued in enumerate(self._features):
+            if drafting is not None and not drafting[row]:
+                features.append(nothing)
+                tokens.append([])
+                continue
+            features.append(nothing if self._state.has_ended(row) else torch.cat([nothing, *queued]))
+            tokens.append(self._next_tokens(row, len(features[row])))
+            self._processed[row] += len(tokens[row])
+            queued.clear()
+        return features, tokens
+
+    def _next_tokens(self, row: int, count: int) -> list[int]:
+        """The token after each of the next `count` positions of a row."""
+        prompt, generated = self._state.prompts[row], self._state.generated[row]
+        first = self._processed[row] + 1
+        begin, end = (max(0, position - len(prompt)) for position in (first, first + count))
+        return prompt[first : first + count] + generated[begin:end]
+
+
+class EagleSession(AutoregressiveSession):
+    """The state of one call with a head that continues from its own output (EAGLE, MTP).
+
+    Args:
+        call: the call.
+        target: keeps the hidden states of its passes.
+        bound: the head on its target.
+        k, tree: as in `HeadCandidates`.
+
+    Attributes:
+        runner: the head's cache, and its passes.
+    """
+
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead, k: int, tree: str | int | None):
+        assert call.model is not None
+        super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
+        head = bound.head
+        device = next(head.parameters()).device.type
+        captures = call.compiled and isinstance(head, Eagle1Head | Eagle3Head) and device in GRAPH_DEVICES
+        captures = captures and not torch.is_autocast_enabled(device)
+        self.runner = EagleRunner(bound, call.state.batch, captured_head(head) if captures else None)
+        self._queue = FeatureQueue(call, target, bound)
+        self._has_prefilled = False
+
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        """An empty draft: the target has not computed any hidden states yet."""
+        return self.not_drafted(len(max_depths))
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        if self._queue.is_empty:
+            self._queue.receive()
+        if not self._has_prefilled and not self._queue.has_features:
+            return self.not_drafted(len(max_depths))
+        return super().draft(max_depths)
+
+    def observe(self, result: VerificationResult) -> None:
+        """Count acceptance, and receive the hidden states of the tokens that were accepted."""
+        super().observe(result)
+        self._queue.receive()
+
+    def first_scores(self) -> torch.Tensor:
+        """Process the text since the last draft with the target's features; rows that have ended are dropped."""
+        features, tokens = self._queue.take()
+        if self._has_prefilled:
+            self.passes.append(sum(map(len, tokens)))
+        self._has_prefilled = True
+        return self.runner.logits(self.runner.extend(features, tokens, self._queue.active_rows()).output)[:, 0]
+
+    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+        return self.runner.logits(self.runner.expand(tree, new).output)
+
+
+class AssistantSession(AutoregressiveSession):
+    """The state of one call with a Gemma 4 assistant; arguments as for `EagleSession`."""
+
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead, k: int, tree: str | int | None):
+        assert call.model is not None
+        super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
+        self._target, self._layers = target, bound.aux_hidden_state_layers
+        self._runner = AssistantRunner(bound, target)
+
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        """An empty draft: the target has not computed any keys and values yet."""
+        return self.not_drafted(len(max_depths))
+
+    def first_scores(self) -> torch.Tensor:
+        """One pass over the last token of each row."""
+        self.passes.append(len(self._target.rows))
+        return self._runner.start(self._target.states_of(self._layers), self.call.state.pending())
+
+    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+        return self._runner.expand(tree, new)
+
+
+class IndependentHeadsSession(CalibratedSession):
+    """Base class: drafts trees from one distribution per depth.
+
+    Args:
+        call: the call.
+        depth: how many depths are predicted at most.
+        size: number of nodes; "auto" for the fastest tree of each step; None for chains.
+        ranks: how many tokens of each depth may be in a tree.
+    """
+
+    def __init__(self, call: DraftCall, depth: int, size: str | int | None, ranks: int):
+        super().__init__(call, depth)
+        self.ranks = 1 if size is None else ranks
+        self._size = size
+
+    @abstractmethod
+    def depth_logits(self, depth: int) -> torch.Tensor:
+        """Run the head: `[batch, depths, vocab]` float32 logits, for at least `depth` depths."""
+
+    @torch.no_grad()
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        depths = [min(depth, len(self.calibrations)) for depth in max_depths]
+        if max(depths) == 0:
+            return self.not_drafted(len(max_depths))
+        scores, tokens, confidence = self.ranked_tokens(self.depth_logits(max(depths)))
+        size, acceptance = self.tree_size(depths), self.acceptance(confidence)
+        builder = TreeBuilder.of_parallel_heads(depths, tokens.cpu().numpy(), acceptance, size.max_nodes)
+        trees, indices = builder.best(size.nodes(builder))
+        draft = DraftTree.from_nodes(trees)
+        if self.wants_q and draft.nodes:
+            draft = with_q(draft, [(builder.depth[row, i] - 1).tolist() for row, i in enumerate(indices)], scores)
+        row = np.arange(len(depths))[:, None]
+        return self.verified(draft, builder, indices, confidence[row, np.maximum(builder.depth - 1, 0), builder.rank])
+
+    def tree_size(self, depths: Sequence[int]) -> TreeSize:
+        """How large the trees become; without a latency model "auto" stands for `DEFAULT_NODES`."""
+        has_latency = self.call.depth is not None and self.call.depth.latency is not None
+        return tree_size(DEFAULT_NODES if self._size == "auto" and not has_latency else self._size, self.call, depths)
+
+    def ranked_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Floats]:
+        """The most preferred tokens of each depth.
+
+        Args:
+            logits: `[batch, depths, vocab]`.
+
+        Returns:
+            `[batch, depths, vocab]` scores after the score-only processors; `[batch, depths, ranks]` tokens, the most
+            preferred first; `[batch, depths, ranks]` confidences.
+        """
+        verification = self.call.verification
+        assert verification is not None
+        scores = verification.processors.warp(logits.flatten(0, 1)).view(logits.shape)
+        steps = [range(len(text), len(text) + logits.shape[1]) for text in self.call.state.generated]
+        weights = verification.draft_weights(scores, steps)
+        best, tokens = weights.topk(self.ranks, dim=-1)
+        probability = best / weights.sum(dim=-1, keepdim=True)
+        if self.wants_q:
+            probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), self.ranks)
+        return scores, tokens, probability.cpu().numpy().astype(np.float64)
+
+    def acceptance(self, confidence: Floats) -> Floats:
+        """`[batch, depths, ranks]` acceptance probabilities of confidences."""
+        calibrations = self.calibrations[: confidence.shape[1]]
+        return np.stack([one.acceptance(confidence[:, depth]) for depth, one in enumerate(calibrations)], axis=1)
+
+
+def with_q(draft: DraftTree, depths: Sequence[Sequence[int]], scores: torch.Tensor) -> DraftTree:
+    """The draft with the probabilities of each node's depth.
+
+    Args:
+        draft: the draft.
+        depths: for each row the depth of each node, from 0 on.
+        scores: `[batch, depths, vocab]`.
+    """
+    sources = [[*row, *[0] * (draft.nodes - len(row))] for row in depths]
+    index = torch.tensor(sources, device=scores.device)[..., None].expand(-1, -1, scores.shape[-1])
+    return DraftTree(draft.tokens, draft.parents, scores.softmax(dim=-1).gather(1, index))
+
+
+class ParallelSession(IndependentHeadsSession):
+    """The state of one call with a head that drafts all depths in one pass: DFlash, JetSpec, P-EAGLE.
+
+    Args:
+        call: the call.
+        target: keeps the hidden states of its passes.
+        bound: the head on its target.
+        runner: the head's cache, and its passes.
+        depth: how many tokens are drafted at most.
+        tree: number of nodes; "auto"; None for chains.
+    """
+
+    def __init__(
+        self,
+        call: DraftCall,
+        target: HiddenStateTarget,
+        bound: BoundHead,
+        runner: ParallelRunner,
+        depth: int,
+        tree: str | int | None,
+    ):
+        super().__init__(call, depth, tree, min(RANKS, bound.head.config.draft_vocab_size))
+        self.runner = runner
+        self._queue = FeatureQueue(call, target, bound)
+        self.passes: list[int] = []
+        self._drafting: list[bool] = []
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        if self._queue.is_empty:
+            self._queue.receive()
+        self.passes, self._drafting = [], [depth > 0 for depth in max_depths]
+        return super().draft(max_depths)
+
+    def observe(self, result: VerificationResult) -> None:
+        """Count acceptance, and receive the hidden states of the tokens that were accepted."""
+        super().observe(result)
+        self._queue.receive()
+
+    def depth_logits(self, depth: int) -> torch.Tensor:
+        """Process the text since the last draft with the target's features, and draft; ended rows are dropped.
+
+        Rows that do not draft keep their features: being ahead of slower rows, they may have no new token to continue.
+        """
+        features, tokens = self._queue.take(self._drafting)
+        active = self._queue.active_rows()
+        self.passes = [sum(active) * depth]
+        return self.runner.draft(features, tokens, active, depth).float()

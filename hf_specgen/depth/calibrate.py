@@ -1,0 +1,136 @@
+"""Measures T(q), the target's latency by tokens per row, and the cost of a drafter's pass: once per model.
+
+T(q) is measured after the prefill of the first adaptive call, on the call's own cache: passes over chains of a few
+sizes, which are rolled back. Together they take at most the time of ten plain steps. The cost of a drafter's pass is
+taken from its first drafts. Both are kept as long as the model; decisions then follow from the text alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from statistics import median
+from threading import Lock
+from time import perf_counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specgen import compat
+from hf_specgen.call import Call
+from hf_specgen.counters import StepRecord
+from hf_specgen.depth.latency import CostCurve, DraftLatency
+from hf_specgen.depth.ranks import from_first_rank, lockstep_group
+from hf_specgen.targets.base import Target
+from hf_specgen.targets.model_parts import text_config
+from hf_specgen.tree import DraftTree
+
+QUERIES = (1, 2, 4, 8, 16, 32)
+"""Tokens per row of the timed passes."""
+MAX_PLAIN_STEPS = 9.0
+"""Time that the passes of a calibration may take, in plain steps, besides the last one."""
+
+_lock = Lock()
+_measured: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def target_curve(call: Call, target: Target) -> CostCurve | None:
+    """T(q) of a call's target; measured if it is not known for this model, dtype, device, rows and context.
+
+    Returns:
+        None if it is unknown and the model's position table is too small to measure it.
+    """
+    assert call.model is not None
+    key = _key(call)
+    with _lock:
+        known: CostCurve | None = _measured.setdefault(call.model, {}).get(key)
+    position = max(target.first_positions, default=0) + QUERIES[2]
+    if known is not None or position > target.last_position:
+        return known
+    curve = _measure(call, target)
+    with _lock:
+        return _measured[call.model].setdefault(key, curve)
+
+
+def _key(call: Call) -> tuple[Hashable, ...]:
+    model = call.model
+    assert model is not None
+    attention = compat.attention_implementation(text_config(model))
+    rows = (call.state.batch - 1).bit_length()  # powers of two
+    context = max(0, (call.context_length - 1).bit_length() - 9) // 2  # powers of four from 512 on
+    return model.dtype, compat.input_device(model), attention, call.compiled, rows, context
+
+
+def _measure(call: Call, target: Target) -> CostCurve:
+    """Time chains of increasing size, then once more, until `MAX_PLAIN_STEPS` are spent; the minimum counts."""
+    pending, group = call.state.pending(), lockstep_group(call.model)
+    attributes = dict(vars(target))  # a target that captures hidden states replaces them in every pass
+    longest = target.last_position - max(target.first_positions) + 1
+    time_pass(target, pending, 1)
+    times: dict[int, float] = {}
+    spent, first_round = 1.0, True
+    while spent < MAX_PLAIN_STEPS:
+        sizes = [q for q in QUERIES if q <= longest] if first_round else list(times)
+        for q in sizes:
+            seconds = from_first_rank(time_pass(target, pending, q), group)
+            times[q] = min(seconds, times.get(q, seconds))
+            spent += seconds / times[1]
+            if spent > MAX_PLAIN_STEPS / (2 if first_round else 1):
+                break
+        first_round = False
+    vars(target).update(attributes)
+    return CostCurve(tuple(times), tuple(times.values()), call.context_length, call.state.batch)
+
+
+def time_pass(target: Target, pending: Sequence[int], queries: int) -> float:
+    """Seconds of one pass over the pending token of each row and a chain, which is then rolled back."""
+    tree = DraftTree.chains([[token] * (queries - 1) for token in pending])
+    _wait(target.device)
+    begin = perf_counter()
+    target.forward(tree, pending)
+    _wait(target.device)
+    seconds = perf_counter() - begin
+    target.rewind([0] * len(pending))
+    return seconds
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+class DrafterTimer:
+    """Derives the cost of a drafter's pass from the first drafts with a target, as a fraction of T(q).
+
+    A pass of the drafter is taken to depend on its tokens as the target's does, so that one number is enough.
+    """
+
+    def __init__(self, call: Call, curve: CostCurve):
+        self._curve, self._model = curve, call.model
+        self._key, self._group = (*_key(call), call.drafting.key), lockstep_group(call.model)
+        assert call.model is not None
+        with _lock:
+            known = 0.0 if call.drafting.negligible_cost else _measured.setdefault(call.model, {}).get(self._key)
+        self.fraction = 0.1 if known is None else known
+        self._ratios: list[float] | None = [] if known is None else None
+
+    def latency(self) -> DraftLatency:
+        """The drafter's latency, as far as it is known."""
+        curve = self._curve
+        tokens = tuple(float(curve.batch * q) for q in curve.queries)
+        return DraftLatency(tokens, tuple(self.fraction * seconds for seconds in curve.seconds))
+
+    def observe(self, step: StepRecord) -> bool:
+        """Use the time of a draft; returns whether the cost has become known by it."""
+        if self._ratios is None or not step.passes or "forward" not in step.seconds:
+            return False
+        self._ratios.append(step.seconds["draft"] / sum(map(self._curve.seconds_of, step.passes)))
+        if len(self._ratios) < 5:  # the first draft includes the drafter's prefill
+            return False
+        fraction = from_first_rank(median(self._ratios[1:]), self._group)
+        self._ratios = None
+        assert self._model is not None
+        with _lock:
+            self.fraction = _measured.setdefault(self._model, {}).setdefault(self._key, fraction)
+        return True

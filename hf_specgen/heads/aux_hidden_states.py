@@ -1,0 +1,105 @@
+"""Auxiliary hidden states: which states of the target a head reads, counted as Transformers counts `hidden_states`.
+
+Index 0 is the embedding, index i the output of layer i - 1, and the last index the state after the final norm. Formats
+count differently; only this file converts them:
+
+| field of config.json | written by | index |
+|---|---|---|
+| `eagle_aux_hidden_state_layer_ids` | speculators, vLLM (eagle3, peagle) | id |
+| `eagle_config.eagle_aux_hidden_state_layer_ids` | SGLang, SpecForge, ModelOpt | id + 1 |
+| `aux_hidden_state_layer_ids` | speculators (dflash) | id |
+| `dflash_config.target_layer_ids` | z-lab DFlash, JetSpec | id + 1 |
+| `target_layer_ids` | DeepSpec | id + 1 |
+
+A wrong index never changes the generated text, but the draft tokens are accepted less often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+
+# Earlier versions count a list of indices without the embedding.
+SELECTS_HIDDEN_STATES = Version(transformers.__version__) >= Version("5.23")
+
+FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (
+    (("eagle_aux_hidden_state_layer_ids",), 0),
+    (("eagle_config", "eagle_aux_hidden_state_layer_ids"), 1),
+    (("aux_hidden_state_layer_ids",), 0),
+    (("dflash_config", "target_layer_ids"), 1),
+    (("target_layer_ids",), 1),
+)
+
+
+def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The `hidden_states` indices that a head's config.json names, or None if it leaves them to the default.
+
+    Example:
+        >>> configured_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]}})
+        (2, 12, 22)
+    """
+    layers: dict[str, tuple[int, ...]] = {}
+    for path, offset in FIELDS:
+        ids: Any = config
+        for key in path:
+            ids = ids.get(key) if isinstance(ids, Mapping) else None
+        if ids is None:
+            continue
+        name = ".".join(path)
+        # Where ids count outputs of layers, -1 is the embedding.
+        if not isinstance(ids, list) or not ids or not all(type(entry) is int and entry >= -offset for entry in ids):
+            raise ValueError(f"{name} must be a list of layer numbers, got {str(ids)[:80]!r}")
+        layers[name] = tuple(entry + offset for entry in ids)
+    if len(set(layers.values())) > 1:
+        raise ValueError(f"config.json names the target's layers twice, and differently: {layers}; remove one of them")
+    return next(iter(layers.values()), None)
+
+
+def eagle_layers(num_layers: int) -> tuple[int, ...]:
+    """Which states EAGLE-3 reads of a target of that many layers if its config does not name them: low, middle, high.
+
+    With six layers the last two coincide, and the original implementation then reads two states.
+
+    Example:
+        >>> eagle_layers(32), eagle_layers(6)
+        ((2, 16, 29), (2, 3))
+    """
+    return tuple(dict.fromkeys((2, num_layers // 2, num_layers - 3)))
+
+
+def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """Which states DFlash reads if its config does not name them: spread evenly, one for each draft layer.
+
+    Example:
+        >>> block_layers(36, 5)
+        (2, 10, 18, 26, 34)
+    """
+    if num_draft_layers == 1:
+        return (num_layers // 2 + 1,)
+    step = (num_layers - 4) / (num_draft_layers - 1)
+    return tuple(round(1 + layer * step) + 1 for layer in range(num_draft_layers))
+
+
+def capture_arguments(layers: Sequence[int]) -> dict[str, Any]:
+    """Arguments of the target's forward pass that make it return these hidden states, and keep no others.
+
+    Transformers captures them per call, so passes of other threads are not mixed up. Before 5.23 all states are kept.
+    """
+    return {"output_hidden_states": list(layers) if SELECTS_HIDDEN_STATES else True}
+
+
+def concatenate(hidden_states: Sequence[torch.Tensor | None], layers: Sequence[int]) -> torch.Tensor:
+    """The features that a head reads.
+
+    Returns:
+        `[batch, length, layers * hidden]`.
+    """
+    missing = [layer for layer in layers if hidden_states[layer] is None]
+    if missing:
+        raise ValueError(f"the target did not return its hidden states {missing}; pass it `capture_arguments(layers)`")
+    states: Any = [hidden_states[layer] for layer in layers]
+    return torch.cat(states, dim=-1)

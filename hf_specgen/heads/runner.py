@@ -1,0 +1,364 @@
+"""Runs draft heads over a batch: one runner for each kind of head, each with the head's cache and its active rows.
+
+The cache keeps only entries computed from the target's features. Entries of draft nodes are appended after them and
+dropped before the next accepted tokens are processed with the features that the target has computed for them.
+
+    position           i-1      i             i+1            i+2
+    feature            f(i-1)   f(i)          h(i)           h(i+1)       f: the target's, h: the head's own output
+    token embedded     t(i)     t(i+1)        draft node     its child
+                       extend ──────────────┤ expand ─────────────────►
+
+Source: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), section 3.1.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import Cache
+
+from hf_specgen.heads.base import BoundHead, DraftHead, HeadOutput
+from hf_specgen.heads.block import BlockConfig
+from hf_specgen.heads.eagle import EagleConfig
+from hf_specgen.heads.layers import causal_mask
+from hf_specgen.targets import masks
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.captured import Buffers, CapturedPass, GraphMemory, fingerprint, graph_memory
+from hf_specgen.targets.fixed_shapes import padded_width
+from hf_specgen.targets.graph_buffers import GraphBuffers
+from hf_specgen.targets.row_layout import spread_rows
+from hf_specgen.targets.step_cache import StepLayer
+from hf_specgen.tree import DraftTree
+
+logger = logging.getLogger("hf_specgen")
+T = TypeVar("T")
+PREFILL_CHUNK = 512
+"""Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""
+
+
+class HeadRunner:
+    """Base class: a head's cache in one call, and the rows that it still computes; finished rows are dropped.
+
+    Attributes:
+        cache: keys and values; the first `lengths[b]` slots of row b are of accepted tokens, others of draft nodes.
+        lengths: accepted positions of each row in the cache.
+        rows: numbers of the rows that have not been dropped; `cache` and `lengths` are of these.
+    """
+
+    def __init__(self, bound: BoundHead, batch: int):
+        self.bound, self.cache, self.lengths, self.rows = bound, RaggedCache(), [0] * batch, list(range(batch))
+        self._batch, self._like = batch, next(bound.head.parameters())
+
+    def _drop(self, needed: Sequence[bool]) -> list[int]:
+        """Drop rows that are not needed any more, unless none is; returns the indices of those that stay."""
+        kept = [index for index, row in enumerate(self.rows) if needed[row]]
+        if not kept or len(kept) == len(self.rows):
+            return list(range(len(self.rows)))
+        self.rows, self.lengths = [self.rows[index] for index in kept], [self.lengths[index] for index in kept]
+        self.cache.batch_select_indices(torch.tensor(kept))
+        return kept
+
+    def _gather(self, values: Sequence[T]) -> list[T]:
+        """Of values for each row of the call, those of the active rows."""
+        return [values[row] for row in self.rows]
+
+    def _scatter(self, values: torch.Tensor) -> torch.Tensor:
+        """`[active, …]` values to `[batch, …]`, with zeros for rows that were dropped."""
+        return spread_rows(values, self.rows, self._batch)
+
+    def _positions(self, count: int, device: torch.device | None = None) -> torch.Tensor:
+        """`[active, count]` the positions after those in the cache."""
+        return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device)
+
+    def _commit(self, new: Sequence[int]) -> None:
+        """Keep the first `new[b]` entries that were appended to row b, and drop the others."""
+        self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
+        self.cache.set_lengths(self.lengths)
+
+
+class EagleRunner(HeadRunner):
+    """Runs an EAGLE or MTP head: over accepted tokens, then over draft nodes with its own output as features.
+
+    Attributes:
+        last: the head's output at the last accepted position, both parts `[active, 1, hidden]`.
+    """
+
+    last: HeadOutput
+
+    def __init__(self, bound: BoundHead, batch: int, captured: CapturedHead | None = None):
+        super().__init__(bound, batch)
+        self._captured, self._hidden = captured, self._like.new_zeros(batch, 0, 0)
+
+    def extend(
+        self,
+        features: Sequence[torch.Tensor],
+        next_tokens: Sequence[Sequence[int]],
+        needed: Sequence[bool] | None = None,
+    ) -> HeadOutput:
+        """Run the head on new accepted positions of each row; cache entries of draft nodes are dropped.
+
+        Args:
+            features: for each row `[new, layers * target_hidden]`; rows may have different numbers of them, or none.
+            next_tokens: for each row the token after each of these positions.
+            needed: the active rows; the others are dropped, unless passes are captured. None: all.
+
+        Returns:
+            The output at the last position of each row; zeros for rows that were dropped.
+        """
+        if needed is not None and self._captured is None:  # another number of rows would be captured anew
+            kept = self._drop(needed)
+            if hasattr(self, "last"):
+                self.last = HeadOutput(*(part[kept] for part in self.last))
+        self.cache.set_lengths(self.lengths)
+        rows = self._gather(next_tokens)
+        new = [len(row) for row in rows]
+        states = pad_sequence([row.to(self._like) for row in self._gather(features)], batch_first=True)
+        tokens = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
+        head: Any = self.bound.head
+        for start in range(0, max(new), PREFILL_CHUNK):
+            chunk = tokens[:, start : start + PREFILL_CHUNK]
+            count = chunk.shape[1]
+            hidden = head.combine(states[:, start : start + PREFILL_CHUNK])
+            mask = causal_mask(self.lengths, count)
+            output = self._run(HeadInputs(self.bound.embed(chunk), hidden, self._positions(count), mask))
+            self._keep_last(output, [min(max(length - start, 0), count) for length in new])
+        self._hidden = self.last.hidden
+        return HeadOutput(*map(self._scatter, self.last))
+
+    def _run(self, inputs: HeadInputs) -> HeadOutput:
+        run = run_eagerly if self._captured is None else self._captured.run
+        return run(self.bound.head, inputs, self.cache)
+
+    def _keep_last(self, output: HeadOutput, new: Sequence[int]) -> None:
+        """Commit the first `new[b]` positions of row b of a pass."""
+        self._commit(new)
+        ends = torch.tensor(new, device=self._like.device) - 1
+        rows = torch.arange(len(new), device=self._like.device)
+        last = [part[rows, ends.clamp(min=0)][:, None] for part in output]
+        if 0 in new and hasattr(self, "last"):
+            is_new = (ends >= 0)[:, None, None]
+            last = [torch.where(is_new, now, before) for now, before in zip(last, self.last, strict=True)]
+        self.last = HeadOutput(*last)
+
+    def expand(self, tree: DraftTree, new: int) -> HeadOutput:
+        """The output at the last `new` nodes of a tree, with the head's own output at their parents as features.
+
+        The tree has all nodes since the last `extend`. Both parts are `[batch, new, hidden]`; zeros for dropped rows.
+        """
+        tree = tree.select(self.rows)
+        first = tree.nodes - new
+        parents = torch.tensor(tree.parents)[:, first:]
+        depths = torch.tensor([tree.depths(row) for row in range(tree.batch)])
+        roots = torch.tensor(self.lengths) - 1  # the last accepted position, of depth 0
+        layout = masks.StepLayout(
+            roots, depths, masks.ancestors(tree), visible=None, width=max(self.lengths) + tree.nodes
+        )
+        embeddings = self.bound.embed(tree.tokens[:, first:])
+        hidden = self._hidden[torch.arange(tree.batch)[:, None], parents + 1]
+        positions, mask = roots[:, None] + depths[:, 1 + first :], masks.full_mask(layout)[:, :, 1 + first :]
+        output = self._run(HeadInputs(embeddings, hidden, positions, mask))
+        self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
+        return HeadOutput(*map(self._scatter, output))
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden]` of `HeadOutput.output` to `[..., vocab]`; see `BoundHead.target_logits`."""
+        return self.bound.target_logits(output)
+
+
+class ParallelRunner(HeadRunner):
+    """Base class of runners of heads that draft all tokens in the pass over new accepted positions, or in one after."""
+
+    def draft(
+        self,
+        features: Sequence[torch.Tensor],
+        next_tokens: Sequence[Sequence[int]],
+        needed: Sequence[bool],
+        depth: int,
+    ) -> torch.Tensor:
+        """Process new accepted positions of each row, and draft the tokens after them.
+
+        Args:
+            features: for each row `[new, layers * target_hidden]`; rows may have different numbers of them.
+            next_tokens: for each row the token after each of these positions. A row without any has invalid logits.
+            needed: the active rows; the others are dropped.
+            depth: draft tokens.
+
+        Returns:
+            `[batch, depth, vocab]` logits over the target's vocabulary; zeros for rows that were dropped.
+        """
+        self._drop(needed)
+        states = [row.to(self._like) for row in self._gather(features)]
+        output = self._outputs(states, [list(row) for row in self._gather(next_tokens)], depth)
+        return self._scatter(self.bound.target_logits(output))
+
+    @abstractmethod
+    def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
+        """`[active, depth, hidden]` what the output matrix receives."""
+
+
+class PEagleRunner(ParallelRunner):
+    """Runs a P-EAGLE head: mask tokens and a learned feature m stand for unknown positions.
+
+    position           i-1    i             i+1      i+2
+    feature            f      f             m        m
+    token embedded     t(i)   t(i+1)        mask     mask
+    prediction                draft 1       draft 2  draft 3
+    """
+
+    def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
+        early = [max(0, len(row) - PREFILL_CHUNK) for row in tokens]
+        for start in range(0, max(early), PREFILL_CHUNK):
+            parts = [slice(start, min(start + PREFILL_CHUNK, end)) for end in early]
+            rows = zip(features, tokens, parts, strict=True)
+            self._pass([(states[part], row[part]) for states, row, part in rows], masked=0)
+        rest = [(states[end:], row[end:]) for states, row, end in zip(features, tokens, early, strict=True)]
+        output = self._pass(rest, masked=depth - 1)
+        device = output.device
+        first = torch.tensor([len(row) for _, row in rest], device=device) - 1
+        indices = first[:, None] + torch.arange(depth, device=device)
+        return output[torch.arange(len(rest), device=device)[:, None], indices.clamp(min=0)]
+
+    def _pass(self, rows: Sequence[tuple[torch.Tensor, list[int]]], masked: int) -> torch.Tensor:
+        """One pass over new features and tokens of each row and `masked` positions after them, which are dropped.
+
+        Returns:
+            `[rows, new + masked, hidden]`; shorter rows are padded.
+        """
+        head: Any = self.bound.head
+        unknown = head.mask_hidden[0].expand(masked, -1)
+        features = pad_sequence([torch.cat([states, unknown]) for states, _ in rows], batch_first=True)
+        mask_tokens = [cast(EagleConfig, head.config).mask_token_id] * masked
+        tokens = pad_sequence([torch.tensor([*row, *mask_tokens], dtype=torch.long) for _, row in rows], True)
+        positions = self._positions(tokens.shape[1], self._like.device)
+        mask = causal_mask(self.lengths, tokens.shape[1], self._like.device)
+        output = head(self.bound.embed(tokens), head.combine(features), positions, mask, self.cache).output
+        self._commit([len(row) for _, row in rows])
+        return cast(torch.Tensor, output)
+
+
+class BlockRunner(ParallelRunner):
+    """Runs a block head (DFlash, JetSpec): new features extend the context, then a block is drafted after it.
+
+    cache              c0 … c(n-1)  |  anchor  mask  mask  mask        c: context, from the target's features
+
+    Attributes:
+        depth: draft tokens of a block.
+    """
+
+    def __init__(self, bound: BoundHead, batch: int):
+        super().__init__(bound, batch)
+        self._config = cast(BlockConfig, bound.head.config)
+        self.depth = self._config.block_size - self._config.first_proposing_position
+
+    def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
+        head: Any = self.bound.head
+        device, first = self._like.device, self._config.first_proposing_position
+        states = pad_sequence(features, batch_first=True)
+        head.extend(states, self._positions(states.shape[1], device), self.cache)
+        self._commit([len(row) for row in features])
+        # Unless all attention inside the block is causal, the mask tokens attend to each other: a whole block.
+        causal = all(attention.causal for attention in self._config.attention)
+        size = min(first + depth, self._config.block_size) if causal else self._config.block_size
+        blocks = torch.full((len(tokens), size), self._config.mask_token_id, device=device)
+        blocks[:, 0] = torch.tensor([row[-1] if row else 0 for row in tokens])
+        output = head(self.bound.embed(blocks), self._positions(size, device), self.cache, self.lengths).output
+        self.cache.set_lengths(self.lengths)
+        return cast(torch.Tensor, output[:, first : first + depth])
+
+
+class HeadInputs(NamedTuple):
+    """The inputs of a pass, as for `Eagle3Head.forward`; positions and mask are on the CPU."""
+
+    embeddings: torch.Tensor
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+
+
+class CapturedHead:
+    """The passes of one EAGLE head as CUDA graphs, shared by all calls; used by one thread at a time.
+
+    A pass has many small kernels, and launching them takes most of its time: on an H100 drafting a level of a tree
+    takes 4.4 ms, and with captured passes 2.1 ms. A pass over n positions is padded to the next of the widths 1, 4, 8,
+    16, …, and captured once for each width and capacity of the cache; passes longer than 64 (the prompt) run eagerly.
+    """
+
+    def __init__(self) -> None:
+        self._buffers, self._lock = GraphBuffers(), threading.Lock()
+        self._passes: dict[tuple[Any, ...], CapturedPass] = {}
+        self._fingerprint: int | None = None
+        self._memory: GraphMemory | None = None
+
+    def begin_call(self, head: DraftHead) -> None:
+        """Forget the graphs of a head that has changed."""
+        if (current := fingerprint(head)) != self._fingerprint:
+            with self._lock:
+                self._memory = graph_memory(next(head.parameters()).device)
+                self._passes, self._fingerprint = {}, current
+
+    def run(self, head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
+        """One pass of the head, which appends to the cache. Runs eagerly if it is long or cannot be captured."""
+        memory = self._memory
+        if inputs.positions.shape[1] <= 64 and cache.lengths and memory is not None and not memory.is_broken:
+            try:
+                return self._replay(memory, head, inputs, cache)
+            except Exception:
+                if not memory.is_broken:
+                    raise
+                logger.warning("the passes of a %s cannot be captured; they run eagerly", type(head).__name__)
+        return run_eagerly(head, inputs, cache)
+
+    def _replay(self, memory: GraphMemory, head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
+        batch, length = inputs.positions.shape
+        lengths, width = cache.lengths, padded_width(length)
+        with self._lock:
+            cache.reserve(max(lengths) + width)
+            capacity = self._buffers.adopt(cache)
+            mask = inputs.mask.new_zeros(batch, 1, width, capacity)
+            mask[:, :, :length, : inputs.mask.shape[3]] = inputs.mask
+            mask[:, :, length:, 0] = True  # a query that sees nothing would write NaN into the cache
+            slots = torch.tensor(lengths)[:, None] + torch.arange(width)
+            more = (0, width - length)
+            embeddings, hidden = (pad(part, (0, 0, *more)) for part in (inputs.embeddings, inputs.hidden))
+            padded = HeadInputs(embeddings, hidden, pad(inputs.positions, more), mask)
+            key = batch, width, capacity, torch.is_inference_mode_enabled()
+            if key not in self._passes:
+                self._passes[key] = CapturedPass(_captured_pass, memory)
+            output: HeadOutput = self._passes[key](head, (padded, slots), cache.buffers())
+        cache.set_lengths([before + length for before in lengths])
+        return HeadOutput(*(part[:, :length] for part in output))
+
+
+def run_eagerly(head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
+    """One pass of the head without a graph."""
+    embeddings, hidden, positions, mask = inputs
+    output: HeadOutput = head(embeddings, hidden, positions.to(hidden.device), mask.to(hidden.device), cache)
+    return output
+
+
+def _captured_pass(head: DraftHead, inputs: tuple[HeadInputs, torch.Tensor], buffers: Buffers) -> HeadOutput:
+    """The function that is captured; `inputs` has the slots `[batch, width]` that it writes to beside its inputs."""
+    tensors, slots = inputs
+    layers: Any = [StepLayer(keys, values, slots, tensors.mask.shape[-1]) for keys, values in buffers]
+    output: HeadOutput = head(*tensors, Cache(layers=layers))
+    return output
+
+
+_lock = threading.Lock()
+_captured_heads: WeakKeyDictionary[DraftHead, CapturedHead] = WeakKeyDictionary()
+
+
+def captured_head(head: DraftHead) -> CapturedHead:
+    """The captured passes of a head for one call; they are shared by all calls."""
+    with _lock:
+        captured = _captured_heads.setdefault(head, CapturedHead())
+    captured.begin_call(head)
+    return captured

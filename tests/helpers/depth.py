@@ -1,0 +1,101 @@
+"""Calls and targets without a model, for tests of depth policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from hf_specgen.call import Call, DraftingSettings
+from hf_specgen.counters import RowStep, StepRecord
+from hf_specgen.depth import PolicySession
+from hf_specgen.state import GenerationState
+
+
+class Model(nn.Module):
+    """What is read of a target model."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+    config = SimpleNamespace(
+        is_encoder_decoder=False, get_text_config=lambda **_: SimpleNamespace(_attn_implementation="sdpa")
+    )
+    tp_size: int = 1
+    _device_mesh: Any = None
+
+    def get_input_embeddings(self) -> nn.Module:
+        """On the device of the inputs."""
+        return nn.Embedding(1, 1)
+
+
+class Clock:
+    """Stands in for `perf_counter`; `Target` advances it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Target:
+    """A target whose passes take known times.
+
+    Args:
+        clock: is advanced.
+        relative: T(q) / T(1) by tokens per row.
+        last_position: of the position table.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, clock: Clock, relative: Any, last_position: float = 10**6):
+        self.clock, self.relative, self.last_position = clock, relative, last_position
+        self.first_positions = [10]
+        self.passes: list[int] = []
+
+    def forward(self, tree: Any, pending: Sequence[int]) -> None:
+        """Take the time of a pass, in units of T(1) = 1 s."""
+        self.passes.append(1 + tree.nodes)
+        self.clock.now += self.relative(1 + tree.nodes)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Nothing was appended."""
+
+
+def depth_call(
+    rows: int = 1,
+    prompt: int = 100,
+    *,
+    k: int = 16,
+    negligible_cost: bool = True,
+    sizes_trees: bool = False,
+    model: Any = None,
+    temperature: float = 0.0,
+    max_new_tokens: float = float("inf"),
+) -> Call:
+    """A call whose rows have prompts of this length and one generated token."""
+    state = GenerationState(torch.ones(rows, prompt, dtype=torch.long), max_length=prompt + max_new_tokens)
+    for row in range(rows):
+        state.append(row, [1])
+    config = GenerationConfig(do_sample=temperature > 0, temperature=temperature or None)
+    settings = DraftingSettings(k, ("draft_model", k), negligible_cost, sizes_trees)
+    return Call(model, state, config, settings)
+
+
+def run(session: PolicySession, steps: int, accepted: Sequence[int], cost_passes: bool = True) -> list[list[int]]:
+    """Run a session for some steps; each row accepts at most so many tokens. Returns the depths of all steps."""
+    depths = []
+    for _ in range(steps):
+        requested = session.depths([99] * len(accepted))
+        depths.append(requested)
+        rows = [
+            RowStep(depth, depth, min(depth, most), min(depth, most) + 1)
+            for depth, most in zip(requested, accepted, strict=True)
+        ]
+        passes = None if cost_passes else ()
+        session.observe(StepRecord(requested, rows, 1 + max(requested), {"draft": 0.1, "forward": 1.0}, passes))
+    return depths

@@ -1,0 +1,180 @@
+"""Every strategy in the forms that differ in the loop, with a target that accepts a part of its draft tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_specgen import (
+    CombinedCandidates,
+    DFlashCandidates,
+    DraftModelCandidates,
+    EagleCandidates,
+    FixedDepth,
+    GemmaAssistantCandidates,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    MTPCandidates,
+    NgramCandidates,
+    NgramHistory,
+    PEagleCandidates,
+    Policy,
+    RecyclingCandidates,
+)
+from hf_specgen.heads import MedusaHeads
+from tests.helpers.eagle import predictable_pair
+from tests.helpers.head_fixtures import Fixture, find_fixtures
+from tests.helpers.medusa import fitted_heads
+from tests.helpers.models import prompts, shared_draft, tiny_model
+from tests.helpers.oracle import Oracle
+from tests.helpers.parallel import recording
+from tests.helpers.paths import HEAD_FIXTURES
+
+FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(HEAD_FIXTURES)}
+MEDUSA_TREE = [[1], [0], [0, 0], [0, 0, 0], [0, 1]]
+"""A short leaf beside deep ones: rows pad their paths."""
+
+
+class Strategy(NamedTuple):
+    """How to make a strategy.
+
+    Args:
+        target: the model of its calls.
+        make: from the `[batch, generated]` tokens of plain `generate`, for drafts that are partly right, and a policy;
+            the depth is fixed if that is None.
+    """
+
+    target: Callable[[], Any]
+    make: Callable[..., Any]
+
+
+def repeating(batch: int) -> dict[str, torch.Tensor]:
+    """Ragged prompts that repeat themselves, so that n-grams propose something."""
+    inputs = prompts(batch)
+    inputs["input_ids"][:, 6:] = inputs["input_ids"][:, :6]
+    return inputs
+
+
+@cache
+def medusa_heads(reads_path: bool) -> MedusaHeads:
+    """Medusa heads, or Hydra heads that depend on the path a little."""
+    model = llama()
+    fitted = fitted_heads(model, repeating(3))
+    if not reads_path:
+        return fitted
+    heads = MedusaHeads.from_target(model, num_heads=3, own_outputs=True, reads_token=True, reads_path=True)
+    heads.load_state_dict(fitted.state_dict(), strict=False)
+    with torch.no_grad():
+        for matrix in heads.token_maps:
+            matrix.weight += 0.01 * torch.randn(matrix.weight.shape, generator=torch.Generator().manual_seed(3))
+    return heads.eval()
+
+
+@cache
+def eagle_pair(name: str) -> tuple[Any, Any]:
+    """A target and an EAGLE head that predicts it partly."""
+    return predictable_pair(FIXTURES[name])
+
+
+def llama() -> Any:
+    """Three layers, so that a layer skip has several early ones."""
+    return tiny_model("llama", num_hidden_layers=3)
+
+
+def _on_llama(make: Callable[..., Any]) -> Strategy:
+    """A strategy that needs no tokens of plain `generate`."""
+    return Strategy(llama, lambda answers, **settings: make(**settings))
+
+
+def _oracle(**shape: Any) -> Strategy:
+    return Strategy(llama, lambda answers, k=4, policy=None: Oracle(answers, k=k, policy=policy, **shape))
+
+
+def _eagle(name: str, **shape: Any) -> Strategy:
+    return Strategy(
+        lambda: eagle_pair(name)[0],
+        lambda answers, **settings: EagleCandidates(eagle_pair(name)[1], **{**shape, **settings}),
+    )
+
+
+def _parallel(name: str, strategy: Any, **shape: Any) -> Strategy:
+    """A head whose logits prefer the right tokens in most places."""
+    fixture: Fixture = FIXTURES[name]
+    return Strategy(
+        lambda: fixture.target,
+        lambda answers, **settings: recording(strategy, answers.tolist())(fixture.head_folder, **{**shape, **settings}),
+    )
+
+
+def _with_head(name: str, strategy: Any, **shape: Any) -> Strategy:
+    """A head with random weights."""
+    fixture: Fixture = FIXTURES[name]
+    source = str(fixture.target_folder) if strategy is MTPCandidates else fixture.head_folder
+    return Strategy(lambda: fixture.target, lambda answers, **settings: strategy(source, **{**shape, **settings}))
+
+
+def _medusa(tree: Any, reads_path: bool = False) -> Strategy:
+    def make_candidates(policy: Policy | None = None) -> MedusaCandidates:
+        return MedusaCandidates(medusa_heads(reads_path), tree, policy=policy or FixedDepth())
+
+    return _on_llama(make_candidates)
+
+
+def _combined(make_members: Callable[[], list[Any]], target: Callable[[], Any] = llama) -> Strategy:
+    def make_candidates(answers: torch.Tensor, policy: Policy | None = None) -> CombinedCandidates:
+        return CombinedCandidates(make_members(), policy=policy or FixedDepth(5))
+
+    return Strategy(target, make_candidates)
+
+
+def _draft(**settings: Any) -> DraftModelCandidates:
+    return DraftModelCandidates(shared_draft(llama()), **settings)
+
+
+PARTLY_RIGHT: dict[str, Strategy] = {
+    "oracle, some": _oracle(accuracy=0.6),
+    "oracle, tree": _oracle(accuracy=0.7, branching=True),
+    "n-grams": _on_llama(lambda k=6, **settings: NgramCandidates(k=k, **settings)),
+    "n-grams, tree": _on_llama(lambda k=6, **settings: NgramCandidates(k=k, tree=12, **settings)),
+    "n-grams, history": _on_llama(
+        lambda k=6, **settings: NgramCandidates(k=k, tree=12, history=NgramHistory(max_tokens=100), **settings)
+    ),
+    "recycling": _on_llama(lambda k=4, **settings: RecyclingCandidates(k=k, **settings)),
+    "recycling, tree": _on_llama(lambda k=4, **settings: RecyclingCandidates(k=k, tree=16, **settings)),
+    "draft model": _on_llama(lambda k=4, **settings: _draft(k=k, **settings)),
+    "draft model, tree": _on_llama(lambda k=4, **settings: _draft(k=k, tree=10, **settings)),
+    "layer skip": _on_llama(lambda k=4, **settings: LayerSkipCandidates(2, k, **settings)),
+    "Medusa, auto": _medusa("auto"),
+    "Medusa, tree": _medusa(MEDUSA_TREE),
+    "Hydra": _medusa(12, reads_path=True),
+    "EAGLE-1": _eagle("eagle1_original", k=3),
+    "EAGLE-1, tree": _eagle("eagle1_original", k=3, tree=8),
+    "EAGLE-3, tree": _eagle("eagle3_original", k=3, tree=8),
+    "DFlash": _parallel("dflash_zlab", DFlashCandidates, k=4),
+    "DFlash, tree": _parallel("dflash_zlab", DFlashCandidates, k=4, tree=8),
+    "P-EAGLE, tree": _parallel("speculators_peagle_llama", PEagleCandidates, k=4, tree=8),
+    "combined": _combined(lambda: [NgramCandidates(), RecyclingCandidates()]),
+    "n-grams and draft model": _combined(lambda: [NgramCandidates(k=5), _draft(k=5)]),
+    "n-grams and layer skip": _combined(lambda: [NgramCandidates(k=5), LayerSkipCandidates(2, 5)]),
+    "n-grams and Medusa": _combined(lambda: [NgramCandidates(k=4), MedusaCandidates(medusa_heads(False))]),
+    "n-grams and EAGLE": _combined(
+        lambda: [NgramCandidates(k=4), EagleCandidates(eagle_pair("eagle1_original")[1], k=3)],
+        lambda: eagle_pair("eagle1_original")[0],
+    ),
+}
+RANDOM_HEADS: dict[str, Strategy] = {
+    "MTP": _with_head("mtp_transformers_glm4_moe", MTPCandidates, k=2),
+    "MTP, recurrent target": _with_head("mtp_qwen3_next_native", MTPCandidates, k=2, tree=4),
+    "Gemma assistant": _with_head("gemma4_assistant", GemmaAssistantCandidates, k=3),
+    "Gemma assistant, tree": _with_head("gemma4_assistant", GemmaAssistantCandidates, k=3, tree=8),
+}
+"""Hardly any of their draft tokens is accepted."""
+STRATEGIES = {**PARTLY_RIGHT, **RANDOM_HEADS}
+
+
+def make(name: str, policy: Policy | None = None) -> Callable[[torch.Tensor], Any]:
+    """What makes the strategy of this name from the tokens of plain `generate`."""
+    return lambda answers: STRATEGIES[name].make(answers, policy=policy)

@@ -1,0 +1,97 @@
+"""`AdaptiveDepth`: drafts while that is faster, tries again after growing intervals, chooses the depth of chains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hf_specgen.counters import RowStep, StepRecord
+from hf_specgen.depth import AdaptiveDepth, CostCurve, LatencyModel
+from hf_specgen.memory import memory
+from tests.helpers.depth import Model, depth_call, run
+
+FLAT = LatencyModel.from_curves(CostCurve((1, 32), (1.0, 1.02), 256, 1))
+STEEP = LatencyModel.from_curves(CostCurve((1, 32), (1.0, 32.0), 256, 1))
+
+
+@pytest.mark.parametrize(
+    ("latency", "accepted", "drafts"),
+    [(FLAT, 3, True), (FLAT, 0, False), (STEEP, 0, False), (STEEP, 1, False)],
+    ids=["flat, accepted", "flat, rejected", "steep, rejected", "steep, accepted"],
+)
+def test_adaptive_depth_drafts_only_where_it_is_faster(latency: LatencyModel, accepted: int, drafts: bool) -> None:
+    depths = run(AdaptiveDepth(latency).start(depth_call()), 100, [accepted])
+    steps = sum(depth > 0 for (depth,) in depths[40:])
+    assert steps == 60 if drafts else steps <= 2
+
+
+def test_adaptive_depth_where_drafts_fail_tries_again_after_doubled_intervals() -> None:
+    depths = [depth for (depth,) in run(AdaptiveDepth(STEEP).start(depth_call()), 200, [0])]
+    trials = [step for step, depth in enumerate(depths) if depth]
+    off = trials.index(next(step for step in trials if step + 1 not in trials))
+    gaps = [later - earlier - 1 for earlier, later in zip(trials[off:], trials[off + 1 :], strict=False)]
+    assert gaps[:4] == [8, 16, 32, 64] and set(gaps[4:]) <= {64}
+
+
+def test_adaptive_depth_after_a_faster_trial_drafts_again() -> None:
+    session = AdaptiveDepth(STEEP).start(depth_call(sizes_trees=True, negligible_cost=True))
+    run(session, 40, [0])
+    session.latency = FLAT
+    assert sum(depth > 0 for (depth,) in run(session, 60, [5])) > 40
+
+
+def test_adaptive_depth_empty_drafts_without_passes_are_not_counted() -> None:
+    """Would catch: n-grams that are turned off by steps in which they have nothing to propose."""
+    session = AdaptiveDepth(FLAT).start(depth_call(sizes_trees=True))
+    for _ in range(50):
+        assert session.depths([99]) == [16]
+        session.observe(StepRecord([16], [RowStep(0, 0, 0, 1)], 1, {}, ()))
+
+
+def fastest(acceptance: float, seconds: Callable[[float], float], k: int) -> int:
+    """Reference: the depth with the most expected tokens per second."""
+    rates = {d: sum(acceptance**i for i in range(d + 1)) / seconds(1 + d) for d in range(1, k + 1)}
+    return max(rates, key=rates.__getitem__)
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("slope", [0.001, 0.05])
+def test_adaptive_depth_of_chains_is_the_fastest_one(acceptance: float, slope: float) -> None:
+    curve = CostCurve((1, 33), (1.0, 1.0 + 32 * slope), 256, 1)
+    session = AdaptiveDepth(LatencyModel.from_curves(curve)).start(depth_call())
+    session._accepted, session._verified = acceptance * 100, 100.0
+    assert session.depths([99]) == [fastest(acceptance, curve, 16)]
+
+
+def test_adaptive_depth_in_a_batch_drafts_for_all_rows_or_none() -> None:
+    depths = run(AdaptiveDepth(FLAT).start(depth_call(rows=3)), 60, [0, 5, 0])
+    assert all(len(set(step)) == 1 for step in depths)
+
+
+def test_adaptive_depth_within_the_limits_of_each_row() -> None:
+    session = AdaptiveDepth(FLAT).start(depth_call(rows=3, sizes_trees=True))
+    assert session.depths([5, 0, 99]) == [5, 0, 16]
+
+
+def test_adaptive_depth_before_latencies_are_known_drafts_nothing() -> None:
+    session = AdaptiveDepth().start(depth_call(model=Model()))
+    assert session.depths([99]) == [0] and session.latency is None
+
+
+def test_adaptive_depth_remembers_the_speed_of_earlier_calls() -> None:
+    model = Model()
+    first = AdaptiveDepth().start(depth_call(model=model))
+    first.latency = STEEP
+    run(first, 60, [0])
+    second = AdaptiveDepth().start(depth_call(model=model))
+    second.latency = STEEP
+    assert [depth for (depth,) in run(second, 8, [0])] == [0] * 8, "drafting was slower in the first call"
+    given = AdaptiveDepth(FLAT).start(depth_call(model=model))
+    assert given.depths([99]) != [0], "with a given latency equal calls make the same drafts"
+    memory.clear()
+
+
+def test_negative_margin_raises() -> None:
+    with pytest.raises(ValueError, match="margin must be at least 0, got -1"):
+        AdaptiveDepth(margin=-1)
