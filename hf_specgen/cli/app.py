@@ -82,11 +82,10 @@ def export(
         from transformers import AutoModelForCausalLM
 
         from hf_specgen.heads import load_medusa
-        from hf_specgen.heads.checkpoint import Source
-        from hf_specgen.heads.export import export_medusa
-        from hf_specgen.heads.files import source_errors
-        from hf_specgen.heads.loading import holds_medusa, load_head
-        from hf_specgen.heads.saving import export_head
+        from hf_specgen.heads.checkpoint import Source, source_errors
+        from hf_specgen.heads.export import export_head
+        from hf_specgen.heads.head_formats import holds_medusa, load_head
+        from hf_specgen.heads.medusa_formats import export_medusa
 
         if holds_medusa(Source(heads)):
             with source_errors(target):

@@ -214,7 +214,7 @@ def variants(settings: DemoSettings) -> list[Variant]:
         heads = heads or [str(folder) for folder in shipped if folder.exists()]
     built = [*strategies(draft, "", adapter, dtype=settings.dtype), *map(head_strategy, heads)]
     found: dict[str, Candidates] = {strategy.name: strategy.candidates for strategy in built}
-    found[NGRAM] = NgramCandidates(k=settings.k, branches=settings.branches)
+    found[NGRAM] = NgramCandidates(k=settings.k)
     ours: Any = partial(dict, verification=settings.verification)
     return [
         Variant(PLAIN, dict),

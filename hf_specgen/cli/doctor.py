@@ -19,8 +19,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates.default import default_candidates
-from hf_specgen.candidates.head_candidates import HeadCandidates
+from hf_specgen.candidates.combined import default_candidates
+from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.cli.settings import DoctorSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.depth import CostCurve
@@ -38,11 +38,10 @@ from hf_specgen.evaluation.workloads import (
     strategies,
     torch_dtype,
 )
-from hf_specgen.heads.checkpoint import Source, open_checkpoint
+from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
 from hf_specgen.heads.compatibility import check_heads
-from hf_specgen.heads.files import source_errors
-from hf_specgen.heads.formats import inspect_medusa
-from hf_specgen.heads.loading import holds_medusa, load_head
+from hf_specgen.heads.head_formats import holds_medusa, load_head
+from hf_specgen.heads.medusa_formats import inspect_medusa
 from hf_specgen.heads.mtp_format import has_mtp_layers
 from hf_specgen.targets.support import check_model
 
@@ -276,7 +275,7 @@ def _draft_head(name: str, target: Blueprint) -> list[Finding]:
     parameters = sum(parameter.numel() for parameter in head.parameters())
     findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(parameters)} parameters")]
     try:
-        taps = head.attach(target.model).taps
+        taps = head.bind(target.model).aux_hidden_state_layers
         findings[0] = replace(findings[0], found=f"{findings[0].found}, reads hidden states {taps}")
     except ValueError as error:
         findings.append(Finding("heads' target", BAD, "not this target", str(error)))
@@ -450,7 +449,9 @@ def taps(compared: Mapping[tuple[int, ...], float]) -> Finding:
     found += "".join(f"; {layers}: {value:.2f}" for layers, value in compared.items() if layers != configured)
     best = max(compared, key=lambda layers: compared[layers])
     if compared[best] > MARGIN * compared[configured]:
-        meaning = f"the head was trained with another convention than its config says: use taps={best}"
+        meaning = (
+            f"the head was trained with another convention than its config says: use aux_hidden_state_layers={best}"
+        )
         return Finding("taps", WARNING, found, meaning)
     return Finding("taps", GOOD, found)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import compat
-from hf_specgen.candidates.tree_builder import TreeBuilder
+from hf_specgen.candidates.tree_search import TreeBuilder
 from hf_specgen.cli.settings import TuneSettings, check_writable, terminal
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_acceptance
@@ -30,8 +29,8 @@ from hf_specgen.evaluation.workloads import (
     strategies,
 )
 from hf_specgen.heads.compatibility import other_chat_template
-from hf_specgen.heads.formats import load_medusa
 from hf_specgen.heads.lora import copy_lora
+from hf_specgen.heads.medusa_formats import load_medusa
 
 
 def show(settings: TuneSettings) -> None:
@@ -53,7 +52,7 @@ def show(settings: TuneSettings) -> None:
     with console.status("measuring latencies"):
         candidates = [strategy.candidates for strategy in named]
         latency = measure_latency(model, candidates, rows=settings.batch_size, context=settings.context)
-    settings.latency.write_text(json.dumps(latency.to_dict(), indent=2), encoding="utf-8")
+    latency.save(settings.latency)
     console.print(_latencies(latency))
     console.print(f"{settings.latency}: read by AdaptiveDepth(latency={str(settings.latency)!r})", highlight=False)
 
@@ -62,10 +61,10 @@ def _latencies(latency: LatencyModel) -> Table:
     """Latencies relative to a plain step, a row for each number of rows."""
     shown = (2, 4, 8, 16, 32)
     view = Table(box=SIMPLE, pad_edge=False, title="latency in plain steps", title_style="bold", title_justify="left")
-    drafters = sorted({kind for one in latency.slices for kind in one.drafters} - {"any"})
+    drafters = sorted({kind for one in latency.buckets for kind in one.drafters} - {"any"})
     for name in ("rows", "context", "plain step", *(f"T({tokens})" for tokens in shown), *drafters):
         view.add_column(name.replace("_", " "), justify="right")
-    for curve, kinds in latency.slices:
+    for curve, kinds in latency.buckets:
         cells = [str(curve.batch), str(curve.context), f"{1000 * curve(1):.1f} ms"]
         cells += [f"{curve.relative(tokens):.2f}" for tokens in shown]
         cells += [f"{kinds[kind].seconds[0] / curve(1):.2f}" for kind in drafters]

@@ -34,8 +34,8 @@ from hf_specgen.candidates import (
 from hf_specgen.evaluation import DTYPES
 from hf_specgen.evaluation import WorkloadSettings as WorkloadSettings
 from hf_specgen.evaluation.measure import Sample, Variant
+from hf_specgen.heads.checkpoint import check_source, source_errors
 from hf_specgen.heads.exit_head import exit_layer_of
-from hf_specgen.heads.files import check_source, source_errors
 
 
 def _assets() -> Path:

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from hf_specgen.cli import doctor
 from hf_specgen.cli.app import app
 from hf_specgen.cli.doctor import CheckResult, DoctorSettings, Report, Speed, blueprint, examine
-from hf_specgen.depth.cost import CostCurve
+from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.measure import Interval, Sample, Total
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
-from hf_specgen.heads.export import export_medusa
+from hf_specgen.heads.medusa_formats import export_medusa
 from tests.helpers import tiny_model
 from tests.helpers.head_fixtures import find_fixtures
 from tests.helpers.medusa import random_heads

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_specgen.cli.app import app
 from hf_specgen.evaluation.workloads import head_strategy, strategies
-from hf_specgen.heads.loading import load_head
+from hf_specgen.heads.head_formats import load_head
 from tests.helpers.head_fixtures import find_fixtures
 from tests.helpers.paths import DRAFT_LM
 
