@@ -271,6 +271,7 @@ def recycled_tree(
 
     def children(node: Node, depth: int) -> Iterator[tuple[int, float, Node]]:
         for rank, (successor, place) in enumerate(zip(*table.row(node[0]), strict=True)):
-            yield successor, acceptance[min(rank, RANKS - 1)][place], (successor, rank, place)
+            probability = acceptance[min(rank, RANKS - 1)][place]
+            yield successor, probability, (successor, rank, place)
 
     return best_first((token, 0, 0), children, depth, limits)

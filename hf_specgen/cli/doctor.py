@@ -19,8 +19,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates.combined import default_candidates
-from hf_specgen.candidates.draft_heads import HeadCandidates
+from hf_specgen.candidates.default import default_candidates
+from hf_specgen.candidates.head_candidates import HeadCandidates
 from hf_specgen.cli.settings import DoctorSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.depth import CostCurve
@@ -275,8 +275,8 @@ def _draft_head(name: str, target: Blueprint) -> list[Finding]:
     parameters = sum(parameter.numel() for parameter in head.parameters())
     findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(parameters)} parameters")]
     try:
-        taps = head.bind(target.model).aux_hidden_state_layers
-        findings[0] = replace(findings[0], found=f"{findings[0].found}, reads hidden states {taps}")
+        layers = head.bind(target.model).aux_hidden_state_layers
+        findings[0] = replace(findings[0], found=f"{findings[0].found}, reads hidden states {layers}")
     except ValueError as error:
         findings.append(Finding("heads' target", BAD, "not this target", str(error)))
     return findings + _base(head.config.base_model or "", target)
@@ -449,9 +449,7 @@ def taps(compared: Mapping[tuple[int, ...], float]) -> Finding:
     found += "".join(f"; {layers}: {value:.2f}" for layers, value in compared.items() if layers != configured)
     best = max(compared, key=lambda layers: compared[layers])
     if compared[best] > MARGIN * compared[configured]:
-        meaning = (
-            f"the head was trained with another convention than its config says: use aux_hidden_state_layers={best}"
-        )
+        meaning = f"the head was trained with another convention than its config says: use taps={best}"
         return Finding("taps", WARNING, found, meaning)
     return Finding("taps", GOOD, found)
 

@@ -141,7 +141,7 @@ def compare_taps(
     Returns:
         tokens per step by indices into Transformers' `hidden_states`, the configured ones first.
     """
-    configured = heads.target_requirements(model).aux_hidden_state_layers
+    configured = heads.target_requirements(model).taps
     last = model.config.get_text_config().num_hidden_layers
     choices = [tuple(layer + shift for layer in configured) for shift in (0, -1, 1)]
     return {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any, cast
 
@@ -45,8 +46,7 @@ def measure_cost_curve(
     Raises:
         ValueError: if a number is out of range, or the model has fewer positions than context + queries.
     """
-    if not queries or queries[0] != 1 or sorted(set(queries)) != list(queries):
-        raise ValueError(f"queries must increase from 1, got {list(queries)}")
+    _check_queries(queries)
     for name, value in (("context", context), ("batch", batch), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -114,6 +114,11 @@ def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
     target = Target(model, tokens, GenerationConfig(), arguments)
     target.prefill(DraftTree.empty(len(tokens)))
     return target
+
+
+def _check_queries(queries: Sequence[int]) -> None:
+    if not queries or queries[0] != 1 or any(b <= a for a, b in pairwise(queries)):
+        raise ValueError(f"queries must increase from 1, got {list(queries)}")
 
 
 def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = None) -> PreTrainedModel:

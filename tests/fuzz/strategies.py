@@ -68,7 +68,15 @@ class Answers:
 
 
 def build(case: Case, model: Any, draft: Any, known: Known, answers: Answers) -> Any:
-    """The strategy of a case."""
+    """The strategy of a case.
+
+    Args:
+        case: names it.
+        model: the target.
+        draft: as made by `draft_model`.
+        known: what plain `generate` wrote, for strategies that are fitted to it.
+        answers: what oracles look up.
+    """
     if case.strategy == "combined":
         members = [_simple(case, name, model, draft, known, answers) for name in case.members]
         return CombinedCandidates(members, policy=_policy(case))
@@ -104,7 +112,8 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
     if name in ("oracle", "oracle_tree", "random", "random_tree"):
         return Scripted(lambda: _script(name, case, answers), case.k, policy)
     if name in ("ngram", "ngram_tree"):
-        return NgramCandidates(**settings, tree=4 * case.branches if name == "ngram_tree" else None)
+        has_size = name == "ngram_tree" and not adaptive
+        return NgramCandidates(**settings, tree=4 * case.branches if has_size else None)
     if name == "history":
         history = NgramHistory(max_tokens=200)
         for row in known.ids.tolist():

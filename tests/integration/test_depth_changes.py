@@ -26,7 +26,7 @@ from hf_specgen import (
     Schedule,
     StepRecord,
 )
-from hf_specgen.depth import CostCurve, LatencyModel, OffAbove, OffForShort
+from hf_specgen.depth import CostCurve, DisableWhen, LatencyModel
 from tests.helpers import Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
 from tests.helpers.policies import Irregular

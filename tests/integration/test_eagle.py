@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_specgen import CombinedCandidates, EagleCandidates, FixedDepth, MedusaCandidates
-from hf_specgen.heads.loading import load_head
-from hf_specgen.heads.reader import HeadReader
+from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.runner import EagleRunner
 from hf_specgen.tree import DraftTree
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.eagle import Recording, predictable_pair, reread

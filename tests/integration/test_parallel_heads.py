@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hf_specgen import CombinedCandidates, DFlashCandidates, PEagleCandidates
-from hf_specgen.heads.block_reader import BlockReader
-from hf_specgen.heads.loading import load_head
-from hf_specgen.heads.parallel_reader import ParallelReader
+from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.runner import BlockRunner, PEagleRunner
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.comparison import SEED
 from tests.helpers.head_fixtures import Comparison, find_fixtures

@@ -14,8 +14,6 @@ from hf_specgen import NgramCandidates
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.ngram import (
     FREQUENT,
-    MAX_FACTOR,
-    MAX_VOTERS,
     PRIOR_ODDS,
     MatchOdds,
     RowText,
@@ -45,7 +43,7 @@ def tree_of(text: list[int], depth: int, limits: SearchLimits) -> tuple[SearchTr
     matches = index.occurrences(text, 100)
     occurrences: list[Occurrence] = [(text, len(text), at, length, OWN) for at, length in matches.items()]
     tree = best_first(occurrences, lambda voters, depth: vote(voters, depth, odds), depth, limits)
-    return tree, reference.ngram_nodes(text, matches, odds.values, depth, MAX_VOTERS)
+    return tree, reference.ngram_nodes(text, matches, odds.values, depth, max_voters=8)
 
 
 def paths_of(tree: SearchTree[Any]) -> list[tuple[int, ...]]:
@@ -157,7 +155,7 @@ def test_observe_rejections_make_the_class_less_likely() -> None:
 def test_observe_of_equal_outcomes_keeps_odds_within_a_factor_of_the_prior(accepted: bool) -> None:
     odds, place = MatchOdds(), match_class(OWN, 3)
     odds.observe([(place, 0.5, accepted)] * 1000)
-    assert odds.values[place] == pytest.approx(PRIOR_ODDS[place] * (MAX_FACTOR if accepted else 1 / MAX_FACTOR))
+    assert odds.values[place] == pytest.approx(PRIOR_ODDS[place] * (20 if accepted else 1 / 20))
     assert odds.copy().values == odds.values
 
 

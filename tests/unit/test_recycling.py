@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hf_specgen.depth.calibration import EDGES, RANKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -16,7 +17,6 @@ from safetensors.numpy import save_file
 from hf_specgen import RecyclingCandidates, RecyclingTable
 from hf_specgen.candidates.best_first import SearchLimits
 from hf_specgen.candidates.recycling import SUCCESSORS, recycled_tree
-from hf_specgen.depth.calibration import EDGES, RANKS
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.top_tokens import TopTokens, topk
 from tests.helpers import assert_same_tokens, prompts, tiny_model
