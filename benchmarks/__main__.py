@@ -132,8 +132,9 @@ def run_suite(options: Namespace) -> int:
 
 def _wide(given: dict[str, Any]) -> dict[str, Any]:
     """The settings of `--wide` on this machine."""
+    from hf_specgen.evaluation import WorkloadSettings
     from hf_specgen.evaluation.cost import fast_dtype
-    from hf_specgen.evaluation.workloads import WorkloadSettings, load
+    from hf_specgen.evaluation.workloads import load
 
     if given.get("device", "cpu") != "cpu" or {"dtype", "resume"} & set(given):
         return WIDE

@@ -51,8 +51,9 @@ def chat() -> Path:
 
     from hf_specgen import Candidates, DraftModelCandidates
     from hf_specgen.cli.chat import Chat, Conversation
+    from hf_specgen.evaluation import WorkloadSettings
     from hf_specgen.evaluation.cost import widen
-    from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, WorkloadSettings, load
+    from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, load
 
     model, tokenizer = load(WorkloadSettings())
     draft = DraftModelCandidates(str(EMBEDDED_DRAFT), dtype=model.dtype)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from hf_specgen.generate import speculate
     from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
     from hf_specgen.outputs import SpeculativeOutput
+    from hf_specgen.prepacked_weights import prepacked
     from hf_specgen.tree import DraftTree
     from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
 
@@ -94,6 +95,7 @@ __all__ = [
     "attached",
     "detach",
     "install",
+    "prepacked",
     "speculate",
     "statistics",
     "uninstall",
@@ -111,6 +113,7 @@ _MODULES = {
     "generate": "speculate",
     "monitoring.monitor": "Monitor MonitorSession SpeculationMonitor",
     "outputs": "SpeculativeOutput",
+    "prepacked_weights": "prepacked",
     "tree": "DraftTree",
     "verification": "VerificationResult VerificationSession Verifier",
 }

@@ -24,12 +24,11 @@ from hf_specgen.counters import RowStep, Statistics, StepPasses, StepRecord
 from hf_specgen.depth import Policy, PolicySession
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector, Padding
-from hf_specgen.targets.base import Target
-from hf_specgen.targets.cache_layer import MAX_PREFILL_DRAFT
-from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, MAX_PREFILL_DRAFT
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import check_length
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
 from hf_specgen.verification.top_tokens import TopTokens

@@ -25,7 +25,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from hf_specgen.call import Call
 from hf_specgen.counters import Statistics
-from hf_specgen.targets.base import Target
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree, chain_parents
 from hf_specgen.verification import VerificationResult, VerificationSession
 

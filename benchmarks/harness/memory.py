@@ -24,8 +24,9 @@ from benchmarks.harness.loading import SHIPPED, build
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.prompts import of_length
+from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.measure import Variant, peak_memory, reset_peak_memory, wait
-from hf_specgen.evaluation.workloads import EMBEDDED_MODEL, WorkloadSettings, domain_prompts, load
+from hf_specgen.evaluation.workloads import EMBEDDED_MODEL, domain_prompts, load
 
 Rows = list[dict[str, Any]]
 T = TypeVar("T")

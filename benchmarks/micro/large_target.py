@@ -3,7 +3,7 @@
 The target is the embedded model in bfloat16, deepened and widened without changing its function.
 
 PyTorch's attention kernels are chosen alike for all sides: without those of cuDNN, which plan anew for each length of
-the text (see `hf_specgen.targets.cudnn_attention`). Plain `generate` is measured with PyTorch's own choice too.
+the text (see `hf_specgen.targets.attention`). Plain `generate` is measured with PyTorch's own choice too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hf_specgen import (
     FixedDepth,
     NgramCandidates,
 )
+from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     EMBEDDED_DRAFT,
     EMBEDDED_EAGLE,
-    WorkloadSettings,
     domain_prompts,
     encode,
     load,

@@ -14,8 +14,9 @@ from benchmarks.harness.variants import PLAIN, ours
 from benchmarks.micro.spread import spread
 from benchmarks.workloads.scripted import AlwaysRejected
 from hf_specgen import FixedDepth
+from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.measure import Variant
-from hf_specgen.evaluation.workloads import WorkloadSettings, load
+from hf_specgen.evaluation.workloads import load
 
 CONTEXT, NEW_TOKENS = 4000, 32
 VARIANTS = (

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from benchmarks.harness.variants import ours
 from benchmarks.micro.spread import spread
 from hf_specgen import NgramCandidates
+from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.measure import Variant
-from hf_specgen.evaluation.workloads import SAMPLED, WorkloadSettings, domain_prompts, encode, load
+from hf_specgen.evaluation.workloads import SAMPLED, domain_prompts, encode, load
 
 GENERATION: dict[str, dict[str, Any]] = {
     "greedy": {},

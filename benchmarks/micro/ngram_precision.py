@@ -11,7 +11,8 @@ from itertools import islice
 from typing import Any, cast
 
 from hf_specgen.candidates.ngram_index import NgramIndex
-from hf_specgen.evaluation.workloads import ASSETS, WorkloadSettings, load
+from hf_specgen.evaluation import WorkloadSettings
+from hf_specgen.evaluation.workloads import ASSETS, load
 
 ANSWERS_PER_DOMAIN = 100
 MAX_MATCH_LENGTH, MAX_OCCURRENCES = 8, 8

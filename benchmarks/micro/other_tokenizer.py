@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen import DraftModelCandidates
 from hf_specgen.candidates.cross_tokenizer import SharedVocabulary, shared_ids
-from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_MODEL, WorkloadSettings, load
+from hf_specgen.evaluation import WorkloadSettings
+from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_MODEL, load
 
 PROMPTS_PER_DOMAIN, NEW_TOKENS = 2, 32
 SEED = 0

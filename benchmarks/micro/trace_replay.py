@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.harness.variants import Arguments, ours
 from benchmarks.workloads.scripted import ScriptedTarget
 from hf_specgen import NgramCandidates, NgramHistory
-from hf_specgen.evaluation.workloads import ASSETS, WorkloadSettings, load
+from hf_specgen.evaluation import WorkloadSettings
+from hf_specgen.evaluation.workloads import ASSETS, load
 
 TRACES = ASSETS / "traces"
 BASELINE = "prompt lookup n=2"

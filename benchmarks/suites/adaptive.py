@@ -30,9 +30,10 @@ from benchmarks.harness.variants import AUTO, PLAIN, PLAIN_AGAIN, ours
 from benchmarks.report.adaptive import tables
 from benchmarks.report.tables import Rows
 from hf_specgen.candidates.base import Depth
+from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Variant, measure_round
-from hf_specgen.evaluation.workloads import DOMAINS, WorkloadSettings, domain_prompts, encode, load
+from hf_specgen.evaluation.workloads import DOMAINS, domain_prompts, encode, load
 
 BATCHES, TEMPERATURES, HIGH_TEMPERATURE = (1, 4, 16), (0.0, 1.0), 1.3
 DEPTHS = {

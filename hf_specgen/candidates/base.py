@@ -19,8 +19,8 @@ from hf_specgen.call import Call, DraftingSettings
 from hf_specgen.counters import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy, PolicySession
 from hf_specgen.state import GenerationState
-from hf_specgen.targets.base import Target
 from hf_specgen.targets.requirements import TargetRequirements
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, VerificationSession
 from hf_specgen.verification.result import result_for

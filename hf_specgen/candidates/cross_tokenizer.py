@@ -26,8 +26,8 @@ from hf_specgen.call import Compile
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, Tree, vocabulary_size
 from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size, known_tokens
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.model_parts import text_config
-from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.support import position_table
 from hf_specgen.tree import DraftTree

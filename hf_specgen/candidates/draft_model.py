@@ -43,14 +43,12 @@ from hf_specgen.candidates.draft_heads import number_of
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.depth import Policy
 from hf_specgen.heads.checkpoint import first_line
-from hf_specgen.targets.base import Target
-from hf_specgen.targets.encoder import reads_encoder
-from hf_specgen.targets.model_parts import text_config
-from hf_specgen.targets.own_cache import MAX_DRAFT_SLOTS
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
+from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.self_check import check_computation
-from hf_specgen.targets.state_layers import keeps_state
-from hf_specgen.targets.support import check_model, is_causal_kernel, position_table
+from hf_specgen.targets.support import check_model, position_table
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 logger = logging.getLogger("hf_specgen")

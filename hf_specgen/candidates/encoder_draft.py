@@ -14,7 +14,7 @@ from transformers.utils.generic import ModelOutput
 from hf_specgen import compat
 from hf_specgen.call import EncoderInput
 from hf_specgen.candidates.base import DraftCall
-from hf_specgen.targets.encoder import reads_encoder
+from hf_specgen.targets.model_parts import reads_encoder
 
 _same_encoders: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, bool]] = WeakKeyDictionary()
 

@@ -24,7 +24,7 @@ from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantRunner
 from hf_specgen.heads.medusa import RANKS
 from hf_specgen.heads.runner import EagleRunner, ParallelRunner, captured_head
-from hf_specgen.targets.compilable import GRAPH_DEVICES
+from hf_specgen.targets.graphs import GRAPH_DEVICES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.call import Call
 from hf_specgen.candidates import Candidates
-from hf_specgen.candidates.default import default_candidates
+from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import ChatSettings
 from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.evaluation.workloads import DEFAULT, PLAIN, chat_text, load_model, maybe_prepacked, strategies

@@ -19,8 +19,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates.default import default_candidates
-from hf_specgen.candidates.head_candidates import HeadCandidates
+from hf_specgen.candidates.combined import default_candidates
+from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.cli.settings import DoctorSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.depth import CostCurve

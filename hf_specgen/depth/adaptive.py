@@ -12,7 +12,7 @@ from hf_specgen.depth.calibrate import DrafterTimer, target_curve
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, LatencyModel
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.memory import memory
-from hf_specgen.targets.base import Target
+from hf_specgen.targets.target import Target
 
 MAX_CHAIN = 32
 """Deepest chain that is considered: with an acceptance of 0.9 a token, 3% of drafts reach beyond it."""

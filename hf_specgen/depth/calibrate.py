@@ -22,8 +22,8 @@ from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.latency import CostCurve, DraftLatency
 from hf_specgen.depth.ranks import from_first_rank, lockstep_group
-from hf_specgen.targets.base import Target
 from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 QUERIES = (1, 2, 4, 8, 16, 32)

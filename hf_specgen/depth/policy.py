@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.latency import LatencyModel
-from hf_specgen.targets.base import Target
+from hf_specgen.targets.target import Target
 
 
 class PolicySession(ABC):

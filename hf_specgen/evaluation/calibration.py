@@ -14,11 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import DraftCall, DraftSession
-from hf_specgen.candidates.head_candidates import HeadCandidates
+from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates, MedusaSession
 from hf_specgen.depth import FixedDepth
-from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, RANKS, Acceptance, confidence_bin
-from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.heads.medusa import CONFIDENCE_EDGES, RANKS, Acceptance, MedusaHeads, confidence_bin
 from hf_specgen.tree import DraftTree
 
 
@@ -146,7 +145,7 @@ def compare_taps(
     last = model.config.get_text_config().num_hidden_layers
     choices = [tuple(layer + shift for layer in configured) for shift in (0, -1, 1)]
     return {
-        layers: _tokens_per_step(model, heads.with_taps(layers, 4), batches, generation)
+        layers: _tokens_per_step(model, heads.with_aux_hidden_states(layers, 4), batches, generation)
         for layers in choices
         if all(0 <= layer <= last for layer in layers)
     }

@@ -20,7 +20,7 @@ from hf_specgen.candidates import Candidates
 from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel
 from hf_specgen.depth.calibrate import QUERIES, time_pass
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, DraftLatency
-from hf_specgen.targets.base import Target
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 

@@ -29,8 +29,8 @@ from hf_specgen.heads.layers import (
     matrix_shape,
     read_rope,
 )
-from hf_specgen.targets.base import Target
-from hf_specgen.targets.row_layout import spread_rows
+from hf_specgen.targets.inputs import spread_rows
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")

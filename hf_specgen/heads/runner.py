@@ -31,11 +31,17 @@ from hf_specgen.heads.eagle import EagleConfig
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.captured import Buffers, CapturedPass, GraphMemory, fingerprint, graph_memory
-from hf_specgen.targets.fixed_shapes import padded_width
-from hf_specgen.targets.graph_buffers import GraphBuffers
-from hf_specgen.targets.row_layout import spread_rows
-from hf_specgen.targets.step_cache import StepLayer
+from hf_specgen.targets.graphs import (
+    Buffers,
+    CapturedPass,
+    GraphBuffers,
+    GraphMemory,
+    StepLayer,
+    fingerprint,
+    graph_memory,
+    padded_width,
+)
+from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.tree import DraftTree
 
 logger = logging.getLogger("hf_specgen")

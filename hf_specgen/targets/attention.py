@@ -1,4 +1,4 @@
-"""Attention for verification steps of models with grouped-query attention.
+"""Attention kernels of verification steps: grouped-query attention without copies, and none of cuDNN on a GPU.
 
 In grouped-query attention `groups` query heads share one key/value head. Given a mask, Transformers' SDPA function
 first copies keys and values once per query head, so a step over several tokens writes and reads the whole cache
@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -62,30 +64,13 @@ class grouped_attention:
     If another library has registered its own function under "sdpa", that function is used and this context does
     nothing.
 
-    Entering it returns the masks that are folded, by mask id, number of groups and dtype. A class, since a generator
-    would take longer in every step.
-
-    Example:
-        >>> import torch
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 9}
-        >>> config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2)
-        >>> model = LlamaForCausalLM(config).eval()
-        >>> ids, mask = torch.tensor([[1, 2, 3]]), torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
-        >>> with torch.no_grad():
-        ...     expected = model(ids).logits
-        ...     with grouped_attention():
-        ...         logits = model(ids, attention_mask=mask).logits
-        >>> torch.allclose(logits, expected, atol=1e-5)
-        True
+    A class, since a generator would take longer in every step.
     """
 
-    def __enter__(self) -> FoldedMasks:
+    def __enter__(self) -> None:
         _register()
         self._outer = _thread.folded_masks
-        folded: FoldedMasks = {}
-        _thread.folded_masks = folded
-        return folded
+        _thread.folded_masks = {}
 
     def __exit__(self, *exception: object) -> None:
         _thread.folded_masks = self._outer
@@ -146,13 +131,8 @@ def _sdpa_attention(
     """`grouped_sdpa` inside `grouped_attention` where it applies, else Transformers' own function.
 
     A graph that reads the thread's state would be compiled a second time for calls outside the context. So a compiled
-    model takes Transformers' function, unless its mask has been folded before, which the shape tells.
+    model takes Transformers' function.
     """
-    if torch.compiler.is_compiling() and _is_folded(module, query, attention_mask):
-        assert attention_mask is not None
-        if _is_foldable(module, query, key, attention_mask[:, :, : query.shape[2]], kwargs) and not args:
-            return grouped_sdpa(query, key, value, attention_mask, kwargs.get("scaling")), None
-        attention_mask = attention_mask[:, :, : query.shape[2]]
     folded_masks = None if torch.compiler.is_compiling() else _thread.folded_masks
     if folded_masks is None or args or not _is_foldable(module, query, key, attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
@@ -160,12 +140,6 @@ def _sdpa_attention(
     if attention_mask is not None:
         mask = _folded(attention_mask, query.shape[1] // key.shape[1], query.dtype, folded_masks)
     return grouped_sdpa(query, key, value, mask, kwargs.get("scaling")), None
-
-
-def _is_folded(module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether a mask has rows for all query heads of a group."""
-    groups = getattr(module, "num_key_value_groups", 1)
-    return groups > 1 and mask is not None and mask.ndim == 4 and mask.shape[2] == groups * query.shape[2]
 
 
 def _is_foldable(
@@ -202,3 +176,38 @@ def _register() -> None:
     """
     if _interface.get("sdpa") is sdpa_attention_forward:
         AttentionInterface.register("sdpa", _sdpa_attention)
+
+
+class _PassesWithoutCudnn:
+    """How many passes of all threads run without cuDNN's attention, and whether the first of them turned it off."""
+
+    lock, running, switched = threading.Lock(), 0, False
+
+
+@contextmanager
+def without_cudnn_attention(device: torch.device) -> Iterator[None]:
+    """In this context SDPA on a GPU uses PyTorch's other kernels, unless they are all turned off.
+
+    cuDNN builds an execution plan for each new pair of query and key lengths. On an H100, where PyTorch prefers cuDNN
+    in half precision, that takes 20 to 60 ms, while a pass of 32 layers takes 24 ms; and nearly every verification step
+    has a new pair. Which kernels may be used is a setting of the process: the first of overlapping passes turns cuDNN's
+    attention off, the last one turns it on again.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    passes, kernels = _PassesWithoutCudnn, torch.backends.cuda
+    with passes.lock:
+        passes.running += 1
+        has_others = kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
+        if passes.running == 1 and kernels.cudnn_sdp_enabled() and has_others:
+            kernels.enable_cudnn_sdp(False)
+            passes.switched = True
+    try:
+        yield
+    finally:
+        with passes.lock:
+            passes.running -= 1
+            if passes.running == 0 and passes.switched:
+                kernels.enable_cudnn_sdp(True)
+                passes.switched = False

@@ -9,13 +9,169 @@ drop the slots that are outside the window of every row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_specgen.targets.cache_layer import RaggedLayer
+MIN_SPARE_SLOTS = 64
+"""A buffer that grows gets so many spare slots, or a 32nd of its length: peak memory then is at most 1.05 times that of
+a cache without spare slots from 2,000 tokens on, and a slot is copied 32 times at most."""
+MAX_PREFILL_DRAFT, MAX_ROLLBACK = 256, 64
+"""Tokens that may be removed again: drafted ones in the prefill pass; in later steps, besides their own, accepted ones
+that a stopping criterion cuts off."""
+MAX_DRAFT_SLOTS = 64
+"""Slots for draft tokens beyond the maximum length of the text."""
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys and values of one layer: buffers `[batch, heads, capacity, head_dim]` and a length per row.
+
+    Args:
+        window: sliding window of the layer, in tokens; None for full attention.
+        max_slots: the number of slots that the call can fill, if known: the buffer does not grow beyond it.
+
+    Attributes:
+        lengths: filled slots of each row, dropped ones included.
+        first: how many slots at the beginning have been dropped (sliding windows only).
+        committed: the length that later steps roll back to at least, up to `MAX_ROLLBACK`; None before the first step.
+        protected: a length that the layer must be able to roll back to, if a user owns the cache.
+    """
+
+    is_croppable = True
+
+    def __init__(self, window: int | None = None, max_slots: int | None = None) -> None:
+        super().__init__()
+        self.window, self.max_slots = window, max_slots
+        self.is_sliding = window is not None
+        self.committed: int | None = None
+        self.protected: int | None = None
+        self.lengths: tuple[int, ...] = ()
+        self.first = 0
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The parts that are rolled back separately: the layer, and any states beside its keys and values."""
+        return (self,)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.lengths)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, heads, _, head_dim = key_states.shape
+        self.keys = key_states.new_empty(batch, heads, 0, head_dim)
+        self.values = value_states.new_empty(batch, value_states.shape[1], 0, value_states.shape[3])
+        self.lengths = (0,) * batch
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append `[batch, heads, new, head_dim]` states to each row; returns all slots up to the longest row."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != len(self.lengths):
+            raise ValueError(
+                f"the cache holds {len(self.lengths)} rows, got keys for {key_states.shape[0]}; leave past_key_values "
+                "out, or give it to a call with as many rows as the one that returned it"
+            )
+        starts, new = tuple(length - self.first for length in self.lengths), key_states.shape[2]
+        width = max(starts) + new
+        self.reserve(width)
+        self._leave_inference_mode()
+        assert self.keys is not None and self.values is not None
+        if len(set(starts)) == 1:
+            self.keys[:, :, starts[0] : width] = key_states
+            self.values[:, :, starts[0] : width] = value_states
+        else:
+            rows, slots = _slots(starts, new, self.device)
+            self.keys[rows, :, slots] = key_states.transpose(1, 2)
+            self.values[rows, :, slots] = value_states.transpose(1, 2)
+        self.lengths = tuple(length + new for length in self.lengths)
+        keys, values = self.keys[:, :, :width], self.values[:, :, :width]
+        self._drop_invisible(min(self.lengths) - MAX_PREFILL_DRAFT if self.committed is None else self.committed)
+        return keys, values
+
+    def reserve(self, width: int) -> None:
+        """Make the buffer at least `width` slots long."""
+        assert self.keys is not None and self.values is not None
+        if width > self.keys.shape[2]:
+            capacity = width + max(MIN_SPARE_SLOTS, width // 32)
+            if self.max_slots is not None and self.max_slots - self.first >= width:
+                capacity = min(capacity, self.max_slots - self.first)
+            self.keys = _resized(self.keys, 0, capacity)
+            self.values = _resized(self.values, 0, capacity)
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers themselves, for captured passes, which write to given slots."""
+        self._leave_inference_mode()
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def _drop_invisible(self, committed: int) -> None:
+        """Drop slots outside the sliding window of every later query, if each row keeps at least `committed` slots."""
+        if self.window is None or self.keys is None or self.values is None:
+            return
+        reachable = committed - MAX_ROLLBACK
+        if self.protected is not None:
+            reachable = min(self.protected, reachable)
+        invisible = reachable - self.window - self.first
+        if invisible > max(MIN_SPARE_SLOTS, self.window // 2):  # rarely true, so that copying the window is negligible
+            filled = max(self.lengths) - self.first - invisible
+            self.keys, self.values = _resized(self.keys, invisible, filled), _resized(self.values, invisible, filled)
+            self.first += invisible
+
+    def _leave_inference_mode(self) -> None:
+        """A cache made under `torch.inference_mode()` cannot be written to outside of it; a copy can."""
+        if self.keys is not None and self.keys.is_inference() and not torch.is_inference_mode_enabled():
+            assert self.values is not None
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+
+    def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy slots within rows; all three are `[moved, slots]`, on the layer's device."""
+        assert self.keys is not None and self.values is not None
+        if self.first:
+            source, destination = source - self.first, destination - self.first
+        self.keys[rows, :, destination] = self.keys[rows, :, source]
+        self.values[rows, :, destination] = self.values[rows, :, source]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length - self.first, self.first
+
+    def get_seq_length(self) -> int:
+        return max(self.lengths, default=0)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
+        self.lengths, self.committed = tuple(lengths), min(lengths, default=0)
+        if not any(lengths):
+            self.first = 0
+
+    def reset(self) -> None:
+        self.lengths = (0,) * len(self.lengths)
+        self.first = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` slots of every row."""
+        check_crop(tokens_to_remove)
+        self.lengths = tuple(max(length - abs(tokens_to_remove), 0) for length in self.lengths)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[indices], self.values[indices]
+            self.lengths = tuple(self.lengths[row] for row in indices.tolist())
 
 
 class RaggedCache(Cache):
@@ -29,16 +185,15 @@ class RaggedCache(Cache):
     """
 
     def __init__(
-        self, windows: Sequence[int | None] = (), max_slots: int | None = None, layers: Sequence[Any] | None = None
+        self, windows: Sequence[int | None] = (), max_slots: int | None = None, layers: list[Any] | None = None
     ) -> None:
         """
         Args:
             windows: the sliding window of each layer, None for full attention; further layers have full attention.
             max_slots: the number of slots that the call can fill, if known.
-            layers: the layers themselves, for models with recurrent states (`hf_specgen.targets.state_layers`).
+            layers: the layers themselves, for models with recurrent states (`hf_specgen.targets.state_cache`).
         """
-        given = [RaggedLayer(window, max_slots) for window in windows] if layers is None else list(layers)
-        super().__init__(layers=given)
+        super().__init__(layers=[RaggedLayer(window, max_slots) for window in windows] if layers is None else layers)
         self.layer_class_to_replicate = partial(RaggedLayer, None, max_slots)  # type: ignore[assignment]
 
     @property
@@ -129,8 +284,8 @@ class RaggedCache(Cache):
         Its sliding-window layers contain only the window: older slots count as dropped.
         """
         result = cls(max_slots=max_slots)
-        for index, given in enumerate(cache.layers):
-            layer: Any = given
+        layers: list[Any] = list(cache.layers)
+        for index, layer in enumerate(layers):
             new = RaggedLayer(getattr(layer, "sliding_window", None), max_slots)
             result.layers.append(new)
             if not layer.is_initialized or layer.keys is None or layer.get_seq_length() == 0:
@@ -149,17 +304,17 @@ class RaggedCache(Cache):
         while len(cache.layers) < len(self.layers):
             cache.layers.append(DynamicLayer())
         pairs: Any = zip(cache.layers, self.layers, strict=True)
-        for layer, mine in pairs:
-            if not mine.is_initialized:
+        for layer, source in pairs:
+            if not source.is_initialized:
                 continue
             if not layer.is_initialized:
-                layer.lazy_initialization(mine.keys, mine.values)
+                layer.lazy_initialization(source.keys, source.values)
             first = 0
             if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.cumulative_length = mine.get_seq_length()
+                layer.cumulative_length = source.get_seq_length()
                 first = max(0, layer.cumulative_length - layer.sliding_window + 1)
-            held = slice(first - mine.first, mine.get_seq_length() - mine.first)
-            layer.keys, layer.values = mine.keys[:, :, held].clone(), mine.values[:, :, held].clone()
+            held = slice(first - source.first, source.get_seq_length() - source.first)
+            layer.keys, layer.values = source.keys[:, :, held].clone(), source.values[:, :, held].clone()
 
 
 def _moves(rows: list[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -174,3 +329,26 @@ def _moves(rows: list[int], starts: Sequence[int], paths: Sequence[Sequence[int]
         sources.append([first + node for node in (*path, *range(len(path), longest))])
         destinations.append([first + place for place in range(longest)])
     return torch.tensor([[[row] * longest for row in rows], sources, destinations])
+
+
+def _resized(buffer: torch.Tensor, dropped: int, capacity: int) -> torch.Tensor:
+    """The slots of a buffer from `dropped` on, in a new buffer of `capacity` slots."""
+    batch, heads, slots, head_dim = buffer.shape
+    kept = min(slots - dropped, capacity)
+    # Zeros: unwritten slots are masked, but a weight of 0 times NaN is NaN.
+    resized = buffer.new_zeros(batch, heads, capacity, head_dim)
+    resized[:, :, :kept] = buffer[:, :, dropped : dropped + kept]
+    return resized
+
+
+@lru_cache(maxsize=8)
+def _slots(starts: tuple[int, ...], new: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index tensors `[batch, 1]` and `[batch, new]` of the slots after each row; shared by all layers of a step."""
+    slots = torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)
+    return torch.arange(len(starts), device=device)[:, None], slots
+
+
+def check_crop(tokens_to_remove: int) -> None:
+    """Raise a `ValueError` unless `Cache.crop` received a number of tokens as a negative number."""
+    if tokens_to_remove > 0:
+        raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")

@@ -12,18 +12,25 @@ Source: Elhoushi et al., "LayerSkip" (2024), section 4.3 (self-speculative decod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.targets.base import Target
-from hf_specgen.targets.model_parts import decoder, decoder_layers
-from hf_specgen.targets.replaceable_layers import ReplaceableLayers
-from hf_specgen.targets.state_layers import keeps_state
+from hf_specgen.targets.model_parts import decoder, decoder_layers, keeps_state
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
+
+IN_USE = (
+    "another thread is running a part of this model's layers (LayerSkipCandidates); run calls with layer skip on one "
+    "model one after the other, or use a candidate generator that may run in several threads"
+)
+
+_switching = threading.Lock()
 
 
 class EarlyExitTarget(Target):
@@ -64,8 +71,8 @@ class EarlyExitTarget(Target):
         """
         self._before_prompt = self.cache.lengths or (0,) * self.batch
         with self._replaceable.replaced(self._last), self._replaceable.detecting_output_type():
-            logits = self.prompt.read(self.model, self.cache, DraftTree.empty(self.batch))
-        self._prompt_was_read(self._before_prompt[0], 0)
+            logits = self.prompt.run(self.model, self.cache, DraftTree.empty(self.batch))
+        self._prompt_was_cached(self._before_prompt[0], 0)
         seen = self._exit_state()
         self._states.append(seen)
         return seen[:, -1:], logits[:, -1:]
@@ -121,8 +128,8 @@ class EarlyExitTarget(Target):
             module = self.model if with_logits else decoder(self.model)
             rows = self._within_table(tree.batch, self._active)
             outputs = self._run(module, tree, {"input_ids": tokens}, rows, cached)
-        self._states.append(self._layout.spread(self._exit_state(), tree.batch))
-        return self._states[-1], self._layout.spread(outputs.logits, tree.batch) if with_logits else None
+        self._states.append(self._layout.scatter(self._exit_state(), tree.batch))
+        return self._states[-1], self._layout.scatter(outputs.logits, tree.batch) if with_logits else None
 
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
@@ -138,7 +145,7 @@ class EarlyExitTarget(Target):
         self.cache.set_lengths(self._starts)
         with self._replaceable.replaced(self._first):
             logits = self._run(self.model, tree, {"inputs_embeds": states}, rows).logits
-        return self._layout.spread(logits, tree.batch)
+        return self._layout.scatter(logits, tree.batch)
 
     def _exit_state(self) -> torch.Tensor:
         """The input of layer E in the last pass, `[batch, tokens, hidden]`."""
@@ -187,3 +194,79 @@ def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
     if not 1 <= exit_layer < len(layers):
         raise ValueError(f"exit_layer must be from 1 to {len(layers) - 1} for {type(model).__name__}, got {exit_layer}")
     return layers
+
+
+class ReplaceableLayers:
+    """The layers of a model, any of which can be left out of a pass.
+
+    Args:
+        layers: the model's own list. It is changed inside `replaced` only, and keeps its length, as some models look
+            their settings up by a layer's index.
+    """
+
+    def __init__(self, layers: nn.ModuleList):
+        self._layers = layers
+        self._pass_through = [_PassThrough(layer) for layer in layers]
+
+    @contextmanager
+    def replaced(self, indices: range) -> Iterator[None]:
+        """Inside, these layers return their input.
+
+        Raises:
+            RuntimeError: if another thread has replaced one of them.
+        """
+        with _switching:
+            originals = [self._layers[index] for index in indices]
+            if any(isinstance(layer, _PassThrough) for layer in originals):
+                raise RuntimeError(IN_USE)
+            for index in indices:
+                self._pass_through[index].owner = threading.get_ident()
+                self._layers[index] = self._pass_through[index]
+        try:
+            yield
+        finally:
+            for index, layer in zip(indices, originals, strict=True):
+                self._layers[index] = layer
+
+    def input_of(self, index: int) -> torch.Tensor:
+        """The input of a replaced layer in the last pass."""
+        state = self._pass_through[index].seen
+        assert state is not None
+        return state
+
+    @contextmanager
+    def detecting_output_type(self) -> Iterator[None]:
+        """Inside, a pass of the model detects whether its layers return a tensor or a tuple."""
+
+        def detect(module: nn.Module, args: Any, output: Any) -> None:
+            for replacement in self._pass_through:
+                replacement.returns_tuple = isinstance(output, tuple)
+
+        handle = self._layers[0].register_forward_hook(detect)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+class _PassThrough(nn.Module):
+    """Replaces a layer: returns its input, as a tensor or tuple like the layer; other attributes are the layer's."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        object.__setattr__(self, "layer", layer)
+        self.returns_tuple = False
+        self.seen: torch.Tensor | None = None
+        self.owner = 0
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self.owner:
+            raise RuntimeError(IN_USE)
+        self.seen = hidden_states
+        return (hidden_states,) if self.returns_tuple else hidden_states
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "layer"), name)

@@ -15,7 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.step_inputs import StepInputs
+from hf_specgen.targets.inputs import StepInputs
 
 
 class EncoderStepInputs(StepInputs):
@@ -61,7 +61,7 @@ class EncoderStepInputs(StepInputs):
         return self._given.self_attention_cache
 
     def past_key_values(self, cache: Any) -> Any:
-        """Both parts of the cache, as the model takes it."""
+        """Both parts of the cache."""
         return EncoderDecoderCache(cache, self._given.cross_attention_cache)
 
     def returned_cache(self, cache: Any, past_key_values: Any) -> Any:
@@ -101,11 +101,6 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return _prefix(model) + "position_ids" in inspect.signature(model.forward).parameters
 
 
-def reads_encoder(model: PreTrainedModel) -> bool:
-    """Whether a model's decoder reads encoder outputs: its own encoder's, or as a decoder alone those that it gets."""
-    return bool(model.config.is_encoder_decoder) or "encoder_outputs" in inspect.signature(model.forward).parameters
-
-
 def _prefix(model: PreTrainedModel) -> str:
     """The prefix of the names of the decoder's arguments: without it they are the encoder's."""
     return "decoder_" if model.config.is_encoder_decoder else ""
@@ -136,6 +131,6 @@ def check_cache(given: Any, model: str) -> None:
     is_plain = all(type(part) is DynamicCache and not part.offloading for part in parts)
     if compat.is_user_defined(given) or not is_plain:
         raise ValueError(
-            "candidate_generator= makes the cache of an encoder-decoder model itself; leave past_key_values and "
-            "cache_implementation unset"
+            "candidate_generator= makes the cache of an encoder-decoder model itself; leave past_key_values out, and "
+            'cache_implementation, or give cache_implementation="dynamic"'
         )

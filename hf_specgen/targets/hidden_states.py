@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.targets.base import Target
-from hf_specgen.targets.compiled import CompiledPasses
+from hf_specgen.targets.captured_passes import CapturedPasses
 from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 
@@ -23,7 +23,7 @@ class HiddenStateTarget(Target):
     Args:
         model, input_ids, generation_config, model_kwargs: as for `Target`.
         taps: which states to capture, as in `TargetRequirements`.
-        compiled: as for `Target`.
+        captured: as for `Target`.
 
     Attributes:
         states: `[batch, taps * hidden]` the captured states at the position whose logits chose each row's last token,
@@ -45,14 +45,14 @@ class HiddenStateTarget(Target):
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         taps: Sequence[int],
-        compiled: CompiledPasses | None = None,
+        captured: CapturedPasses | None = None,
     ):
         self._taps = [_tap(model, index) for index in taps]
         self._indices = tuple(taps)
         self._kept: list[list[int]] = []
-        super().__init__(model, input_ids, generation_config, model_kwargs, compiled)
+        super().__init__(model, input_ids, generation_config, model_kwargs, captured)
         layers = len(decoder_layers(model))
-        self.compiled_taps = tuple(layers if index == -1 else index for index in taps)
+        self.captured_taps = tuple(layers if index == -1 else index for index in taps)
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
         with self._capturing() as captured:
@@ -67,9 +67,9 @@ class HiddenStateTarget(Target):
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
     ) -> torch.Tensor:
-        if self._compiled is not None:  # compiled passes run without hooks and return the states
+        if self._captured is not None:  # captured passes run without hooks and return the states
             logits = super().forward(tree, pending, active)
-            states = torch.cat(self._compiled_states, dim=-1)
+            states = torch.cat(self._returned_states, dim=-1)
         else:
             with self._capturing() as captured:
                 logits = super().forward(tree, pending, active)
@@ -79,7 +79,7 @@ class HiddenStateTarget(Target):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super()._run(*args, **kwargs)
-        self._compiled_states = getattr(outputs, "states", ())
+        self._returned_states = getattr(outputs, "states", ())
         return outputs
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:

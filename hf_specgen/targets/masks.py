@@ -1,4 +1,4 @@
-"""Attention masks for one verification step, as pure functions of small tensors.
+"""Attention masks for one verification step, in the form that the model's attention implementation expects.
 
 Each row's cache slots hold its cached tokens, then this step's tokens (the row's last token and the draft nodes).
 Rows have different lengths, so this step's tokens begin at a different slot in each. Two rows with 3 and 1 cached
@@ -11,12 +11,24 @@ tokens `c`, the pending token `P`, and one draft node `d`::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from hf_specgen import compat
+from hf_specgen.targets.model_parts import is_causal_kernel, layer_kinds, text_config
 from hf_specgen.tree import DraftTree, ancestor_matrix, chain_parents
+
+UNMASKED = ("conv", "linear_attention")
+"""Types of layers without a mask: no generated token is padding."""
+DROPPING = ("sliding_attention", "chunked_attention")
+"""Types of attention whose layers drop slots that no later token attends to."""
+ADDITIVE = ("eager", "flex_attention")
+"""Attention implementations whose masks are numbers to add to the scores: that of flex attention is added by its score
+function, so that a tree needs no block mask of its own."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,45 @@ def chunked_mask(layout: StepLayout, chunk_size: int) -> torch.Tensor:
     return full_mask(layout) & same_chunk
 
 
+def chain_mask(
+    lengths: Sequence[int],
+    queries: int,
+    device: torch.device,
+    window: int | None = None,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`full_mask` or `sliding_mask` of drafts that are chains: query i sees the slots 0 to `length + i`.
+
+    Args:
+        lengths: cached slots of each row.
+        queries: the pending token and the draft tokens.
+        device: of the mask.
+        window: the last so many slots only.
+        visible: `[batch, slots]` bool, False for padding among the cached slots; None if there is none.
+
+    Returns:
+        `[batch, 1, queries, max(lengths) + queries]` bool, True where the query attends to the key; one mask for all
+        rows, `[1, 1, …]`, if they are equally long and have no padding.
+
+    Example:
+        >>> chain_mask([2], 3, torch.device("cpu")).int()[0, 0]
+        tensor([[1, 1, 1, 0, 0],
+                [1, 1, 1, 1, 0],
+                [1, 1, 1, 1, 1]], dtype=torch.int32)
+    """
+    keys = torch.arange(max(lengths) + queries, device=device)
+    if visible is None and len(set(lengths)) == 1:
+        last = keys[None, None, lengths[0] :, None]
+    else:
+        last = torch.tensor(lengths, device=device)[:, None, None, None] + keys[:queries, None]
+    mask = keys <= last
+    if window is not None:
+        mask &= keys > last - window
+    if visible is not None:
+        mask[..., : visible.shape[1]] &= visible[:, None, None]
+    return mask
+
+
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The mask as an additive bias for eager attention: 0 where True, the dtype's lowest number elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
@@ -94,31 +145,6 @@ def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     return key[:, None, None, :], query[:, None, :, None]
 
 
-ATTENTION_OF_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-"""The kind of attention in layers that combine it with a recurrent state."""
-WITHOUT_ATTENTION = {"conv", "linear_attention", "moe", "mlp", "dummy"}
-"""Types of layers without attention."""
-
-
-def layer_kinds(config: Any) -> set[str]:
-    """The kinds of attention in the model's layers, under the names of Transformers' mask functions."""
-    if hasattr(config, "layer_types"):
-        return {ATTENTION_OF_TYPE.get(kind, kind) for kind in config.layer_types} - WITHOUT_ATTENTION
-    if getattr(config, "sliding_window", None) is not None:
-        return {"sliding_attention"}
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return {"chunked_attention"}
-    return {"full_attention"}
-
-
-def layer_windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer; None for layers with full or chunked attention."""
-    count = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or [*layer_kinds(config)] * count
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
 def ancestors(tree: DraftTree) -> torch.Tensor:
     """`[batch, 1 + nodes, 1 + nodes]` ancestor matrices; padding nodes continue the row as a chain."""
     return torch.stack([ancestor_matrix(_padded(parents, tree.nodes)) for parents in tree.parents])
@@ -126,3 +152,94 @@ def ancestors(tree: DraftTree) -> torch.Tensor:
 
 def _padded(parents: tuple[int, ...], nodes: int) -> tuple[int, ...]:
     return parents if len(parents) == nodes else parents + chain_parents(nodes)[len(parents) :]
+
+
+class StepMasks:
+    """Builds one mask per type of layer.
+
+    Args:
+        model: the model.
+        visible: `[batch, slots]` bool, False for padding among the slots of the prompt; None if there is none.
+        required: make a mask also where every query attends to every key.
+    """
+
+    def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None, required: bool = False):
+        self._config: Any = text_config(model)
+        self._dtype, self._visible, self._required = model.dtype, visible, required
+        self._implementation = compat.attention_implementation(self._config)
+        self._additive = self._implementation in ADDITIVE
+        self.chains_only = is_causal_kernel(self._implementation)
+        """Whether a draft must be a chain: the attention kernel takes no mask."""
+        self._kinds = layer_kinds(self._config)
+        self._device = compat.input_device(model)
+        # Whether a model takes a mask for each type of layer, or the only mask itself.
+        self._is_by_kind = hasattr(self._config, "layer_types")
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only."""
+        self._visible = None if self._visible is None else self._visible[list(rows)]
+
+    def of_step(self, tree: DraftTree, lengths: tuple[int, ...], cached: int, first_visible: int) -> Any:
+        """The `attention_mask` argument of a forward pass over the pending token and the nodes of a tree.
+
+        Args:
+            tree: the draft.
+            lengths: cached slots of each row before the pending token.
+            cached: how many of these tokens are cached already; the mask is for the others.
+            first_visible: slots that layers with a sliding window or chunks have dropped.
+
+        Returns:
+            A tensor, or one for each kind of layer; None where no mask is needed.
+        """
+        # A row with fewer nodes is padded by a chain whose results are ignored.
+        chains = all(parents == chain_parents(len(parents)) for parents in tree.parents)
+        if self.chains_only:
+            if not chains or self._visible is not None or len(set(lengths)) > 1:
+                raise ValueError(
+                    f"attention implementation {self._implementation!r} takes no mask, so it verifies chains of rows "
+                    "that are equally long, without padding; load the model with attn_implementation='sdpa'"
+                )
+            return dict.fromkeys([*self._kinds, *UNMASKED]) if self._is_by_kind else None
+        if chains and "chunked_attention" not in self._kinds:
+            made = {kind: self._of_chains(kind, lengths, 1 + tree.nodes) for kind in self._kinds}
+        else:
+            layout = StepLayout(
+                lengths=torch.tensor(lengths),
+                depths=torch.tensor([tree.depths(row) for row in range(tree.batch)]),
+                ancestors=ancestors(tree),
+                visible=None if self._visible is None else self._visible.cpu(),
+                width=max(lengths) + 1 + tree.nodes,
+            )
+            # On the CPU: launching a GPU's kernels for so few numbers takes longer than sending the mask.
+            made = {kind: self._of_tree(kind, layout).to(self._device) for kind in self._kinds}
+        ready = {
+            kind: self._ready(mask, tree.batch, cached, first_visible if kind in DROPPING else 0)
+            for kind, mask in made.items()
+        }
+        return {**dict.fromkeys(UNMASKED), **ready} if self._is_by_kind else next(iter(ready.values()))
+
+    def _of_chains(self, kind: str, lengths: tuple[int, ...], queries: int) -> torch.Tensor | None:
+        window = self._config.sliding_window if kind == "sliding_attention" else None
+        # Eager attention may add the mask without asking whether there is one; an indexer reads its numbers.
+        is_needed = self._required or self._additive or kind == "indexed_attention"
+        is_visible = queries == 1 and len(set(lengths)) == 1 and (window is None or lengths[0] < window)
+        if is_visible and self._visible is None and not is_needed:
+            return None
+        return chain_mask(lengths, queries, self._device, window, self._visible)
+
+    def _of_tree(self, kind: str, layout: StepLayout) -> torch.Tensor:
+        if kind == "sliding_attention":
+            return sliding_mask(layout, self._config.sliding_window)
+        if kind == "chunked_attention":
+            return chunked_mask(layout, self._config.attention_chunk_size)
+        return full_mask(layout)
+
+    def _ready(self, mask: torch.Tensor | None, batch: int, cached: int, first_visible: int) -> torch.Tensor | None:
+        if mask is None:
+            return None
+        if cached or first_visible:
+            mask = mask[:, :, cached:, first_visible:]
+        if not self._additive:
+            return mask
+        # Eager attention may require the batch dimension where SDPA broadcasts one mask over all rows.
+        return additive(mask, self._dtype).expand(batch, -1, -1, -1)

@@ -1,7 +1,8 @@
-"""The parts of a causal language model: itself inside wrappers, its layers, its final norm, its output matrix."""
+"""The parts of a causal language model, and what its config says about its layers and attention."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -14,6 +15,14 @@ from hf_specgen import compat
 
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "embedding_norm")
 """Attributes of the decoder under which architectures keep their final norm."""
+STATE_TYPES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
+"""Types of layers with a recurrent state or a convolution, as Transformers' configurations name them."""
+INDEXED_TYPES = ("indexed_attention",)
+"""Types of layers whose attention selects keys by an indexer, which has keys of its own."""
+WITHOUT_CACHE = ("dummy", "moe", "mlp")
+"""Types of layers that write nothing to the cache."""
+ATTENTION_OF_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+"""The type of attention in layers that combine it with a recurrent state."""
 
 
 def unwrapped_model(model: Any) -> PreTrainedModel | None:
@@ -41,6 +50,50 @@ def text_config(model: PreTrainedModel) -> Any:
 def mask_name(model: PreTrainedModel) -> str:
     """The name of the argument that marks padding among the tokens of the prompt and the generated text."""
     return "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+
+
+def layer_kinds(config: Any) -> set[str]:
+    """The types of attention in the model's layers, under the names of Transformers' mask functions."""
+    if hasattr(config, "layer_types"):
+        types = {ATTENTION_OF_TYPE.get(layer_type, layer_type) for layer_type in config.layer_types}
+        return types - {"conv", "linear_attention", *WITHOUT_CACHE}
+    if getattr(config, "sliding_window", None) is not None:
+        return {"sliding_attention"}
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return {"chunked_attention"}
+    return {"full_attention"}
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """The sliding window of each layer; None for layers with full or chunked attention."""
+    count = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or [*layer_kinds(config)] * count
+    return [window if layer_type == "sliding_attention" else None for layer_type in types]
+
+
+def keeps_state(config: Any) -> bool:
+    """Whether a model has convolutions or recurrent states, so that only chains can be verified."""
+    return not set(STATE_TYPES).isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def has_special_layers(config: Any) -> bool:
+    """Whether a model's layers cache more than keys and values (`hf_specgen.targets.state_cache`)."""
+    return not {*STATE_TYPES, *INDEXED_TYPES}.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def is_causal_kernel(implementation: str) -> bool:
+    """Whether an attention implementation computes causal attention without a mask, as FlashAttention 2, 3 and 4.
+
+    The last query of a row then attends to all of its keys, the one before to all but one, and so on: the mask of a
+    chain, if no row has padding before its text or unfilled slots after it.
+    """
+    return "flash" in implementation and "paged" not in implementation
+
+
+def reads_encoder(model: PreTrainedModel) -> bool:
+    """Whether a model's decoder reads encoder outputs: its own encoder's, or as a decoder alone those that it gets."""
+    return bool(model.config.is_encoder_decoder) or "encoder_outputs" in inspect.signature(model.forward).parameters
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:

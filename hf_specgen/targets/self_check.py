@@ -1,33 +1,50 @@
 """Checks once per model that verification computes what plain `generate` computes, and refuses the model otherwise.
 
 No interface guarantees that a model places tokens by `position_ids`, respects a 4-D mask, keeps all its state in the
-cache, or can be divided at a layer. So a short text is decoded both ways (`hf_specgen.targets.trial`); for a prompt
-with images or audio, and for an encoder-decoder, the prompt of the call is.
+cache, or can be divided at a layer. So a short text is decoded twice, token by token and with a draft and a rollback,
+and the logits are compared; for a prompt with images or audio, and for an encoder-decoder, the prompt of the call is.
+
+The two rows of the text, as a tree; where only chains can be verified the draft is t1, t2 and the wrong token::
+
+    row 0  . . a b c d │ t0 ─┬─ wrong              pending t0, nodes (wrong, t1, t2); t1 and t2 are accepted in row 0
+    row 1  e f g h i j │ t0 ─┴─ t1 ── t2           and t1 alone in row 1, so that the next step is ragged
 """
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.targets import trial
-from hf_specgen.targets.early_exit import divisible_layers
-from hf_specgen.targets.encoder import reads_encoder
-from hf_specgen.targets.model_parts import text_config
-from hf_specgen.targets.requirements import TargetRequirements
-from hf_specgen.targets.step_inputs import accompanying_inputs
-from hf_specgen.targets.support import is_causal_kernel
+from hf_specgen.targets.captured_passes import difference, is_rounding
+from hf_specgen.targets.early_exit import EarlyExitTarget, divisible_layers
+from hf_specgen.targets.inputs import accompanying_inputs
+from hf_specgen.targets.model_parts import is_causal_kernel, reads_encoder, text_config
+from hf_specgen.targets.requirements import TargetRequirements, make_target
+from hf_specgen.targets.support import last_position
+from hf_specgen.targets.target import Target
+from hf_specgen.tree import DraftTree, Parents, chain_parents
 
-ENCODER_DECODER_MASKS = ("attention_mask", "decoder_attention_mask")
+STEPS = 5
+"""Generated tokens per row, of which the last one is not processed."""
 
 _lock = threading.Lock()
 _checked: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
+
+
+class DifferenceError(Exception):
+    """The two ways of decoding differ; the message says how."""
+
+
+class UndecidedError(Exception):
+    """The logits of plain decoding are NaN, +inf or all -inf, so that nothing can be compared."""
 
 
 def check_computation(
@@ -40,9 +57,9 @@ def check_computation(
     """Raise unless the model, run as `requirements` says, computes what plain `generate` computes.
 
     The result is cached by model, exit layer, dtype, device, attention implementation, training mode and names of the
-    inputs beside text; for a model that reads an encoder also by its masks, and whether there are several rows. The
-    result of a trial that failed is not cached, nor that of one in which plain decoding gave NaN, +inf or nothing but
-    -inf: `generate` itself reports those.
+    inputs beside text; for a model that reads an encoder also by its masks, and whether there are several rows. A check
+    that failed is not cached, nor one in which plain decoding gave NaN, +inf or nothing but -inf: `generate` itself
+    reports those.
 
     Args:
         model, requirements: what is run.
@@ -53,28 +70,29 @@ def check_computation(
         ValueError: if there is no such exit layer, or the model computes something else, or fails.
     """
     if requirements.exit_layer is not None:
-        divisible_layers(model, requirements.exit_layer)  # a layer that does not exist is no failure of a trial
+        divisible_layers(model, requirements.exit_layer)  # a layer that does not exist is no failure of the check
     implementation = compat.attention_implementation(text_config(model))
     key = (requirements.exit_layer, model.dtype, compat.input_device(model), implementation, model.training)
     requirements = TargetRequirements(exit_layer=requirements.exit_layer)
     if reads_encoder(model):
         assert input_ids is not None and config is not None and model_kwargs is not None
         prompt = input_ids, config, model_kwargs
-        shape = (len(input_ids) > 1, *(name for name in ENCODER_DECODER_MASKS if name in model_kwargs))
-        _check(model, requirements, (*key, *shape), (), lambda: trial.compare(model, requirements, *prompt))
+        masks = ("attention_mask", "decoder_attention_mask")
+        shape = (len(input_ids) > 1, *(name for name in masks if name in model_kwargs))
+        _check(model, requirements, (*key, *shape), (), lambda: compare(model, requirements, *prompt))
         return
     if is_causal_kernel(implementation):  # rows of a batch accept different numbers of tokens, which needs a mask
         _check_one_row(model, requirements, key, None, input_ids, model_kwargs)
     else:
         try:
-            _check(model, requirements, key, (), lambda: trial.compare_text(model, requirements))
+            _check(model, requirements, key, (), lambda: compare_text(model, requirements))
         except ValueError as refusal:
             _check_one_row(model, requirements, key, refusal, input_ids, model_kwargs)
     inputs = tuple(sorted(accompanying_inputs(model_kwargs or {})))
     if inputs:
         assert input_ids is not None and config is not None and model_kwargs is not None
         prompt = input_ids, config, model_kwargs
-        _check(model, requirements, key, inputs, lambda: trial.compare(model, requirements, *prompt))
+        _check(model, requirements, key, inputs, lambda: compare(model, requirements, *prompt))
 
 
 def _check_one_row(
@@ -88,7 +106,7 @@ def _check_one_row(
     """Raise the refusal of a model that fails in batches, unless it passes with one row and the call has no more."""
     one_row = (*key, "one row")
     try:
-        _check(model, requirements, one_row, (), lambda: trial.compare_text(model, requirements, rows=1))
+        _check(model, requirements, one_row, (), lambda: compare_text(model, requirements, rows=1))
     except ValueError as error:
         raise (refusal or error) from None
     mask = None if model_kwargs is None else model_kwargs.get("attention_mask")
@@ -107,24 +125,25 @@ def _check(
     compare: Callable[[], None],
 ) -> None:
     """Run a comparison unless its result is known, and raise if it differed."""
+    key = (*key, inputs)
     with _lock:
-        known = _checked.setdefault(model, {})
-        if (*key, inputs) not in known:
+        results = _checked.setdefault(model, {})
+        if key not in results:
             try:
                 compare()
-                known[(*key, inputs)] = None
-            except trial.DifferenceError as found:
-                known[(*key, inputs)] = str(found)
-            except trial.UndecidedError:
+                results[key] = None
+            except DifferenceError as error:
+                results[key] = str(error)
+            except UndecidedError:
                 return
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                reason = f"a trial run failed ({type(error).__name__}: {error})"
-                raise _refusal(model, requirements, inputs, reason) from error
-        difference = known[(*key, inputs)]
-    if difference is not None:
-        raise _refusal(model, requirements, inputs, difference)
+                failure = f"a trial run failed ({type(error).__name__}: {error})"
+                raise _refusal(model, requirements, inputs, failure) from error
+        reason = results[key]
+    if reason is not None:
+        raise _refusal(model, requirements, inputs, reason)
 
 
 def _refusal(
@@ -137,3 +156,166 @@ def _refusal(
         what, remedy = "draft with its own first layers", "use another candidate generator"
     given = f" with {', '.join(inputs)}" if inputs else ""
     return ValueError(f"{type(model).__name__} cannot {what}{given}: {reason}; {remedy}")
+
+
+def compare_text(model: PreTrainedModel, requirements: TargetRequirements, rows: int = 2) -> None:
+    """`compare` on two rows of text, of which one is padded, or on one row without padding.
+
+    Raises:
+        DifferenceError, UndecidedError: as `compare`.
+    """
+    input_ids = _prompt(model)[:rows]
+    mask = torch.ones_like(input_ids)
+    if rows > 1:
+        mask[0, : min(2, input_ids.shape[1] - 1)] = 0
+    config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
+
+    def run(
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *,
+        generation_config: GenerationConfig,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        model_kwargs.pop("past_key_values", None)
+        compare(model, requirements, input_ids, generation_config, model_kwargs)
+        return input_ids
+
+    with _positions_kept(model), torch.random.fork_rng(devices=[]):
+        compat.plain_generate(model)(
+            model, input_ids=input_ids, attention_mask=mask, generation_config=config, custom_generate=run
+        )
+
+
+@contextmanager
+def _positions_kept(model: PreTrainedModel) -> Iterator[None]:
+    """Restore `rope_deltas`, which models with several axes of positions keep from the last `generate` call."""
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+    remembered = [module.rope_deltas for module in found]
+    try:
+        yield
+    finally:
+        for module, deltas in zip(found, remembered, strict=True):
+            module.rope_deltas = deltas
+
+
+@torch.no_grad()
+def compare(
+    model: PreTrainedModel,
+    requirements: TargetRequirements,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Decode a prompt both ways.
+
+    Args:
+        model, requirements: what is run.
+        input_ids, config, model_kwargs: the prompt as prepared by `generate`; a cache among them is copied.
+
+    Raises:
+        DifferenceError: if the logits differ by more than rounding does.
+        UndecidedError: if plain decoding gives nothing to compare with.
+    """
+    given = model_kwargs.get("past_key_values")
+    if given is not None and given.get_seq_length() == 0 and not isinstance(given, EncoderDecoderCache):
+        given = None
+    kwargs = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
+
+    def target(requirements: TargetRequirements) -> Target:
+        return make_target(requirements, model, input_ids, config, {**kwargs, "past_key_values": copy.deepcopy(given)})
+
+    if requirements.exit_layer is not None and not _division_agrees(target(TargetRequirements()), target(requirements)):
+        raise DifferenceError("running its layers in two parts gives other scores than running them at once")
+    cache = DynamicCache(config=model.config.get_text_config()) if given is None else copy.deepcopy(given)
+    random_state = _random_state(input_ids.device)
+    plain, tokens = _decode_plainly(model, input_ids, config, {**kwargs, "past_key_values": cache})
+    if not torch.equal(_random_state(input_ids.device), random_state):
+        raise DifferenceError("its forward pass draws random numbers, so that two passes give different scores")
+    if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
+        raise UndecidedError
+    pairs = zip(plain, _decode_drafts(target(requirements), tokens), strict=True)
+    errors = [difference(*rows) for pair in pairs for rows in zip(*pair, strict=True)]
+    worst = max(errors)
+    if not is_rounding(errors, model.dtype):
+        raise DifferenceError(
+            f"in a trial run its logits differed from those of plain decoding by {worst:.2g} standard deviations"
+        )
+
+
+def _division_agrees(whole: Target, divided: Target) -> bool:
+    """Whether a prefill that stops at the exit layer and goes on from there equals one in a single pass."""
+    if not divided.supports_prefill_drafts:
+        return True
+    assert isinstance(divided, EarlyExitTarget)
+    divided.prefill_early()
+    empty = DraftTree.empty(divided.batch)
+    # The same operations on the same shapes: equal to the last bit.
+    return torch.equal(whole.prefill(empty), divided.prefill(empty))
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _decode_plainly(
+    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """Logits `[batch, vocab]` of each step of greedy decoding, one token at a time, and the tokens by row."""
+    outputs = compat.prefill(model, input_ids, config, kwargs)
+    logits = [outputs.logits[:, -1].float()]
+    for _ in range(STEPS - 1):
+        input_ids = torch.cat([input_ids, logits[-1].argmax(dim=-1, keepdim=True).to(input_ids)], dim=1)
+        kwargs = compat.continued(model, outputs, kwargs)
+        inputs = cast(Any, model).prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
+        outputs = cast(Any, model)(**inputs, return_dict=True)
+        logits.append(outputs.logits[:, -1].float())
+    last = logits[-1].argmax(dim=-1, keepdim=True).to(input_ids)
+    return logits, torch.cat([input_ids, last], dim=1)[:, -STEPS:].tolist()
+
+
+def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits `[batch, vocab]` of the same steps, from two verification steps."""
+    batch = len(tokens)
+    logits = [target.prefill(DraftTree.empty(batch))[:, -1]]
+    wrong = [(row[1] + 1) % 2 for row in tokens]  # token 0 or 1, another one than t1
+    first, parents = 1, Parents((-1, -1, 1))  # the node of t1
+    rows: list[tuple[Sequence[int], Parents]] = [
+        ([token, *row[1:3]], parents) for token, row in zip(wrong, tokens, strict=True)
+    ]
+    if target.verifies_chains_only:
+        first, parents = 0, chain_parents(3)
+        rows = [([*row[1:3], token], parents) for token, row in zip(wrong, tokens, strict=True)]
+    if isinstance(target, EarlyExitTarget):
+        target.run_early(torch.tensor([row[0] for row in tokens]))
+        target.grow_early(DraftTree.from_nodes([(nodes[:2], parents[:2]) for nodes, _ in rows]), 2)
+    step = target.forward(DraftTree.from_nodes(rows), [row[0] for row in tokens])
+    logits += [step[:, place] for place in (0, 1 + first, 2 + first)]
+    # Even rows continue after t2, odd rows after t1: their next logits, after t2, repeat those of the last node.
+    odd = [row % 2 for row in range(batch)]
+    target.commit([[first] if is_odd else [first, first + 1] for is_odd in odd])
+    chains = DraftTree.chains([[row[3]] if is_odd else [] for row, is_odd in zip(tokens, odd, strict=True)])
+    step = target.forward(chains, [row[2 if is_odd else 3] for row, is_odd in zip(tokens, odd, strict=True)])
+    logits.append(torch.stack([step[row, is_odd] for row, is_odd in enumerate(odd)]))
+    return [values.float() for values in logits]
+
+
+def _prompt(model: PreTrainedModel) -> torch.Tensor:
+    """`[2, tokens]` ids spread over the vocabulary, without the special tokens that the config names.
+
+    Six tokens per row, or fewer where the model's position table has no more for them and the processed ones.
+    """
+    config = model.config.get_text_config()
+    length = max(1, min(6, last_position(config, (0,)) + 1 - (STEPS - 1)))
+    special = {
+        value
+        for part in (model.config, config)
+        for name, value in part.to_dict().items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    usable = [token for token in range(config.vocab_size) if token not in special][: 2**14]
+    stride = max(1, len(usable) // (2 * length + 1))
+    ids = [usable[(1 + index) * stride % len(usable)] for index in range(2 * length)]
+    return torch.tensor(ids, device=compat.input_device(model)).view(2, length)

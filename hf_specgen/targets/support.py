@@ -16,10 +16,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.targets.encoder import reads_encoder
-from hf_specgen.targets.masks import layer_kinds
-from hf_specgen.targets.model_parts import decoder, text_config
-from hf_specgen.targets.state_layers import INDEXED_TYPES, STATE_TYPES, WITHOUT_CACHE
+from hf_specgen.targets.model_parts import (
+    INDEXED_TYPES,
+    STATE_TYPES,
+    WITHOUT_CACHE,
+    decoder,
+    is_causal_kernel,
+    layer_kinds,
+    reads_encoder,
+    text_config,
+)
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
 """Implementations that take any mask. FlashAttention takes none: it verifies chains, of one row."""
@@ -98,15 +104,6 @@ def _check_encoder_decoder(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is an encoder-decoder model whose forward pass takes no {', '.join(missing)}; "
             "call generate() without candidate_generator="
         )
-
-
-def is_causal_kernel(implementation: str) -> bool:
-    """Whether an attention implementation computes causal attention without a mask, as FlashAttention 2, 3 and 4.
-
-    The last query of a row then attends to all of its keys, the one before to all but one, and so on: the mask of a
-    chain, if no row has padding before its text or unfilled slots after it.
-    """
-    return "flash" in implementation and "paged" not in implementation
 
 
 def _training_problem(model: PreTrainedModel) -> str | None:

@@ -17,7 +17,8 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
-from hf_specgen.evaluation.workloads import EMBEDDED_EAGLE, WorkloadSettings, load
+from hf_specgen.evaluation import WorkloadSettings
+from hf_specgen.evaluation.workloads import EMBEDDED_EAGLE, load
 from tests.cuda.helpers import draft, inputs, same_tokens
 from tests.helpers import SAMPLING
 from tests.helpers.medusa import random_heads
@@ -121,3 +122,14 @@ def test_cache_of_a_captured_call_is_not_overwritten_by_the_next(target: Any) ->
     target.generate(**inputs(1, 20), **arguments)
     for keys, layer in zip(before, first.past_key_values.layers, strict=True):
         assert torch.equal(keys, layer.keys)
+
+
+def test_step_without_cudnn_attention_and_setting_restored(target: Any) -> None:
+    seen: list[bool] = []
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    hook = target.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    try:
+        same_tokens(target, inputs(1), NgramCandidates(k=3))
+    finally:
+        hook.remove()
+    assert seen[-1] is False and torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -24,11 +24,10 @@ from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.state import GenerationState
-from hf_specgen.targets.base import Target
-from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.cache_layer import RaggedLayer
+from hf_specgen.targets.cache import RaggedCache, RaggedLayer
+from hf_specgen.targets.early_exit import ReplaceableLayers
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
-from hf_specgen.targets.replaceable_layers import ReplaceableLayers
+from hf_specgen.targets.target import Target
 from hf_specgen.verification import base as verification
 from hf_specgen.verification.noise import NoiseBuffer
 from hf_specgen.verification.top_tokens import TopTokens

@@ -8,7 +8,7 @@ import pytest
 from torch.utils import _pytree as pytree
 
 from hf_specgen.candidates import head_sessions
-from hf_specgen.targets import captured, compilable, compiled
+from hf_specgen.targets import captured_passes, graphs
 
 
 def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -25,7 +25,7 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return replay, outputs
 
-    monkeypatch.setattr(captured, "capture", capture)
-    for module in (compilable, compiled, head_sessions):
+    monkeypatch.setattr(graphs, "capture", capture)
+    for module in (captured_passes, head_sessions):
         monkeypatch.setattr(module, "GRAPH_DEVICES", ("cpu",))
     return found

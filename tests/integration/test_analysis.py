@@ -16,8 +16,9 @@ from benchmarks.harness.analysis import (
     speedup_limit,
 )
 from hf_specgen.counters import RowStep, Statistics
+from hf_specgen.depth.latency import CostCurve
 from hf_specgen.evaluation import cost
-from hf_specgen.evaluation.cost import CostCurve, measure_cost_curve
+from hf_specgen.evaluation.cost import measure_cost_curve
 from tests.helpers import tiny_model
 
 ALPHAS = st.floats(0, 1)

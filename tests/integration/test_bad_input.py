@@ -251,6 +251,27 @@ def test_draft_model_path_is_a_folder() -> None:
 
 
 @pytest.mark.parametrize(
+    ("configured", "named"), [("static", "StaticCache"), ("offloaded", "an offloaded DynamicCache")]
+)
+def test_refused_cache_of_the_generation_config_names_a_remedy_that_works(configured: str, named: str) -> None:
+    """Would catch: a cause that is not true of an offloaded cache, and a remedy that does not help."""
+    model = fresh_model("llama")
+    model.generation_config.cache_implementation = configured
+    settings = {**prompts(1), "max_new_tokens": 4, "candidate_generator": NgramCandidates()}
+    with pytest.raises(ValueError, match=f'not with {named}; give cache_implementation="dynamic"'):
+        model.generate(**settings)
+    model.generate(**settings, cache_implementation="dynamic")
+
+
+def test_refused_offloaded_cache_names_the_remedy() -> None:
+    cache = DynamicCache(offloading=True)
+    with pytest.raises(ValueError, match="not with an offloaded DynamicCache; leave past_key_values out"):
+        tiny_model("llama").generate(
+            **prompts(1), max_new_tokens=4, past_key_values=cache, candidate_generator=NgramCandidates()
+        )
+
+
+@pytest.mark.parametrize(
     ("architecture", "message"),
     [
         ("gpt_neo", "builds its local attention mask inside the layers"),

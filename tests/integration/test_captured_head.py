@@ -11,7 +11,7 @@ import torch
 
 from hf_specgen import EagleCandidates
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.targets import captured
+from hf_specgen.targets import graphs
 from tests.helpers import SAMPLING, prompts
 from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.eagle import predictable_pair
@@ -36,9 +36,7 @@ def pair() -> tuple[Any, Any]:
 def steps(target: Any, candidates: EagleCandidates, inputs: Any, **arguments: Any) -> Any:
     """The tokens and the steps of a call."""
     torch.manual_seed(3)
-    output = target.generate(
-        **inputs, candidate_generator=candidates, pack_weights=False, return_dict_in_generate=True, **arguments
-    )
+    output = target.generate(**inputs, candidate_generator=candidates, return_dict_in_generate=True, **arguments)
     return output.sequences.tolist(), output.speculation.rows
 
 
@@ -83,7 +81,7 @@ def test_captured_head_in_later_calls_uses_the_same_graphs(pair: Any, captures: 
 def test_captured_head_of_a_text_that_outgrows_its_buffers_same_drafts(
     pair: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_specgen.targets.graph_buffers.CAPACITY_BLOCK", 8)
+    monkeypatch.setattr("hf_specgen.targets.graphs.CAPACITY_BLOCK", 8)
     target, head = pair
     eager = steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=100)
     assert steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=100, compile="graphs") == eager
@@ -94,7 +92,7 @@ def test_head_that_cannot_be_captured_runs_eagerly(
 ) -> None:
     """Would catch: a call that ends with an error of CUDA because its drafter cannot be captured."""
     target, head = pair
-    stand_in = captured.capture
+    stand_in = graphs.capture
 
     def failing(run: Any, memory: Any) -> Any:
         if "_replay" in {frame.name for frame in traceback.extract_stack()}:  # a pass of the head
@@ -103,7 +101,7 @@ def test_head_that_cannot_be_captured_runs_eagerly(
         return stand_in(run, memory)
 
     eager = steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=20)
-    monkeypatch.setattr(captured, "capture", failing)
+    monkeypatch.setattr(graphs, "capture", failing)
     ours = steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=20, compile="graphs")
     assert ours == eager and caplog.text.count("cannot be captured; they run eagerly") == 1
 

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from hf_specgen.cli import demo
 from hf_specgen.cli.app import app
 from hf_specgen.cli.settings import DemoSettings
+from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Sample, Total
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_PROMPTS,
     Difference,
-    WorkloadSettings,
     domain_prompts,
     first_difference,
     load,

@@ -31,7 +31,7 @@ from hf_specgen import (
     statistics,
 )
 from hf_specgen.heads import MedusaConfig, MedusaHeads
-from hf_specgen.targets import common_length
+from hf_specgen.targets import requirements
 from tests.helpers import SAMPLING, PrefixReader, RecordingStreamer, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import SEED
@@ -195,7 +195,7 @@ def test_prompt_of_the_decoder_may_be_padded(kind: str) -> None:
 
 def test_rows_far_ahead_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: passes that grow without end, tokens of a waiting row that are lost or read twice."""
-    monkeypatch.setattr(common_length.CommonLengthTarget, "max_row_skew", 2)
+    monkeypatch.setattr(requirements.CommonLengthTarget, "max_row_skew", 2)
     model, widths = encoder_decoder("bart"), []
     handle = model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -327,7 +327,7 @@ def test_strategies_that_read_hidden_states_are_refused(strategy: str) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cache": ({"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "leave past_key_values"),
-    "static": ({"cache_implementation": "static"}, "cache_implementation unset"),
+    "static": ({"cache_implementation": "static"}, 'cache_implementation="dynamic"'),
     "beams": ({"num_beams": 2}, "set num_beams=1"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "embeddings": ({"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "not as decoder_inputs_embeds"),

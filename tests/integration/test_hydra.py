@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_specgen.candidates.hydra import HydraSession
 
 from hf_specgen import FixedDepth, MedusaCandidates
+from hf_specgen.candidates.medusa import HydraSession
 from hf_specgen.evaluation.calibration import measure_acceptance
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.medusa import MedusaConfig

@@ -84,6 +84,21 @@ def test_model_that_verifies_exactly_gives_the_tokens_of_plain_generate(kind: st
         assert "takes no position_ids" in str(refusal)
 
 
+@pytest.mark.parametrize("positions", [5, 6, 8, 10, 12])
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gptj", "llama"])
+def test_model_with_a_small_position_table_gives_the_tokens_of_plain_generate(kind: str, positions: int) -> None:
+    """Would catch: a check whose text is longer than the table, so that a model that works is refused."""
+    layers = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8} if kind == "gptj" else CONFIGS.get(kind, WIDE)
+    name = "n_positions" if kind in ("gpt2", "gptj") else "max_position_embeddings"
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**{**SMALL, **layers, name: positions, "initializer_range": 0.5})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.tensor([[5, 6], [7, 5]])
+    settings = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": positions - 2}
+    plain = model.generate(**settings)
+    assert torch.equal(model.generate(**settings, candidate_generator=NgramCandidates(k=3)), plain)
+
+
 def test_self_check_leaves_the_random_state_and_the_model_unchanged() -> None:
     """Would catch: noise drawn by the check, so that sampled text differs from that of plain generate."""
     model = model_of("gpt2")

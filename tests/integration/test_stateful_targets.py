@@ -22,7 +22,7 @@ from hf_specgen import (
     Policy,
     PolicySession,
 )
-from hf_specgen.targets import unread
+from hf_specgen.targets.replay import UncachedTokens
 from hf_specgen.tree import DraftTree
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.cases import ORACLES
@@ -88,9 +88,9 @@ def test_strategies_draft_chains_for_stateful_targets(kind: str, strategy: str) 
     assert statistics.drafted > 0
 
 
-def test_many_unread_tokens_are_read_in_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_uncached_tokens_are_processed_in_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: passes that grow without end where no draft is accepted whole, or tokens read twice."""
-    monkeypatch.setattr("hf_specgen.targets.base.MAX_UNREAD", 2)
+    monkeypatch.setattr("hf_specgen.targets.target.MAX_UNCACHED", 2)
     model, widths = stateful_model("qwen3_5_text"), []
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -237,26 +237,26 @@ def test_stateful_draft_model_is_refused() -> None:
         tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=draft)
 
 
-def test_unread_tokens_come_first_until_a_pass_is_kept_whole() -> None:
+def test_uncached_tokens_come_first_until_a_pass_is_kept_completely() -> None:
     """Would catch: the bookkeeping of one row in isolation."""
-    tokens = unread.UnreadTokens(1)
-    tree, pending = tokens.put_first(DraftTree.chains([[2, 3, 4]]), [1], None)
+    tokens = UncachedTokens(1)
+    tree, pending = tokens.prepend(DraftTree.chains([[2, 3, 4]]), [1], None)
     assert (pending, tree.tokens.tolist()) == ([1], [[2, 3, 4]])
-    assert tokens.keep([[0]]) == [None] and tokens.tokens == [[1, 2]]
-    tree, pending = tokens.put_first(DraftTree.chains([[6, 7]]), [5], None)
+    assert tokens.commit([[0]]) == [None] and tokens.tokens == [[1, 2]]
+    tree, pending = tokens.prepend(DraftTree.chains([[6, 7]]), [5], None)
     assert (pending, tree.tokens.tolist()) == ([1], [[2, 5, 6, 7]])
     assert tokens.align(torch.arange(5)[None, :, None]).flatten().tolist() == [2, 3, 4]
-    assert tokens.keep([[0, 1]]) == [[0, 1, 2, 3]] and tokens.tokens == [[]]
+    assert tokens.commit([[0, 1]]) == [[0, 1, 2, 3]] and tokens.tokens == [[]]
     assert tokens.remove(0, 2) == 5 and tokens.tokens == [[1, 2, 5]]
 
 
-def test_unread_row_that_takes_no_part_in_a_pass_cannot_return_behind_it() -> None:
+def test_uncached_row_that_takes_no_part_in_a_pass_cannot_return_behind_it() -> None:
     """Would catch: a state that is to return to a pass before the last one, whose state is not kept."""
-    tokens = unread.UnreadTokens(1)
-    tokens.put_first(DraftTree.chains([[2]]), [1], None)
-    assert tokens.keep([[0]]) == [[0]]
-    tokens.put_first(DraftTree.empty(1), [3], [False])
-    assert tokens.keep([None]) == [None]
+    tokens = UncachedTokens(1)
+    tokens.prepend(DraftTree.chains([[2]]), [1], None)
+    assert tokens.commit([[0]]) == [[0]]
+    tokens.prepend(DraftTree.empty(1), [3], [False])
+    assert tokens.commit([None]) == [None]
     with pytest.raises(RuntimeError, match="cannot return by 1 tokens"):
         tokens.remove(0, 1)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_specgen.heads.acceptance import CONFIDENCE_EDGES, confidence_bin
 from transformers import AutoModelForCausalLM
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, EagleCandidates, MedusaCandidates, NgramCandidates
@@ -15,6 +14,7 @@ from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.calibration import Counts, compare_taps, measure_acceptance, save_acceptance
 from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.heads import load_medusa
+from hf_specgen.heads.medusa import CONFIDENCE_EDGES, confidence_bin
 from tests.helpers import prompts, tiny_model
 from tests.helpers.eagle import predictable_pair
 from tests.helpers.head_fixtures import find_fixtures

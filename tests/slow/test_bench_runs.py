@@ -28,7 +28,7 @@ from benchmarks.report.decision import overview, sentence
 from benchmarks.report.results import result
 from hf_specgen.cli.app import app
 from hf_specgen.depth import CostCurve
-from hf_specgen.depth.latency import DraftLatency, LatencyModel, Slice
+from hf_specgen.depth.latency import Bucket, DraftLatency, LatencyModel
 from tests.helpers.bench_run import SMALL, on_tiny_target
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import run_in_ranks, started
@@ -262,7 +262,7 @@ def test_packed_weights_of_float16_are_refused(capsys: pytest.CaptureFixture) ->
 def profile(folder: Path, *drafters: str) -> str:
     """A file in which T(q) is flat and a drafter pass takes 0.05 T(1)."""
     curve = CostCurve((1, 256), (1.0, 1.0), context=512, batch=1)
-    latency = LatencyModel((Slice(curve, {name: DraftLatency(seconds=(0.05,)) for name in drafters}),))
+    latency = LatencyModel((Bucket(curve, {name: DraftLatency(seconds=(0.05,)) for name in drafters}),))
     path = folder / "flat.json"
     path.write_text(json.dumps(latency.to_dict()))
     return str(path)

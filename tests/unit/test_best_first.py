@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hf_specgen.candidates.best_first import MIN_PATH_PROBABILITY, SearchLimits, SearchTree, best_first, draft_rows
+from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
+from hf_specgen.candidates.tree_search import draft_rows
 from tests.helpers.calls import make_call, make_state
 
 
@@ -18,12 +19,12 @@ def test_best_first_pulls_the_next_sibling_only_after_the_one_before_is_added() 
             yield token, probability, token
 
     tree = best_first(0, children, 1, SearchLimits(2))
-    assert tree.tokens == [5, 6] and tree.path_probability == [0.5, 0.3] and pulled == [5, 6, 7]
+    assert tree.tokens == [5, 6] and tree.probability == [0.5, 0.3] and pulled == [5, 6, 7]
 
 
 @pytest.mark.parametrize(
     ("size", "nodes", "min_probability", "is_chain"),
-    [(12, 12, 0.0, False), (None, 5, 0.0, True), ("auto", 5, MIN_PATH_PROBABILITY, False)],
+    [(12, 12, 0.0, False), (None, 5, 0.0, True), ("auto", 5, 0.05, False)],
     ids=["number", "chain", "auto without latencies"],
 )
 @pytest.mark.parametrize("is_prefill", [False, True])

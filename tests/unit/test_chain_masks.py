@@ -1,4 +1,4 @@
-"""Masks of chain drafts: cut from the template, they are the masks that loops draw."""
+"""Masks of chain drafts are the masks that loops draw."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.targets.chain_masks import ChainMasks
+from hf_specgen.targets.masks import chain_mask
 from tests.helpers import reference
 
 CPU = torch.device("cpu")
@@ -27,9 +27,9 @@ def drawn(
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
 @pytest.mark.parametrize("queries", [1, 2, 5, 20])
 @pytest.mark.parametrize("lengths", [[0], [1], [40], [7, 7], [9, 2, 40]])
-def test_cut_equals_the_loops(lengths: list[int], queries: int, window: int | None) -> None:
-    """Would catch: one token too many or too few, in a template of any size."""
-    mask = ChainMasks(CPU, window).cut(lengths, queries)
+def test_chain_mask_equals_the_loops(lengths: list[int], queries: int, window: int | None) -> None:
+    """Would catch: one token too many or too few."""
+    mask = chain_mask(lengths, queries, CPU, window)
     expected = drawn(lengths, queries, window)
     assert mask.expand(len(lengths), -1, -1, -1)[:, 0].int().tolist() == expected
 
@@ -44,28 +44,15 @@ def any_call(draw: st.DrawFn) -> dict[str, Any]:
     return {"lengths": lengths, "queries": draw(st.integers(1, 40)), "visible": draw(st.sampled_from([None, visible]))}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(any_call(), min_size=2, max_size=4), st.sampled_from([None, 1, 4, 30]))
-def test_cut_does_not_depend_on_earlier_calls(calls: list[dict[str, Any]], window: int | None) -> None:
-    """Would catch: a template that grows in one direction and loses its place, or padding written into it."""
-    masks = ChainMasks(CPU, window)
-    for call in calls:
-        visible = None if call["visible"] is None else torch.tensor(call["visible"])
-        mask = masks.cut(call["lengths"], call["queries"], visible)
-        expected = drawn(**call, window=window)
-        assert mask.expand(len(expected), -1, -1, -1)[:, 0].int().tolist() == expected
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(any_call(), st.sampled_from([None, 1, 4, 30]))
+def test_chain_mask_with_padding_equals_the_loops(call: dict[str, Any], window: int | None) -> None:
+    """Would catch: padding that is seen, or hidden in another row."""
+    visible = None if call["visible"] is None else torch.tensor(call["visible"])
+    mask = chain_mask(call["lengths"], call["queries"], CPU, window, visible)
+    expected = drawn(**call, window=window)
+    assert mask.expand(len(expected), -1, -1, -1)[:, 0].int().tolist() == expected
 
 
-def test_cut_is_one_view_for_equally_long_rows_without_padding() -> None:
-    masks = ChainMasks(CPU)
-    first, second = masks.cut([5, 5, 5], 3), masks.cut([6, 6, 6], 3)
-    assert first.shape == (1, 1, 3, 8) and second.shape == (1, 1, 3, 9)
-    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("window", [None, 1, 4, 5])
-@pytest.mark.parametrize("queries", [1, 2])
-@pytest.mark.parametrize("lengths", [[0], [4], [4, 4], [4, 3]])
-def test_is_all_seen_agrees_with_the_mask(lengths: list[int], queries: int, window: int | None) -> None:
-    masks = ChainMasks(CPU, window)
-    assert masks.is_all_seen(lengths, queries) == bool(masks.cut(lengths, queries).all())
+def test_chain_mask_is_one_for_equally_long_rows_without_padding() -> None:
+    assert chain_mask([5, 5, 5], 3, CPU).shape == (1, 1, 3, 8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_specgen.call import EncoderInput
-from hf_specgen.targets.common_length import AlignedTexts
+from hf_specgen.targets.replay import AlignedTexts
 
 
 class SimulatedCache:
@@ -41,7 +41,7 @@ def test_cache_holds_the_texts_after_any_sequence_of_steps(seed: int) -> None:
         start, reads = texts.next_pass(new)
         cache.write(start, reads)
         counts = [choose.randint(0, len(tokens or ())) for tokens in new]
-        texts.keep(counts)
+        texts.commit(counts)
         for row, (tokens, count) in enumerate(zip(new, counts, strict=True)):
             expected[row] += (tokens or [])[:count]
             kept = texts.cached[row]
@@ -57,7 +57,7 @@ def test_cache_holds_the_texts_after_any_sequence_of_steps(seed: int) -> None:
 def test_one_row_reads_nothing_twice() -> None:
     texts = AlignedTexts(1)
     assert texts.next_pass([[1, 2, 3]]) == (0, [[1, 2, 3]])
-    texts.keep([2])
+    texts.commit([2])
     assert texts.next_pass([[4]]) == (2, [[4]])
 
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen import DraftTree, compat
-from hf_specgen.targets.masks import StepLayout, additive, chunked_mask, full_mask, sliding_mask
-from hf_specgen.targets.step_masks import StepMasks
+from hf_specgen.targets.masks import StepLayout, StepMasks, additive, chunked_mask, full_mask, sliding_mask
 from tests.helpers import reference, tiny_model
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)

@@ -8,7 +8,7 @@ from benchmarks.harness.projection import Projection, latency_for, project
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.counters import RowStep, Statistics, StepPasses
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.depth.latency import DraftLatency, Slice
+from hf_specgen.depth.latency import Bucket, DraftLatency
 from tests.helpers import prompts, tiny_model
 
 CURVE = CostCurve((1, 11), (1.0, 1.2), context=512, batch=1)
@@ -52,7 +52,7 @@ def test_real_call_projects_to_its_tokens_per_step_on_a_flat_curve() -> None:
 
 def test_latency_of_a_strategy_is_that_of_its_drafter() -> None:
     kinds = {"layer_skip": DraftLatency(seconds=(0.5,))}
-    profile = LatencyModel((Slice(CURVE, kinds),))
+    profile = LatencyModel((Bucket(CURVE, kinds),))
     assert latency_for(LayerSkipCandidates(2, k=1), profile).at(1, 9).drafter.draft([1, 1]) == 1.0
     assert latency_for(NgramCandidates(k=1), profile).at(1, 9).drafter.draft([]) == 0.0
     with pytest.raises(ValueError, match="no drafter 'draft_model'; it has"):

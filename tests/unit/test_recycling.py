@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_specgen.depth.calibration import EDGES, RANKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from hf_specgen import RecyclingCandidates, RecyclingTable
+from hf_specgen.candidates.acceptance import EDGES, RANKS
 from hf_specgen.candidates.best_first import SearchLimits
 from hf_specgen.candidates.recycling import SUCCESSORS, recycled_tree
 from hf_specgen.tree import DraftTree

@@ -18,7 +18,7 @@ from hf_specgen import (
     NgramCandidates,
 )
 from hf_specgen.counters import Statistics, StepPasses
-from hf_specgen.targets.step_inputs import step_tokens
+from hf_specgen.targets.inputs import step_tokens
 from tests.helpers import prompts, tiny_model
 from tests.helpers.policies import AfterPlainSteps
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig
 
-from hf_specgen.targets.base import Target
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 SHAPE = {

@@ -1,19 +1,15 @@
-"""Parts of compiled passes that need no compilation: widths, fixed masks, the step cache, lasting buffers."""
+"""Parts of captured passes that need no GPU: widths, fixed masks, the step cache, lasting buffers."""
 
 from __future__ import annotations
 
 import gc
-import math
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.compile_time import compile_seconds
-from hf_specgen.targets.fixed_shapes import fixed_mask, padded_width
-from hf_specgen.targets.graph_buffers import CAPACITY_BLOCK, GraphBuffers
-from hf_specgen.targets.step_cache import StepLayer
+from hf_specgen.targets.captured_passes import fixed_mask
+from hf_specgen.targets.graphs import CAPACITY_BLOCK, GraphBuffers, StepLayer, padded_width
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2, 4), (4, 4), (5, 8), (16, 16), (17, 32), (65, 128)])
@@ -24,17 +20,11 @@ def test_padded_width_is_next_width(tokens: int, width: int) -> None:
 def test_fixed_mask_hides_added_slots_in_every_row() -> None:
     """Would catch: attention to slots that nothing has been written to."""
     mask = torch.ones(1, 1, 2, 3, dtype=torch.bool)
-    fixed = fixed_mask(mask, batch=2, columns=8, groups=0, dtype=torch.float32)
+    fixed = fixed_mask(mask, batch=2, columns=8)
     assert fixed.shape == (2, 1, 2, 8) and fixed.is_contiguous()
     assert fixed[..., :3].all() and not fixed[..., 3:].any()
-    additive = fixed_mask(torch.zeros(1, 1, 2, 3), batch=2, columns=8, groups=0, dtype=torch.float32)
+    additive = fixed_mask(torch.zeros(1, 1, 2, 3), batch=2, columns=8)
     assert (additive[..., 3:] == torch.finfo(torch.float32).min).all()
-
-
-def test_fixed_mask_folds_heads_of_a_group() -> None:
-    folded = fixed_mask(torch.ones(1, 1, 2, 3, dtype=torch.bool), batch=1, columns=4, groups=3, dtype=torch.float32)
-    assert folded.shape == (1, 1, 6, 4)
-    assert (folded[..., :3] == 0).all() and (folded[..., 3] == -math.inf).all()
 
 
 def test_step_layer_writes_what_ragged_layer_appends() -> None:
@@ -100,11 +90,6 @@ def test_graph_buffers_released_cache_keeps_its_contents() -> None:
     lasting.adopt(other)
     assert other.buffers()[0][0].data_ptr() == address
     assert (cache.buffers()[0][0][:, :, :6] == 1).all()
-
-
-def test_compile_seconds_without_compilation_is_zero() -> None:
-    with ThreadPoolExecutor() as threads:  # seconds are counted by thread
-        assert threads.submit(compile_seconds).result() == 0.0
 
 
 def test_graph_buffers_that_an_eager_pass_outgrew_keep_what_it_wrote() -> None:

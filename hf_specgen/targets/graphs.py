@@ -1,9 +1,10 @@
-"""CUDA graphs of forward passes: a pass is replayed in one launch, without being compiled.
+"""CUDA graphs of forward passes: a pass is replayed in one launch. For targets, draft models and heads.
 
 On a GPU a pass over few tokens takes as long as launching its kernels one after the other: 24 ms for a model of 32
 layers on an H100, of which the GPU computes 11 with 8B parameters. A captured graph launches them all at once. It
 repeats exactly what was captured: the same kernels on the same addresses. So inputs are copied to where they were in
-the capture, and a graph is captured anew when anything else that the pass depends on has changed, see `fingerprint`.
+the capture, keys and values stay in buffers that are used again by later calls, passes are padded to a few widths, and
+a graph is captured anew when anything else that the pass depends on has changed, see `fingerprint`.
 
 Source: PyTorch's documentation, "CUDA semantics", section "CUDA Graphs".
 """
@@ -11,22 +12,80 @@ Source: PyTorch's documentation, "CUDA semantics", section "CUDA Graphs".
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from time import perf_counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from transformers.cache_utils import CacheLayerMixin
 
-from hf_specgen.targets.compile_time import add_compile_seconds
+from hf_specgen.targets.cache import RaggedCache
 
-WARM_UP_RUNS = 2
-"""Runs before a capture, in which libraries allocate their workspaces and choose kernels."""
+GRAPH_DEVICES = ("cuda",)
+"""Where passes are captured."""
+CAPACITY_BLOCK = 256
+"""Capacities of buffers, in slots, are multiples of it, so that calls of similar lengths share graphs; from 2,048 on
+there are four between a length and its double."""
 
 Buffers = Sequence[tuple[torch.Tensor, torch.Tensor]]
-PLAIN_VALUES = (bool, int, float, str, type(None))
+"""Keys and values of each layer."""
+
+
+def padded_width(tokens: int) -> int:
+    """The number of tokens that a captured pass over so many tokens is padded to.
+
+    Example:
+        >>> [padded_width(tokens) for tokens in (1, 2, 5, 9, 33)]
+        [1, 4, 8, 16, 64]
+    """
+    return 1 if tokens == 1 else max(4, 1 << (tokens - 1).bit_length())
+
+
+class StepLayer(CacheLayerMixin):
+    """Keys and values of one layer during one captured pass.
+
+    Args:
+        keys, values: `[batch, heads, capacity, head_dim]` buffers, which are written to.
+        slots: `[batch, new]` where the keys and values of the pass go. A tensor, as it differs from step to step.
+        width: how many slots attention reads; the mask leaves out the unfilled ones.
+    """
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, width: int) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self._slots, self._width = slots, width
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the buffers are given."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write `[batch, heads, new, head_dim]` states to the slots; returns the slots that attention reads."""
+        assert self.keys is not None and self.values is not None
+        rows = torch.arange(self._slots.shape[0], device=self._slots.device)[:, None]
+        self.keys[rows, :, self._slots] = key_states.transpose(1, 2)
+        self.values[rows, :, self._slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, : self._width], self.values[:, :, : self._width]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._width, 0
+
+    def get_seq_length(self) -> int:
+        """Slots before the pass, at most: models that place tokens by `position_ids` do not compute with it."""
+        return self._width - int(self._slots.shape[1])
+
+    def get_max_length(self) -> int:
+        return -1
 
 
 class GraphMemory:
@@ -114,9 +173,7 @@ class CapturedPass:
         with self._memory.lock:
             self._memory.wait()
             if key not in self._graphs:
-                began = perf_counter()
-                self._graphs[key] = _Graph(lambda given: self._function(model, given, buffers), inputs, self._memory)
-                add_compile_seconds(perf_counter() - began)
+                self._graphs[key] = _Graph(lambda static: self._function(model, static, buffers), inputs, self._memory)
             return self._graphs[key].replay(leaves)
 
 
@@ -127,14 +184,14 @@ class _Graph:
         leaves, structure = pytree.tree_flatten(inputs)
         device = memory.device
         self._inputs = [leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        given = pytree.tree_unflatten(self._inputs, structure)
-        self._replay, self._outputs = capture(lambda: run(given), memory)
+        static = pytree.tree_unflatten(self._inputs, structure)
+        self._replay, self._outputs = capture(lambda: run(static), memory)
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """The outputs for other inputs, copied: the next replay of any graph of this memory overwrites them."""
-        for own, leaf in zip(self._inputs, leaves, strict=True):
-            if isinstance(own, torch.Tensor):
-                own.copy_(leaf)
+        for static, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(static, torch.Tensor):
+                static.copy_(leaf)
         self._replay()
         return pytree.tree_map(torch.clone, self._outputs)
 
@@ -150,7 +207,7 @@ def capture(run: Callable[[], Any], memory: GraphMemory) -> tuple[Callable[[], N
         warm_up = torch.cuda.Stream()
         warm_up.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warm_up):
-            for _ in range(WARM_UP_RUNS):
+            for _ in range(2):  # libraries allocate their workspaces and choose kernels
                 run()
         torch.cuda.current_stream().wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
@@ -172,6 +229,88 @@ def _repair(memory: GraphMemory) -> None:
     with suppress(RuntimeError, AttributeError):  # raised if the allocator is no longer capturing
         torch._C._cuda_endAllocateToPool(memory.stream.device_index, memory.pool)
     _capture_nothing(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
+
+
+@dataclass
+class _Entry:
+    """Buffers of the pool, and the cache that uses them, if any."""
+
+    buffers: Buffers
+    cache: weakref.ref[RaggedCache] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.cache is None or self.cache() is None
+
+
+class GraphBuffers:
+    """A pool of key/value buffers for the calls of one model, whose addresses stay the same.
+
+    A call uses the buffers of an earlier call of the same shape again, once that has ended, and copies its prompt's
+    keys and values there once. Buffers are never freed, since captured graphs use them.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+
+    def adopt(self, cache: RaggedCache) -> int:
+        """Move the cache into buffers of the pool, unless it is there; returns their capacity in slots."""
+        slots = int(cache.buffers()[0][0].shape[2])
+        block = max(CAPACITY_BLOCK, 1 << max(0, slots.bit_length() - 3))
+        capacity = -(-slots // block) * block
+        entry = self._entry_of(cache)
+        if entry is None or entry.buffers[0][0].shape[2] < capacity:
+            self.release(cache)
+            self._move_in(cache, capacity)
+        return int(cache.buffers()[0][0].shape[2])
+
+    def release(self, cache: RaggedCache) -> None:
+        """Give the cache buffers of its own again."""
+        entry = self._entry_of(cache)
+        if entry is not None:
+            cache.use_buffers([(keys.clone(), values.clone()) for keys, values in entry.buffers])
+            entry.cache = None
+
+    def _entry_of(self, cache: RaggedCache) -> _Entry | None:
+        """The buffers that the cache uses; those that it has left, because an eager pass outgrew them, become free."""
+        for entry in self._entries:
+            if entry.cache is not None and entry.cache() is cache:
+                if cache.buffers()[0][0].data_ptr() == entry.buffers[0][0].data_ptr():
+                    return entry
+                entry.cache = None
+        return None
+
+    def _move_in(self, cache: RaggedCache, capacity: int) -> None:
+        """Copy the cache into free buffers of the same shapes, or into new ones."""
+        own = cache.buffers()
+        layout = [(_layout(keys, capacity), _layout(values, capacity)) for keys, values in own]
+        entry = next((entry for entry in self._entries if entry.is_free and _layouts(entry.buffers) == layout), None)
+        if entry is None:
+            entry = _Entry([(_static(keys, capacity), _static(values, capacity)) for keys, values in own])
+            self._entries.append(entry)
+        for pair, static_pair in zip(own, entry.buffers, strict=True):
+            for source, static in zip(pair, static_pair, strict=True):
+                static.zero_()  # unwritten slots are masked, but a weight of 0 times NaN is NaN
+                static[:, :, : source.shape[2]] = source
+        entry.cache = weakref.ref(cache)
+        cache.use_buffers(entry.buffers)
+
+
+def _layout(buffer: torch.Tensor, capacity: int) -> tuple[Any, ...]:
+    """Shape with this capacity, dtype and device: buffers that agree in them are interchangeable."""
+    batch, heads, _, size = buffer.shape
+    return batch, heads, capacity, size, buffer.dtype, buffer.device
+
+
+def _layouts(buffers: Buffers) -> list[tuple[Any, Any]]:
+    return [(_layout(keys, keys.shape[2]), _layout(values, values.shape[2])) for keys, values in buffers]
+
+
+def _static(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A new buffer of the same layout, at an address that graphs may rely on."""
+    batch, heads, _, size = buffer.shape
+    with torch.inference_mode(False):  # a later call may run outside of inference mode
+        return torch.zeros(batch, heads, capacity, size, dtype=buffer.dtype, device=buffer.device)
 
 
 def fingerprint(model: nn.Module) -> int:
@@ -205,7 +344,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple | set):
         return all(map(_is_plain, value))
-    return isinstance(value, PLAIN_VALUES)
+    return isinstance(value, bool | int | float | str | None)
 
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}

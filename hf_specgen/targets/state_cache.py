@@ -1,8 +1,8 @@
-"""Convolution windows and recurrent states of one layer, and how they return to an earlier length.
+"""Cache layers of models that keep more than keys and values: convolutions, recurrent states, keys of an indexer.
 
 A convolution reads the last few columns of its input. A `StateLayer` keeps some more of them, so that each row's window
 can be cut again where its accepted tokens end. A recurrent state mixes all that was read: it can only return to where
-the last pass began. `hf_specgen.targets.unread` then reads the accepted tokens again, in front of the next draft.
+the last pass began. `hf_specgen.targets.replay` then processes the accepted tokens again, in front of the next draft.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
 
-from hf_specgen.targets.cache_layer import MAX_ROLLBACK
+from hf_specgen.targets.cache import MAX_ROLLBACK, RaggedLayer, check_crop
+from hf_specgen.targets.model_parts import INDEXED_TYPES, WITHOUT_CACHE
 
 
 class StateLayer(LinearAttentionLayer):
@@ -24,7 +30,7 @@ class StateLayer(LinearAttentionLayer):
         number_of_states: convolutions of the layer.
 
     Attributes:
-        lengths: how many tokens of each row the states have read.
+        lengths: how many tokens of each row the states include.
     """
 
     is_compileable = False
@@ -108,7 +114,7 @@ class StateLayer(LinearAttentionLayer):
             RuntimeError: if a window was not kept for so long, or for a recurrent state and a length at which no pass
                 began or ended.
         """
-        removed = [now - wanted for now, wanted in zip(self.lengths, lengths, strict=True)]
+        removed = [now - length for now, length in zip(self.lengths, lengths, strict=True)]
         if not any(removed):
             return
         if self._saved is not None and tuple(lengths) == self._saved["lengths"]:
@@ -128,14 +134,8 @@ class StateLayer(LinearAttentionLayer):
         self.lengths = tuple(lengths)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens of every row.
-
-        Raises:
-            ValueError: for a positive number.
-            RuntimeError: as `set_lengths`.
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        """Drop the last `-tokens_to_remove` tokens of every row; raises as `set_lengths`."""
+        check_crop(tokens_to_remove)
         self.set_lengths([max(length + tokens_to_remove, 0) for length in self.lengths])
 
     def _window_size(self, index: int) -> int:
@@ -185,3 +185,82 @@ class StateLayer(LinearAttentionLayer):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
+
+
+class HybridLayer(RaggedLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+    """A layer with attention and a state.
+
+    Args:
+        window, max_slots: as in `RaggedLayer`.
+        number_of_states: as in `StateLayer`.
+    """
+
+    def __init__(self, window: int | None = None, max_slots: int | None = None, number_of_states: int = 1) -> None:
+        RaggedLayer.__init__(self, window, max_slots)
+        self.state = state = StateLayer(number_of_states)
+        # The dictionaries are the state's own, so that `Cache` finds its tensors here.
+        self.number_of_states, self.record_past = number_of_states, True
+        self.conv_states, self.recurrent_states = state.conv_states, state.recurrent_states
+        self.has_previous_state, self.conv_kernel_size = state.has_previous_state, state.conv_kernel_size
+        self.is_conv_states_initialized = state.is_conv_states_initialized
+        self.is_recurrent_states_initialized = state.is_recurrent_states_initialized
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self, self.state)
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        return self.state.update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        return self.state.update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.state.crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.state.batch_select_indices(indices)
+
+
+class IndexedLayer(RaggedLayer):
+    """A layer with the keys `[batch, tokens, head_dim]` of an indexer beside its own keys and values."""
+
+    def __init__(self, max_slots: int | None = None) -> None:
+        super().__init__(None, max_slots)
+        self.indexer = RaggedLayer(None, max_slots)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self, self.indexer)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Append the indexer's keys to each row; returns all slots up to the longest row."""
+        keys = indexer_key_states[:, None]
+        return self.indexer.update(keys, keys[..., :0])[0][:, 0]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.indexer.crop(tokens_to_remove)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.indexer.batch_select_indices(indices)
+
+
+def make_layers(config: Any, max_slots: int | None) -> list[Any]:
+    """The cache layers of a model."""
+    types, arguments = get_layer_types_and_kwargs(config)
+    return [_make_layer(kind, settings, max_slots) for kind, settings in zip(types, arguments, strict=True)]
+
+
+def _make_layer(layer_type: str, settings: dict[str, Any], max_slots: int | None) -> Any:
+    states, window = settings.get("number_of_states", 1), settings.get("sliding_window")
+    if layer_type in ("conv", "linear_attention"):
+        return StateLayer(states)
+    if layer_type in ("hybrid", "hybrid_sliding"):
+        return HybridLayer(window, max_slots, states)
+    if layer_type in INDEXED_TYPES:
+        return IndexedLayer(max_slots)
+    return DummyLayer() if layer_type in WITHOUT_CACHE else RaggedLayer(window, max_slots)

@@ -1,0 +1,192 @@
+"""`prepacked(model)`: linear layers on a CPU with weights in oneDNN's layout, where that was timed to be faster.
+
+PyTorch's `linear` may rearrange the whole weight matrix in every call, which takes longer than the product of a few
+tokens. A matrix that was rearranged once does not need it. Whether that is faster depends on the machine, the dtype and
+the shape of the matrix, so each shape is timed in both forms.
+
+Source: oneDNN's documentation, "Memory format propagation"; PyTorch's inductor prepacks weights by the same operators.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+TOKENS = (1, 8)
+"""Tokens of the passes that are timed: of a plain step, and of a verification step, which the layout is made for."""
+
+logger = logging.getLogger("hf_specgen")
+_lock = threading.Lock()
+_blocks: WeakKeyDictionary[nn.Module, _Block] = WeakKeyDictionary()
+_decisions: dict[tuple[Any, ...], bool] = {}
+"""By shape, dtype and number of threads, whether prepacked weights were faster."""
+_logged: set[str] = set()
+
+
+@contextmanager
+def prepacked(model: nn.Module) -> Iterator[None]:
+    """In this context the linear layers of a model use prepacked weights where these are faster, in any forward pass.
+
+    For plain `generate` as for speculative decoding. It works on a CPU in float32 and, with AVX-512, in bfloat16;
+    elsewhere it logs a warning and does nothing. Entering it copies and times the weights, which takes about a second
+    per GiB, so one block should hold many calls; the copies take the memory of the weights again until it ends. Results
+    differ by rounding only, as they do between batch sizes. Other threads that run the model meanwhile use the copies
+    too. Nested blocks share them.
+
+    The values of the weights must not be changed inside the block, as by training or by merging an adapter; the copies
+    would not follow.
+
+    Args:
+        model: any module with `nn.Linear` layers, or `Conv1D` layers as in GPT-2.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4))
+        >>> with prepacked(model):
+        ...     outputs = model(torch.ones(1, 4))
+    """
+    with _lock:
+        block = _blocks.get(model)
+        if block is None:
+            block = _blocks[model] = _Block(model)
+        block.users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            block.users -= 1
+            if block.users == 0:
+                del _blocks[model]
+                block.restore()
+
+
+class _Block:
+    """The layers of a model that have a prepacked `forward`, and how many contexts use them."""
+
+    def __init__(self, model: nn.Module):
+        self.users, self._layers = 0, [layer for group in _groups(model) for layer in _prepacked_layers(group)]
+        for layer in self._layers:
+            # An instance attribute, which hooks and `Module.__call__` use as they use the method of the class.
+            layer.module.__dict__["forward"] = layer
+
+    def restore(self) -> None:
+        """Give the layers the `forward` of their class again."""
+        for layer in self._layers:
+            if vars(layer.module).get("forward") is layer:
+                del layer.module.__dict__["forward"]
+
+
+class _PrepackedLayer:
+    """The `forward` of one layer inside the context.
+
+    Args:
+        module: the layer.
+        weight: its weights, in oneDNN's layout.
+    """
+
+    def __init__(self, module: nn.Module, weight: torch.Tensor):
+        self.module, self._prepacked, self._of = module, weight, module.weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        module = cast(Any, self.module)
+        is_usable = x.dtype == self._of.dtype and module.weight is self._of and not torch.is_grad_enabled()
+        if not is_usable or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+            return cast(torch.Tensor, type(module).forward(module, x))
+        return self.multiply(x)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output, from the prepacked weights."""
+        bias = cast(Any, self.module).bias
+        product = torch.ops.mkldnn._linear_pointwise.default
+        return cast(torch.Tensor, product(x, self._prepacked, bias, "none", [], ""))
+
+    def __reduce__(self) -> Any:
+        """A model that is copied or pickled inside the context gets the ordinary `forward`."""
+        return getattr, (self.module, "forward")
+
+
+def _groups(model: nn.Module) -> list[list[nn.Module]]:
+    """The layers that can be prepacked, grouped by shape and dtype."""
+    groups: dict[tuple[Any, ...], list[nn.Module]] = {}
+    for module in model.modules():
+        if _can_be_prepacked(module):
+            weight = _matrix(module)
+            groups.setdefault((*weight.shape, weight.dtype), []).append(module)
+    if not groups:
+        _warn_once(f"prepacked() does nothing for {type(model).__name__}: it works with linear layers on a CPU, in "
+                   "float32 or, with AVX-512, in bfloat16")  # fmt: skip
+    return list(groups.values())
+
+
+def _can_be_prepacked(module: nn.Module) -> bool:
+    """Whether a module is a plain linear layer on a CPU, in a dtype that oneDNN multiplies on this machine."""
+    if type(module) not in (nn.Linear, Conv1D) or not torch.backends.mkldnn.is_available():
+        return False
+    weight = module._parameters.get("weight")  # not there where pruning computes it anew in every pass
+    if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.layout is not torch.strided:
+        return False
+    # An instance `forward` belongs to somebody else, as of accelerate; in a copied model it is the class's own.
+    if vars(module).get("forward", module.forward) != type(module).forward.__get__(module):
+        return False
+    with_bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.numel() > 0 and (weight.dtype == torch.float32 or with_bfloat16)
+
+
+def _matrix(module: nn.Module) -> torch.Tensor:
+    """The weights of a layer, `[outputs, inputs]`."""
+    weight = cast(torch.Tensor, module.weight).detach()
+    return weight.t() if type(module) is Conv1D else weight
+
+
+def _prepacked_layers(modules: Sequence[nn.Module]) -> list[_PrepackedLayer]:
+    """Layers of one shape with prepacked weights; none if that is slower. Modules share the copy of shared weights."""
+    weight = _matrix(modules[0])
+    key = (*weight.shape, weight.dtype, type(modules[0]), torch.get_num_threads())
+    if _decisions.get(key) is False:
+        return []
+    copies: dict[int, torch.Tensor] = {}
+    layers = []
+    for module in modules:
+        if id(module.weight) not in copies:
+            matrix = _matrix(module).contiguous()
+            copies[id(module.weight)] = torch.ops.mkldnn._reorder_linear_weight(matrix, TOKENS[-1])
+        layers.append(_PrepackedLayer(module, copies[id(module.weight)]))
+    if key not in _decisions:
+        _decisions[key] = _is_faster(layers)
+    return layers if _decisions[key] else []
+
+
+@torch.no_grad()
+def _is_faster(layers: Sequence[_PrepackedLayer]) -> bool:
+    """Whether layers of one shape take less time with prepacked weights, and compute the same up to rounding.
+
+    The times of both sizes are added. A single token may take at most 5% longer, as plain steps have one.
+    """
+    layers = layers[:8]  # several, since the weights of a whole model do not stay in the processor's cache
+    weight = _matrix(layers[0].module)
+    best = {(tokens, is_prepacked): float("inf") for tokens in TOKENS for is_prepacked in (False, True)}
+    for _ in range(4):
+        for tokens, is_prepacked in best:
+            x = torch.linspace(-1, 1, tokens * weight.shape[1], dtype=weight.dtype).view(tokens, -1)
+            began = perf_counter()
+            for layer in layers:
+                layer.multiply(x) if is_prepacked else type(layer.module).forward(layer.module, x)
+            best[tokens, is_prepacked] = min(best[tokens, is_prepacked], perf_counter() - began)
+    ordinary, ours = (sum(best[tokens, is_prepacked] for tokens in TOKENS) for is_prepacked in (False, True))
+    expected = type(layers[0].module).forward(layers[0].module, x).float()
+    is_same = (layers[0].multiply(x).float() - expected).norm() <= 0.02 * expected.norm()
+    return bool(is_same) and ours < ordinary and best[1, True] <= 1.05 * best[1, False]
+
+
+def _warn_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        logger.warning(message)

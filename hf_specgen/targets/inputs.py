@@ -1,0 +1,331 @@
+"""The inputs of forward passes: prompt, rows and their positions, tokens of a step, and inputs beside the text.
+
+Images and audio belong to the prompt: their features lie in the cache once it has been read, and the model's own
+`prepare_inputs_for_generation` leaves them out of later passes. That method is called once, after the prompt.
+Rotary positions may have several axes (text, time, height, width): after the prompt all advance by one with each
+token, so that every row has a constant distance between its axes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen import compat
+from hf_specgen.tree import DraftTree
+
+OWN_ARGUMENTS = {
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "logits_to_keep",
+    "use_cache",
+}
+"""What the target passes itself."""
+TOKEN_TYPES = {"token_type_ids": "last", "mm_token_type_ids": "text", "moe_mm_token_type_ids": "text"}
+"""Arguments with one value per token, and what generated tokens have: the last token's, or that of text (0)."""
+
+T = TypeVar("T")
+
+
+def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that hold data beside the text: images, audio, token types."""
+    return {
+        name: value
+        for name, value in model_kwargs.items()
+        if name not in OWN_ARGUMENTS and (isinstance(value, torch.Tensor) or (isinstance(value, dict) and value))
+    }
+
+
+def step_tokens(tree: DraftTree, pending: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`[batch, 1 + nodes]` input tokens of a step: the last token of each row, then its draft."""
+    if isinstance(pending, torch.Tensor) or not tree.tokens.is_cpu:
+        first = torch.as_tensor(pending).to(device)[:, None]
+        return torch.cat([first, tree.tokens.to(device)], dim=1)
+    # On the CPU by way of numpy: a fifth of the time of torch.cat.
+    tokens = np.empty((tree.batch, 1 + tree.nodes), dtype=np.int64)
+    tokens[:, 0] = pending
+    tokens[:, 1:] = tree.tokens.numpy()
+    return on_device(tokens, device)
+
+
+def on_device(values: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """A tensor of numbers that Python has computed: by way of numpy in a third of the time of torch.tensor."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.to(device)
+
+
+class Prompt:
+    """The prompt of a call, which the model can process together with draft tokens.
+
+    Args:
+        input_ids: `[batch, prompt]`, left-padded.
+        config, kwargs: as prepared by `generate`.
+        last_position: the last position of the model's position table.
+        mask: the name of the argument that marks padding among these tokens.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        config: GenerationConfig,
+        kwargs: dict[str, Any],
+        last_position: int,
+        mask: str = "attention_mask",
+    ):
+        self.input_ids, self.config, self.kwargs, self.last_position = input_ids, config, kwargs, last_position
+        self._mask = mask
+
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """`[batch, slots]` bool, False for padding; None if there is none."""
+        mask = self.kwargs.get(self._mask)
+        return None if mask is None or bool((mask != 0).all()) else mask != 0
+
+    def takes_drafts(self, cached: int) -> bool:
+        """Whether draft tokens can follow it: not in chunks, and if there is a token that is not cached."""
+        mask = self.kwargs.get(self._mask)
+        width = compat.mask_length(self.config) if mask is None else mask.shape[1]
+        is_cached = width == self.input_ids.shape[1] <= cached
+        return self.config.prefill_chunk_size is None and not is_cached
+
+    def run(self, model: PreTrainedModel, cache: Any, draft: DraftTree) -> torch.Tensor:
+        """The logits of a pass over the prompt and the columns of draft tokens after it."""
+        kwargs = {**self.kwargs, "past_key_values": cache, **self.longer(draft.nodes)}
+        input_ids = torch.cat([self.input_ids, draft.tokens.to(self.input_ids)], dim=1)
+        config: Any = copy.copy(self.config)
+        if kwargs.get("attention_mask") is None and draft.nodes:
+            # By this length `generate` decides whether the prompt begins in the cache.
+            compat.set_mask_length(config, compat.mask_length(config) + draft.nodes)
+        outputs = compat.prefill(model, input_ids, config, kwargs)
+        return cast(torch.Tensor, outputs.logits)
+
+    def check_cached(self, positions: int) -> None:
+        """Raise if a pass over the prompt cached more positions than it has tokens, or none."""
+        tokens = self.input_ids.shape[1]
+        if not 0 < positions <= tokens:
+            raise ValueError(
+                f"the model cached {positions} positions for a prompt of {tokens} tokens; models that add "
+                "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
+            )
+
+    def longer(self, columns: int) -> dict[str, Any]:
+        """Positions, attention mask and `logits_to_keep` of the prompt, extended by columns for draft tokens.
+
+        Only decoder-only models draft in prefill (`Target.supports_prefill_drafts`), so the mask is `attention_mask`.
+        """
+        longer: dict[str, Any] = {}
+        if columns == 0:
+            return longer
+        mask, positions = self.kwargs.get("attention_mask"), self.kwargs["position_ids"]
+        more = positions[..., -1:] + torch.arange(1, columns + 1, device=positions.device)
+        within_table = positions[..., -1:] <= self.last_position
+        more = torch.where(within_table, more.clamp(max=self.last_position), more)
+        longer["position_ids"] = torch.cat([positions, more], dim=-1)
+        if mask is not None:
+            longer["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), columns)], dim=1)
+        if "logits_to_keep" in self.kwargs:
+            longer["logits_to_keep"] = 1 + columns
+        return longer
+
+
+class RowLayout:
+    """The rows of a call that are in the cache: all at first, later only those that have not been dropped.
+
+    Args:
+        batch: rows of the prompt.
+        last_position: how far the model's positions go.
+
+    Attributes:
+        rows: the numbers of these rows in the call, in the order of the cache.
+        prompt_slots: how many slots the prompt of each of them fills.
+        offsets: for each of them, position minus slot: negative where the prompt begins with padding.
+    """
+
+    def __init__(self, batch: int, last_position: int):
+        self.rows = list(range(batch))
+        self.prompt_slots: tuple[int, ...] = ()
+        self.offsets: tuple[int, ...] = ()
+        self._last_position = last_position
+
+    def place_prompt(self, slots: Sequence[int], first_positions: Sequence[int]) -> None:
+        """Record how many slots each prompt fills, and the position of the first token after it."""
+        self.prompt_slots = tuple(slots)
+        self.offsets = tuple(position - length for position, length in zip(first_positions, slots, strict=True))
+
+    def gather(self, values: Sequence[T]) -> list[T]:
+        """Of one value for each row of the call, those of the rows in the cache."""
+        return [values[row] for row in self.rows]
+
+    def select(self, tree: DraftTree, inputs: dict[str, torch.Tensor]) -> tuple[DraftTree, dict[str, torch.Tensor]]:
+        """The draft and the inputs of a pass, for the rows in the cache."""
+        if len(self.rows) == tree.batch:
+            return tree, inputs
+        return tree.select(self.rows), {name: tensor[self.rows] for name, tensor in inputs.items()}
+
+    def scatter(self, values: torch.Tensor, batch: int) -> torch.Tensor:
+        """`[rows in the cache, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
+        return spread_rows(values, self.rows, batch)
+
+    def positions(
+        self, tree: DraftTree, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
+    ) -> list[list[int]]:
+        """`[rows][tokens]` positions of the tokens of a pass: the pending token and the nodes of a draft.
+
+        Args:
+            tree: the draft of the rows in the cache.
+            lengths: slots of each row before the pending token.
+            active: of all rows of the call, those that take part; all if None.
+            cached: how many of the pending token and the first nodes are in the cache already.
+        """
+        last, positions = self._last_position, []
+        takes_part = [True] * len(lengths) if active is None else self.gather(active)
+        for index, (length, offset, part) in enumerate(zip(lengths, self.offsets, takes_part, strict=True)):
+            depths = tree.depths(index)[cached:]
+            base = length + offset
+            # An ended row and its nodes may exceed the model's position table, where a model would raise. So may the
+            # padding nodes of a draft that grows. The results of all these nodes are ignored.
+            if not part or (cached and base <= last):
+                positions.append([min(base + depth, last) for depth in depths])
+            else:
+                positions.append([base + depth for depth in depths])
+        return positions
+
+    def rows_to_keep(self, needed: Sequence[bool]) -> list[int] | None:
+        """The indices in the cache of the rows that are still needed; None while too few can be dropped.
+
+        Enough are a quarter, or half of the last four: in float32 on two cores three rows take longer than four.
+
+        Args:
+            needed: of all rows of the call.
+        """
+        indices = [index for index, row in enumerate(self.rows) if needed[row]]
+        rows, ended = len(self.rows), len(self.rows) - len(indices)
+        return indices if indices and ended >= (rows / 4 if rows > 4 else rows / 2) else None
+
+    def keep_rows(self, indices: Sequence[int]) -> None:
+        """Drop all rows but those at these indices of the cache."""
+        self.rows = [self.rows[index] for index in indices]
+        self.offsets = tuple(self.offsets[index] for index in indices)
+        self.prompt_slots = tuple(self.prompt_slots[index] for index in indices)
+
+
+def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:
+    """The values of some rows of a batch as a tensor for the whole batch.
+
+    Args:
+        values: `[rows, …]`.
+        rows: their numbers in the batch.
+        batch: number of rows of the batch.
+
+    Returns:
+        `[batch, …]`, with zeros for the other rows; `values` itself if there are none.
+
+    Example:
+        >>> spread_rows(torch.tensor([[1], [3]]), [0, 2], batch=3).tolist()
+        [[1], [0], [3]]
+    """
+    if values.shape[0] == batch:
+        return values
+    result = values.new_zeros(batch, *values.shape[1:])
+    result[list(rows)] = values
+    return result
+
+
+class StepInputs:
+    """Makes the arguments of the forward passes after the prompt.
+
+    Args:
+        model: the target.
+        input_ids: `[batch, prompt]`.
+        model_kwargs: as prepared by `generate`; positions `[batch, prompt]` or `[axes, batch, prompt]`.
+    """
+
+    def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]):
+        self._model, self._input_ids, self._kwargs = model, input_ids, model_kwargs
+        last = model_kwargs["position_ids"][..., -1]
+        last = last.expand(*last.shape[:-1], len(input_ids))
+        self._axes: torch.Tensor | None = None
+        if last.dim() > 1:
+            self._axes, last = last - last[:1], last[0]
+        self.first_positions: tuple[int, ...] = tuple(position + 1 for position in last.tolist())
+        """The position of each row's first generated token, on the first axis."""
+        self.accompanies_text = bool(accompanying_inputs(model_kwargs))
+        """Whether the prompt has inputs beside text."""
+        self._extra: dict[str, Any] | None = None
+
+    @property
+    def divisible(self) -> bool:
+        """Whether rows can be dropped: not if there are tensors whose batch dimension is unknown."""
+        return all(name in TOKEN_TYPES for name in accompanying_inputs(self._extra or {}))
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only."""
+        self._axes = None if self._axes is None else self._axes[:, list(rows)]
+        for name in TOKEN_TYPES.keys() & (self._extra or {}).keys():
+            self._extra[name] = self._extra[name][list(rows)]  # type: ignore[index]
+
+    def positions(self, text: torch.Tensor) -> torch.Tensor:
+        """`[batch, tokens]` positions on the first axis to those on all axes."""
+        return text if self._axes is None else text + self._axes[..., None].to(text.device)
+
+    def text_cache(self, given: Any) -> Any:
+        """Of the cache that `generate` passes on, the part for the text."""
+        return given
+
+    def past_key_values(self, cache: Any) -> Any:
+        """The cache as the model takes it; `cache` is the part for the text."""
+        return cache
+
+    def returned_cache(self, cache: Any, past_key_values: Any) -> Any:
+        """The cache that the caller gets: of `cache`, and what `past_key_values` returned for it."""
+        return cache
+
+    def arguments(
+        self, tokens: dict[str, torch.Tensor], mask: Any, positions: torch.Tensor, cache: Any
+    ) -> dict[str, Any]:
+        """The arguments of a pass.
+
+        Args:
+            tokens: the input of the pass, under the name that the model or the part to run has for it.
+            mask: as its attention takes it.
+            positions: `[batch, tokens]` on the first axis.
+            cache: as `past_key_values` returned it.
+        """
+        return {
+            **tokens,
+            "attention_mask": mask,
+            "position_ids": self.positions(positions),
+            "past_key_values": cache,
+            **self.extra(cache, positions.shape[1]),
+        }
+
+    def extra(self, cache: Any, tokens: int) -> dict[str, Any]:
+        """The other arguments of a pass over so many tokens per row, once the prompt is in the cache."""
+        if self._extra is None:
+            self._extra = self._after_prompt(cache)
+        types = {name: self._extra[name].expand(-1, tokens) for name in TOKEN_TYPES.keys() & self._extra.keys()}
+        return {**self._extra, **types}
+
+    def _after_prompt(self, cache: Any) -> dict[str, Any]:
+        """The arguments that the model's own preparation passes on in the first step after the prompt."""
+        kwargs = {name: value for name, value in self._kwargs.items() if name != "logits_to_keep"}
+        if (mask := kwargs.get("attention_mask")) is not None:
+            kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        kwargs["position_ids"] = kwargs["position_ids"][..., -1:] + 1
+        for name in TOKEN_TYPES.keys() & kwargs.keys():
+            kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
+        prepared = self._prepared({**kwargs, "past_key_values": cache})
+        return {name: value for name, value in prepared.items() if name not in OWN_ARGUMENTS and value is not None}
+
+    def _prepared(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        model = cast(Any, self._model)
+        return dict(model.prepare_inputs_for_generation(self._input_ids[:, -1:], next_sequence_length=1, **kwargs))

@@ -1,0 +1,225 @@
+"""Captured passes (`compile="graphs"`): tokens of plain `generate`, few captures, refusals that name the true reason.
+
+A replay on a CPU stands in for CUDA graphs; tests/cuda has the real ones.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specgen import (
+    Candidates,
+    DraftModelCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+)
+from hf_specgen.targets import captured_passes, graphs
+from tests.helpers import SAMPLING, perturbed_copy, prompts
+from tests.helpers.captures import graphs_on_cpu
+from tests.helpers.medusa import fitted_heads
+from tests.helpers.models import fresh_model
+from tests.helpers.stateful import stateful_model
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return graphs_on_cpu(monkeypatch)
+
+
+def small(architecture: str = "llama", layers: int = 1, **overrides: Any) -> Any:
+    return fresh_model(architecture, num_hidden_layers=layers, **overrides)
+
+
+def same_tokens(model: Any, inputs: Any, candidates: Candidates, compile: Any = "graphs", **arguments: Any) -> Any:
+    """Assert that a call with captured passes gives the tokens of plain `generate`; returns its statistics."""
+    arguments = {"max_new_tokens": 12, **arguments}
+    torch.manual_seed(5)
+    plain = model.generate(**inputs, **arguments)
+    torch.manual_seed(5)
+    settings = {"candidate_generator": candidates, "compile": compile, "return_dict_in_generate": True}
+    ours = model.generate(**inputs, **arguments, **settings)
+    assert torch.equal(plain, ours.sequences)
+    return ours.speculation
+
+
+def test_captured_target_in_threads_same_tokens_and_captured_once(captures: list[Any]) -> None:
+    """Would catch: threads that capture the same pass twice or write to each other's slots."""
+    model = small()
+    expected = model.generate(**prompts(1), max_new_tokens=10)
+
+    def call(_: int) -> torch.Tensor:
+        candidates = NgramCandidates(k=3)
+        return model.generate(**prompts(1), max_new_tokens=10, candidate_generator=candidates, compile="graphs")
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(torch.equal(ids, expected) for ids in pool.map(call, range(4)))
+    assert 1 <= len(captures) <= 4  # two widths, each for the buffers of two calls at once
+
+
+def test_captured_draft_model_same_tokens_and_captured_once(captures: list[Any]) -> None:
+    """Would catch: padding that is attended to, and a capture for every length or call."""
+    model = small()
+    candidates = DraftModelCandidates(perturbed_copy(model), k=3, compile="graphs")
+    assert same_tokens(model, prompts(2), candidates, compile=False).accepted > 0
+    assert len(captures) == 2  # passes over one token and over two to four
+    same_tokens(model, prompts(2, length=20), candidates, compile=False, max_new_tokens=20)
+    assert len(captures) == 2
+
+
+@pytest.mark.parametrize("mode", SAMPLING)
+def test_captured_target_with_trees_same_tokens(mode: str, captures: list[Any]) -> None:
+    """Would catch: masks of the wrong width, slots of another row, accepted paths that are not kept."""
+    model = small(layers=2)
+    candidates = DraftModelCandidates(perturbed_copy(model), k=3, tree=6)
+    assert same_tokens(model, prompts(3), candidates, **SAMPLING[mode]).accepted > 0
+    assert 1 <= len(captures) <= 3
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [("mistral", 1), ("gemma2", 2)])
+def test_captured_target_with_sliding_windows_same_tokens(architecture: str, layers: int, captures: list[Any]) -> None:
+    """Would catch: a cache that drops slots while a captured pass has fixed ones, and masks of several kinds.
+
+    All layers of Mistral have a window, every second one of Gemma 2.
+    """
+    same_tokens(small(architecture, layers), prompts(1, length=16), NgramCandidates(k=3), max_new_tokens=16)
+    assert captures
+
+
+def test_captured_target_returns_hidden_states(captures: list[Any]) -> None:
+    """Would catch: heads that draft from the states of padding tokens or of another layer, here the embedding."""
+    model = small()
+    candidates = MedusaCandidates(fitted_heads(model, prompts(2)), [[0], [1], [0, 0]], policy=FixedDepth())
+    eager = same_tokens(model, prompts(2), candidates, compile=False)
+    assert same_tokens(model, prompts(2), candidates).accepted == eager.accepted > 0
+
+
+def test_captured_target_returns_cache_for_next_turn(captures: list[Any]) -> None:
+    """Would catch: slots of padding in the cache that a caller receives."""
+    model, inputs = small(), prompts(1)
+    settings = {"candidate_generator": NgramCandidates(k=3), "compile": "graphs", "return_dict_in_generate": True}
+    first = model.generate(**inputs, max_new_tokens=8, **settings)
+    longer = torch.cat([first.sequences, torch.tensor([[5, 6]])], dim=1)
+    second = model.generate(longer, past_key_values=first.past_key_values, max_new_tokens=8, **settings)
+    assert torch.equal(second.sequences, model.generate(longer, max_new_tokens=8))
+
+
+def test_captured_target_leaves_model_untouched(captures: list[Any]) -> None:
+    """Would catch: hooks that later plain calls run through."""
+    model = small()
+    same_tokens(model, prompts(1), NgramCandidates(k=3))
+    untouched = dict(small().named_modules())
+    for name, module in model.named_modules():
+        assert vars(module).keys() == vars(untouched[name]).keys()
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_captured_pass_with_other_logits_refused(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a graph with wrong results that is used all the same."""
+    forward = captured_passes._forward
+
+    def wrong(*arguments: Any) -> Any:
+        logits, states = forward(*arguments)
+        return logits + torch.linspace(0, 1, logits.shape[-1]), states
+
+    monkeypatch.setattr(captured_passes, "_forward", wrong)
+    with pytest.raises(ValueError, match=r'captured pass of LlamaForCausalLM differs .* leave compile="graphs" out'):
+        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3), compile="graphs")
+
+
+def already_compiled() -> Any:
+    model = small()
+    model.compile(backend="eager")
+    return model
+
+
+def offloaded() -> Any:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.cpu_offload(small(), execution_device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (already_compiled, "is compiled already"),
+        (offloaded, "weights that are offloaded"),
+        (lambda: stateful_model("lfm2"), "convolutions, recurrent states"),
+    ],
+)
+def test_model_that_cannot_be_captured_refused(make: Any, reason: str, captures: list[Any]) -> None:
+    """Would catch: an error from inside the capture, or a call that silently runs eagerly."""
+    with pytest.raises(ValueError, match=reason):
+        make().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3), compile="graphs")
+
+
+def test_captured_layer_skip_refused() -> None:
+    """Would catch: a part of the layers that is captured as if it were the model."""
+    with pytest.raises(ValueError, match="part of the target's layers"):
+        small(layers=2).generate(
+            **prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(1, k=2), compile="graphs"
+        )
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+def test_captured_target_and_draft_same_tokens(captures: list[Any], batch: int, sampling: str) -> None:
+    """Would catch: inputs, slots or masks of another step in a replayed pass."""
+    model = small(layers=2)
+    draft = DraftModelCandidates(perturbed_copy(model, 0.02), k=4, tree=8, compile="graphs")
+    for length in (9, 14):
+        same_tokens(model, prompts(batch, length=length), draft, compile="graphs", **SAMPLING[sampling])
+        graphs = len(captures)
+    assert len(captures) == graphs > 2
+
+
+def test_captured_target_is_captured_anew_after_a_change(captures: list[Any]) -> None:
+    """Would catch: the graph of another adapter, or of weights that have been freed."""
+    model = small()
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
+    before = len(captures)
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
+    assert len(captures) == before
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight = torch.nn.Parameter(torch.randn_like(layer.weight))
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
+    assert len(captures) > before
+    before = len(captures)
+    model.model.layers[0].self_attn.scaling *= 2
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
+    assert len(captures) > before
+
+
+def test_captured_passes_without_a_gpu_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r'is on \'cpu\', and compile="graphs" captures CUDA graphs; leave compile="graphs" out'
+    ):
+        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), compile="graphs")
+
+
+@pytest.mark.parametrize("value", ["graph", True, 1, None])
+def test_unknown_value_of_compile_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r'compile must be False or "graphs"'):
+        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), compile=value)
+
+
+def test_failed_capture_refused_with_its_reason(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(run: Any, memory: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "capture", failing)
+    with pytest.raises(ValueError, match=r'cannot be captured .*not permitted.*leave compile="graphs" out'):
+        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), compile="graphs")
+
+
+def test_memory_of_a_failed_capture_is_not_used_again(captures: list[Any]) -> None:
+    memory = graphs.GraphMemory(None)
+    memory.is_broken = True
+    passes = captured_passes.CapturedPasses()
+    passes._memory = memory
+    passes._function(small(), ())
+    assert passes._memory is not memory and not passes._memory.is_broken

@@ -1,0 +1,179 @@
+"""`prepacked`: the results of ordinary layers, in the block only, and a model that is exactly as before afterwards."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_specgen import NgramCandidates, prepacked, prepacked_weights
+from hf_specgen.prepacked_weights import _PrepackedLayer
+from tests.helpers import fresh_model, prompts
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+pytestmark = needs_onednn
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Prepacks all layers, and receives the number of tokens of every product with prepacked weights."""
+    tokens: list[int] = []
+    multiply = _PrepackedLayer.multiply
+
+    def counting(self: _PrepackedLayer, x: torch.Tensor) -> torch.Tensor:
+        tokens.append(x.numel() // x.shape[-1])
+        return multiply(self, x)
+
+    monkeypatch.setattr(_PrepackedLayer, "multiply", counting)
+    decide(monkeypatch, True)
+    return tokens
+
+
+def decide(monkeypatch: pytest.MonkeyPatch, is_faster: bool) -> None:
+    monkeypatch.setattr(prepacked_weights, "_decisions", {})
+    monkeypatch.setattr(prepacked_weights, "_is_faster", lambda layers: is_faster)
+
+
+def attributes(model: nn.Module) -> list[tuple[str, ...]]:
+    return [tuple(vars(module)) for module in model.modules()]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", [nn.Linear(24, 40), nn.Linear(24, 40, bias=False), Conv1D(40, 24)], ids=str)
+def test_prepacked_layer_same_results(layer: nn.Module, dtype: torch.dtype, products: list[int]) -> None:
+    """Would catch: a transposed matrix or a lost bias."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN multiplies bfloat16 with AVX-512 only")
+    model = nn.Sequential(copy.deepcopy(layer)).to(dtype)
+    x = torch.randn(2, 3, 24, dtype=dtype)
+    expected = model(x)
+    with prepacked(model):
+        torch.testing.assert_close(model(x), expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+    assert products == [6]
+    assert torch.equal(model(x), expected) and products == [6]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_prepacked_speculative_call_same_tokens_as_plain_in_the_block(architecture: str, products: list[int]) -> None:
+    model, arguments = fresh_model(architecture), {"max_new_tokens": 16}
+    with prepacked(model):
+        plain = model.generate(**prompts(2), **arguments)
+        assert products
+        ours = model.generate(**prompts(2), **arguments, candidate_generator=NgramCandidates(k=4))
+    assert torch.equal(plain, ours)
+
+
+def test_pack_weights_of_a_call_prepacks_during_the_call(products: list[int]) -> None:
+    model = fresh_model("llama")
+    before = attributes(model)
+    plain = model.generate(**prompts(1), max_new_tokens=8)
+    assert not products
+    ours = model.generate(**prompts(1), max_new_tokens=8, candidate_generator=NgramCandidates(k=4), pack_weights=True)
+    assert products and torch.equal(plain, ours) and attributes(model) == before
+
+
+def test_prepacked_model_is_restored_after_an_exception(products: list[int]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    before = attributes(model)
+    with pytest.raises(KeyError), prepacked(model):
+        assert attributes(model) != before
+        raise KeyError
+    assert attributes(model) == before and not prepacked_weights._blocks
+
+
+@torch.no_grad()
+def test_nested_blocks_and_threads_last_until_the_outermost_ends(products: list[int]) -> None:
+    """Would catch: an inner block that restores the layers of the outer one."""
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8)
+
+    def nested(_: int) -> None:
+        with prepacked(model), torch.no_grad():
+            model(x)
+
+    with prepacked(model):
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(nested, range(4)))
+        model(x)
+    assert len(products) == 5 and "forward" not in vars(model[0])
+
+
+@torch.no_grad()
+def test_shared_weights_share_one_copy_and_embeddings_are_untouched(products: list[int]) -> None:
+    embedding, first, second = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
+    first.weight = second.weight = embedding.weight
+    model = nn.ModuleList([embedding, first, second, first])
+    with prepacked(model):
+        layers: Any = [vars(module)["forward"] for module in (first, second)]
+        assert layers[0]._prepacked is layers[1]._prepacked
+        torch.testing.assert_close(first(embedding.weight[3:4]), embedding.weight[3:4] @ first.weight.T)
+    assert products
+
+
+def test_hooks_gradients_autocast_copies_and_replaced_weights(products: list[int]) -> None:
+    """Would catch: prepacked weights where their result has no gradient, another dtype, or other weights."""
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8)
+    with prepacked(model):
+        model(x).sum().backward()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype == torch.bfloat16
+        with torch.no_grad():
+            copied = copy.deepcopy(model)
+            copied[0].weight.zero_()
+            assert torch.equal(copied(x)[0], copied[0].bias)
+            assert not products
+            seen: list[Any] = []
+            model[0].register_forward_hook(lambda *given: seen.append(given))
+            model(x)
+            assert len(products) == len(seen) == 1
+            model[0].weight = nn.Parameter(torch.zeros(8, 8))
+            assert torch.equal(model(x)[0], model[0].bias)
+    assert model[0].weight.grad is None and "forward" not in vars(model[0])
+
+
+def test_prepacking_that_is_slower_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    decide(monkeypatch, False)
+    model = nn.Sequential(nn.Linear(8, 8))
+    before = attributes(model)
+    with prepacked(model):
+        assert attributes(model) == before
+
+
+def test_is_faster_compares_results_and_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: weights of another layer, whose time is all that is looked at."""
+    layer, other = nn.Linear(64, 64), nn.Linear(64, 64)
+    copy_of_other = torch.ops.mkldnn._reorder_linear_weight(other.weight.detach(), 8)
+    monkeypatch.setattr(prepacked_weights, "perf_counter", iter(range(1000)).__next__)
+    assert not prepacked_weights._is_faster([_PrepackedLayer(layer, copy_of_other)])
+    seconds = {(1, False): 10, (1, True): 10, (8, False): 20, (8, True): 10}
+
+    def decided() -> bool:
+        now, times = 0.0, []
+        for key in [*seconds] * 4:
+            times += [now, now + seconds[key]]
+            now += seconds[key]
+        monkeypatch.setattr(prepacked_weights, "perf_counter", iter(times).__next__)
+        own = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), 8)
+        return prepacked_weights._is_faster([_PrepackedLayer(layer, own)])
+
+    assert decided()
+    seconds[1, True] = 12
+    assert not decided()
+    seconds |= {(1, True): 9, (8, True): 22}
+    assert not decided()
+
+
+def test_layers_that_cannot_be_prepacked_are_left_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(8, 8)).double()
+    prepacked_weights._logged.clear()
+    with caplog.at_level(logging.WARNING, "hf_specgen"):
+        for _ in range(2):
+            with prepacked(model):
+                assert "forward" not in vars(model[0])
+    assert len([one for one in caplog.records if "prepacked() does nothing" in one.message]) == 1
