@@ -81,15 +81,7 @@ def grouped_sdpa(
 ) -> torch.Tensor:
     """Scaled dot-product attention with the query heads of each group folded into the query length.
 
-    Args:
-        query: `[batch, kv_heads * groups, queries, head_dim]`; head h uses key/value head `h // groups`.
-        key: `[batch, kv_heads, keys, head_dim]`.
-        value: `[batch, kv_heads, keys, value_dim]`.
-        mask: from `fold_mask`; None lets every query see all keys.
-        scaling: factor of the scores; `head_dim ** -0.5` if None.
-
-    Returns:
-        `[batch, queries, kv_heads * groups, value_dim]`, contiguous.
+    The mask is from `fold_mask`; with None every query sees all keys. Returns `[batch, queries, heads, value_dim]`.
     """
     batch, heads, queries, head_dim = query.shape
     kv_heads = key.shape[1]
@@ -99,16 +91,9 @@ def grouped_sdpa(
 
 
 def fold_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """Repeat a mask for the query heads of a group.
+    """Repeat a mask `[batch or 1, 1, queries, keys]` for the query heads of a group, as numbers to add to the scores.
 
-    Args:
-        mask: `[batch or 1, 1, queries, keys]`: bool, True where the key is seen, or numbers to add to the scores.
-        groups: query heads per key/value head.
-        dtype: of the queries.
-
-    Returns:
-        `[batch or 1, 1, groups * queries, keys]` numbers to add to the scores. SDPA would make the same numbers of a
-        bool mask, but again in every layer.
+    SDPA would make the same numbers of a bool mask, but again in every layer.
     """
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)

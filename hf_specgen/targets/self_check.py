@@ -59,12 +59,7 @@ def check_computation(
     The result is cached by model, exit layer, dtype, device, attention implementation, training mode and names of the
     inputs beside text; for a model that reads an encoder also by its masks, and whether there are several rows. A check
     that failed is not cached, nor one in which plain decoding gave NaN, +inf or nothing but -inf: `generate` itself
-    reports those.
-
-    Args:
-        model, requirements: what is run.
-        input_ids, config, model_kwargs: the prompt of the call, as prepared by `generate`; text only if left out,
-            which an encoder-decoder does not allow.
+    reports those. The prompt of the call may be left out where it is text.
 
     Raises:
         ValueError: if there is no such exit layer, or the model computes something else, or fails.
@@ -159,11 +154,7 @@ def _refusal(
 
 
 def compare_text(model: PreTrainedModel, requirements: TargetRequirements, rows: int = 2) -> None:
-    """`compare` on two rows of text, of which one is padded, or on one row without padding.
-
-    Raises:
-        DifferenceError, UndecidedError: as `compare`.
-    """
+    """`compare` on two rows of text, of which one is padded, or on one row without padding."""
     input_ids = _prompt(model)[:rows]
     mask = torch.ones_like(input_ids)
     if rows > 1:
@@ -209,11 +200,7 @@ def compare(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Decode a prompt both ways.
-
-    Args:
-        model, requirements: what is run.
-        input_ids, config, model_kwargs: the prompt as prepared by `generate`; a cache among them is copied.
+    """Decode a prompt, as prepared by `generate`, both ways; a cache among its arguments is copied.
 
     Raises:
         DifferenceError: if the logits differ by more than rounding does.
