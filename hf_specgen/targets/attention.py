@@ -36,9 +36,6 @@ FOLDED_DEVICES = ("cpu", "cuda")
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
 """Arguments that change the scores (soft cap, attention sinks, biases), and the paged cache: left to Transformers."""
 
-MASK_ALIGNMENT = 8
-"""On CUDA the rows of a mask begin at multiples of so many elements; otherwise SDPA copies the mask in every layer."""
-
 FoldedMasks = dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -98,8 +95,8 @@ def fold_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tens
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
     keys = mask.shape[-1]
-    if mask.is_cuda and keys % MASK_ALIGNMENT:
-        mask = pad(mask, (0, -keys % MASK_ALIGNMENT), value=-math.inf)
+    if mask.is_cuda and keys % 8:  # where rows do not begin at multiples of 8, SDPA copies the mask in every layer
+        mask = pad(mask, (0, -keys % 8), value=-math.inf)
     return torch.cat([mask] * groups, dim=2)[..., :keys]
 
 
