@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from hf_specgen.cli import doctor
 from hf_specgen.cli.app import app
-from hf_specgen.cli.doctor import CheckResult, DoctorSettings, Report, Speed, blueprint, examine
+from hf_specgen.cli.doctor import CheckResult, Report, Speed, blueprint, examine
+from hf_specgen.cli.settings import DoctorSettings
 from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.measure import Interval, Sample, Total
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
