@@ -115,7 +115,6 @@ def run_demo(
             model, target.dtype = widen_in_fast_dtype(model, settings.wide * 10**6)
             target.title = f"{settings.wide}M {target.dtype}"
             compared = variants(settings)
-            target.totals = {variant.name: Total() for variant in compared}
             seconds = settings.seconds * WIDE_SHARE
         _measure(target, model, tokenizer, compared, prompts, settings, seconds, partial(on_change, targets))
     return targets, tokenizer
