@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from hf_specgen.counters import Statistics
-    from hf_specgen.monitoring.monitor import SpeculationMonitor
+from hf_specgen.counters import Statistics
+from hf_specgen.monitoring.monitor import SpeculationMonitor
 
 ACCEPTED, REJECTED = "#2a7f62", "#d9d9d9"
 
