@@ -85,12 +85,7 @@ class _Block:
 
 
 class _PrepackedLayer:
-    """The `forward` of one layer inside the context.
-
-    Args:
-        module: the layer.
-        weight: its weights, in oneDNN's layout.
-    """
+    """The `forward` of one layer inside the context."""
 
     def __init__(self, module: nn.Module, weight: torch.Tensor):
         self.module, self._prepacked, self._of = module, weight, module.weight

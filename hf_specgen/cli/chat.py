@@ -53,12 +53,6 @@ class Answer:
 class Conversation:
     """Messages, and the key/value cache of the tokens that were read and generated for them.
 
-    Args:
-        model, tokenizer: the target.
-        generation: arguments of `generate` for every answer.
-        seed: of every answer, so that strategies give the same one.
-        system: the system prompt; "" for none.
-
     Attributes:
         messages: of the conversation, in the format of chat templates.
         read: `[1, tokens]` prompt and answer of the last `generate` call; None if its cache is not used again.
@@ -125,13 +119,7 @@ class Conversation:
 
 
 class Chat:
-    """Reads lines, answers them, and carries out commands that begin with a slash.
-
-    Args:
-        conversation: with the target.
-        choices: strategies by name; None for plain generation.
-        console: for output.
-    """
+    """Reads lines, answers them, and carries out commands that begin with a slash."""
 
     def __init__(self, conversation: Conversation, choices: dict[str, Candidates | None], console: Console):
         self.conversation, self.choices, self.console = conversation, choices, console
@@ -216,10 +204,6 @@ class ColouredStreamer(BaseStreamer):
 
     With the monitor, tokens are held until their step is reported with the number of accepted draft tokens; without it,
     every token is written at once as the target's own.
-
-    Args:
-        tokenizer: of the target.
-        write: receives each piece of text, and whether its last token is an accepted draft token.
 
     Attributes:
         monitor: for `generate(monitor=…)`; not used in plain generation.

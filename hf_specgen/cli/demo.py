@@ -52,19 +52,7 @@ ACCEPTED = "black on green"
 
 @dataclass
 class MeasuredTarget:
-    """A target and what was measured on it.
-
-    Args:
-        title: above its column.
-        dtype: of its weights.
-        totals: measurements by variant.
-        able: names of the variants that accept batches of the chosen size.
-        domains: the same, by domain and variant.
-        prompts: how many were answered by every variant that can.
-        length: maximum tokens of each answer.
-        answers: number of compared answers, which must have the tokens of plain `generate`.
-        differences: (variant, first difference) of each answer that has other tokens.
-    """
+    """A target and what was measured on it."""
 
     title: str
     dtype: str
