@@ -200,13 +200,10 @@ class Chat:
 
 
 class ColouredStreamer(BaseStreamer):
-    """Writes the text of one row piece by piece.
+    """Writes the text of one row piece by piece, each with whether its last token is an accepted draft token.
 
-    With the monitor, tokens are held until their step is reported with the number of accepted draft tokens; without it,
-    every token is written at once as the target's own.
-
-    Attributes:
-        monitor: for `generate(monitor=…)`; not used in plain generation.
+    With `generate(monitor=streamer.monitor)` tokens are held until their step is reported with the number of accepted
+    draft tokens; without it, every token is written at once as the target's own.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], None]):
@@ -259,18 +256,15 @@ class ColouredStreamer(BaseStreamer):
             self._line, self._written = [], ""
 
 
-class _StepMonitor(Monitor):
+class _StepMonitor(Monitor, MonitorSession):
+    """Tells a streamer which tokens a step has accepted."""
+
     def __init__(self, streamer: ColouredStreamer):
         self._streamer = streamer
 
     def start(self, call: Call) -> MonitorSession:
         self._streamer.wait_for_steps()
-        return _StepSession(self._streamer)
-
-
-class _StepSession(MonitorSession):
-    def __init__(self, streamer: ColouredStreamer):
-        self._streamer = streamer
+        return self
 
     def observe(self, step: StepRecord) -> None:
         row = step.rows[0]

@@ -14,7 +14,7 @@ VERIFICATIONS = ("exact", "rejection", "typical")
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field with a help text, in the convention of Transformers' `HfArgumentParser`."""
+    """A dataclass field with a help text, and maybe `min`, `choices`, or its `flags` on the command line."""
     return field(default=default, metadata={"help": help, **more})
 
 
