@@ -7,7 +7,6 @@ attribute of Transformers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -74,12 +73,6 @@ def optimized_for_decoding(model: PreTrainedModel) -> AbstractContextManager[Any
 def is_stateful(model: PreTrainedModel) -> bool:
     """Whether the model class keeps a recurrent or convolutional state. Symbol: `PreTrainedModel._is_stateful`."""
     return bool(cast(Any, model)._is_stateful)
-
-
-def plain_generate(model: Any) -> Callable[..., Any]:
-    """`generate` of the model's class, without the keyword of this package and without an attached strategy."""
-    generate = type(model).generate
-    return cast(Callable[..., Any], getattr(generate, "_hf_specgen_original", generate))
 
 
 def prepared_call(model: Any, **arguments: Any) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:

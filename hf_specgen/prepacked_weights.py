@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from time import perf_counter
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -29,7 +30,6 @@ _lock = threading.Lock()
 _blocks: WeakKeyDictionary[nn.Module, _Block] = WeakKeyDictionary()
 _decisions: dict[tuple[Any, ...], bool] = {}
 """By shape, dtype and number of threads, whether prepacked weights were faster."""
-_logged: set[str] = set()
 
 
 @contextmanager
@@ -85,10 +85,10 @@ class _Block:
 
 
 class _PrepackedLayer:
-    """The `forward` of one layer inside the context."""
+    """The `forward` of one layer inside the context; `prepacked` are its weights in oneDNN's layout."""
 
-    def __init__(self, module: nn.Module, weight: torch.Tensor):
-        self.module, self._prepacked, self._of = module, weight, module.weight
+    def __init__(self, module: nn.Module, prepacked: torch.Tensor):
+        self.module, self._prepacked, self._of = module, prepacked, module.weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         module = cast(Any, self.module)
@@ -161,9 +161,9 @@ def _prepacked_layers(modules: Sequence[nn.Module]) -> list[_PrepackedLayer]:
 
 @torch.no_grad()
 def _is_faster(layers: Sequence[_PrepackedLayer]) -> bool:
-    """Whether layers of one shape take less time with prepacked weights, and compute the same up to rounding.
+    """Whether layers of one shape are faster with prepacked weights over both sizes, and compute the same.
 
-    The times of both sizes are added. A single token may take at most 5% longer, as plain steps have one.
+    A single token may take at most 5% longer, as plain steps have one.
     """
     layers = layers[:8]  # several, since the weights of a whole model do not stay in the processor's cache
     weight = _matrix(layers[0].module)
@@ -181,7 +181,6 @@ def _is_faster(layers: Sequence[_PrepackedLayer]) -> bool:
     return bool(is_same) and ours < ordinary and best[1, True] <= 1.05 * best[1, False]
 
 
+@cache
 def _warn_once(message: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
-        logger.warning(message)
+    logger.warning(message)

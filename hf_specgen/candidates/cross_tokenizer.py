@@ -215,10 +215,9 @@ class Retokenizer:
         if not new:
             return not self._incomplete
         new = [*self._incomplete, *new]
-        known = [self._shared.draft_token(token) for token in new]
-        translated = [token for token in known if token is not None]
-        if len(translated) == len(new):
-            self.tokens += translated
+        shared = [index for token in new if (index := self._shared.draft_token(token)) is not None]
+        if len(shared) == len(new):
+            self.tokens += shared
         elif not self._retokenize(new):
             return False
         self._text.extend(new)

@@ -364,6 +364,8 @@ def draft_rows(
         search: the tree of a row.
         is_prefill: whether the draft is verified with the prompt, which takes chains.
     """
+    if not any(depths):
+        return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
     limit = tree_size(size, call, depths, is_prefill=is_prefill)
     is_chain = is_prefill or size is None
     if limit.is_fastest or isinstance(size, int):

@@ -14,7 +14,6 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import compat
-from hf_specgen.candidates.tree_search import TreeBuilder
 from hf_specgen.cli.settings import TuneSettings, check_writable, terminal
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_acceptance
@@ -120,10 +119,13 @@ def _acceptance(counts: Counts, output: Path) -> RenderableType:
     for head, shares in enumerate(by_rank.tolist()):
         view.add_row(str(head), *[f"{share:.0%}" for share in shares[:5]])
     trees = Table(box=SIMPLE, title="expected tokens per step of the best draft tree, by its nodes", title_style="bold")
-    builder = TreeBuilder.of_parallel_heads(
-        [counts.heads], np.zeros((1, *by_rank.shape), dtype=np.int64), by_rank.numpy()[None], sizes[-1]
-    )
+    paths: np.ndarray = np.ones(1)
+    levels: list[np.ndarray] = []
+    for shares in by_rank.numpy():  # the most likely paths of each depth; a path is less likely than its beginning
+        paths = np.sort(np.outer(paths, shares).ravel())[::-1][: sizes[-1]]
+        levels.append(paths)
+    best = np.sort(np.concatenate(levels))[::-1]
     for nodes in sizes:
         trees.add_column(str(nodes), justify="right")
-    trees.add_row(*[f"{1 + builder.sorted_probability(nodes)[0].sum():.2f}" for nodes in sizes])
+    trees.add_row(*[f"{1 + best[:nodes].sum():.2f}" for nodes in sizes])
     return Group(view, trees, f"Saved with the heads in {output}. MedusaCandidates chooses a tree in each step.")

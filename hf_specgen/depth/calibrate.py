@@ -8,6 +8,7 @@ taken from its first drafts. Both are kept as long as the model; decisions then 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import cycle
 from statistics import median
 from threading import Lock
 from time import perf_counter
@@ -26,10 +27,10 @@ from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
-QUERIES = (1, 2, 4, 8, 16, 32)
+QUERIES = (1, 2, 4, 8, 24)
 """Tokens per row of the timed passes."""
-MAX_PLAIN_STEPS = 9.0
-"""Time that the passes of a calibration may take, in plain steps, besides the last one."""
+MAX_PLAIN_STEPS = 10.0
+"""Time that the passes of a calibration may take, in plain steps."""
 
 _lock = Lock()
 _measured: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictionary()
@@ -59,24 +60,22 @@ def _key(call: Call) -> tuple[Hashable, ...]:
 
 
 def _measure(call: Call, target: Target) -> CostCurve:
-    """Time chains of increasing size, then once more, until `MAX_PLAIN_STEPS` are spent; the minimum counts."""
+    """Time chains of increasing size again and again until `MAX_PLAIN_STEPS` are spent; the minimum counts."""
     pending, group = call.state.pending(), lockstep_group(call.model)
     attributes = dict(vars(target))  # a target that captures hidden states replaces them in every pass
     longest = target.last_position - max(target.first_positions) + 1
-    time_pass(target, pending, 1)
     times: dict[int, float] = {}
-    spent, first_round = 1.0, True
-    while spent < MAX_PLAIN_STEPS:
-        sizes = [q for q in QUERIES if q <= longest] if first_round else list(times)
-        for q in sizes:
-            seconds = from_first_rank(time_pass(target, pending, q), group)
-            times[q] = min(seconds, times.get(q, seconds))
-            spent += seconds / times[1]
-            if spent > MAX_PLAIN_STEPS / (2 if first_round else 1):
-                break
-        first_round = False
+    spent = 0.0
+    for q in cycle((1, *(q for q in QUERIES if q <= longest))):
+        expected = times.get(q, 2 * max(times.values(), default=0.0)) / times.get(1, 1.0)
+        if spent + expected > MAX_PLAIN_STEPS:
+            break
+        seconds = from_first_rank(time_pass(target, pending, q), group)
+        times[q] = min(seconds, times.get(q, seconds))
+        spent += seconds / times[1]
     vars(target).update(attributes)
-    return CostCurve(tuple(times), tuple(times.values()), call.context_length, call.state.batch)
+    sizes = sorted(times)
+    return CostCurve(tuple(sizes), tuple(times[q] for q in sizes), call.context_length, call.state.batch)
 
 
 def time_pass(target: Target, pending: Sequence[int], queries: int) -> float:

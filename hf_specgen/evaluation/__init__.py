@@ -27,7 +27,6 @@ class WorkloadSettings:
     prompts: Path | None = setting(None, "JSONL file of rows {prompt, domain}, or a text file with a prompt a line.")
     prompts_per_domain: int = setting(5, "Prompts from each domain.", min=1)
     k: int = setting(16, "Maximum draft depth of n-grams, in tokens.", min=1)
-    branches: int = setting(1, "Continuations per n-gram draft, verified together as a tree.", min=1)
     draft: str = setting("", "Hub id or folder of a draft model.")
     adapter: str = setting("", "Hub id or folder of an exit adapter.")
     heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")

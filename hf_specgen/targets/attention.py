@@ -36,9 +36,6 @@ FOLDED_DEVICES = ("cpu", "cuda")
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
 """Arguments that change the scores (soft cap, attention sinks, biases), and the paged cache: left to Transformers."""
 
-MASK_ALIGNMENT = 8
-"""On CUDA the rows of a mask begin at multiples of so many elements; otherwise SDPA copies the mask in every layer."""
-
 FoldedMasks = dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -81,15 +78,7 @@ def grouped_sdpa(
 ) -> torch.Tensor:
     """Scaled dot-product attention with the query heads of each group folded into the query length.
 
-    Args:
-        query: `[batch, kv_heads * groups, queries, head_dim]`; head h uses key/value head `h // groups`.
-        key: `[batch, kv_heads, keys, head_dim]`.
-        value: `[batch, kv_heads, keys, value_dim]`.
-        mask: from `fold_mask`; None lets every query see all keys.
-        scaling: factor of the scores; `head_dim ** -0.5` if None.
-
-    Returns:
-        `[batch, queries, kv_heads * groups, value_dim]`, contiguous.
+    The mask is from `fold_mask`; with None every query sees all keys. Returns `[batch, queries, heads, value_dim]`.
     """
     batch, heads, queries, head_dim = query.shape
     kv_heads = key.shape[1]
@@ -99,22 +88,15 @@ def grouped_sdpa(
 
 
 def fold_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """Repeat a mask for the query heads of a group.
+    """Repeat a mask `[batch or 1, 1, queries, keys]` for the query heads of a group, as numbers to add to the scores.
 
-    Args:
-        mask: `[batch or 1, 1, queries, keys]`: bool, True where the key is seen, or numbers to add to the scores.
-        groups: query heads per key/value head.
-        dtype: of the queries.
-
-    Returns:
-        `[batch or 1, 1, groups * queries, keys]` numbers to add to the scores. SDPA would make the same numbers of a
-        bool mask, but again in every layer.
+    SDPA would make the same numbers of a bool mask, but again in every layer.
     """
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
     keys = mask.shape[-1]
-    if mask.is_cuda and keys % MASK_ALIGNMENT:
-        mask = pad(mask, (0, -keys % MASK_ALIGNMENT), value=-math.inf)
+    if mask.is_cuda and keys % 8:  # where rows do not begin at multiples of 8, SDPA copies the mask in every layer
+        mask = pad(mask, (0, -keys % 8), value=-math.inf)
     return torch.cat([mask] * groups, dim=2)[..., :keys]
 
 

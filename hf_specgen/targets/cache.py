@@ -177,22 +177,15 @@ class RaggedLayer(CacheLayerMixin):
 class RaggedCache(Cache):
     """The cache used for speculative decoding; also an ordinary `Cache` for any forward pass of the model.
 
-    Example:
-        >>> cache = RaggedCache()
-        >>> keys, values = cache.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4), layer_idx=0)
-        >>> cache.lengths
-        (3, 3)
+    Args:
+        windows: the sliding window of each layer, None for full attention; further layers have full attention.
+        max_slots: the number of slots that the call can fill, if known.
+        layers: the layers themselves, for models with recurrent states (`hf_specgen.targets.state_cache`).
     """
 
     def __init__(
         self, windows: Sequence[int | None] = (), max_slots: int | None = None, layers: list[Any] | None = None
     ) -> None:
-        """
-        Args:
-            windows: the sliding window of each layer, None for full attention; further layers have full attention.
-            max_slots: the number of slots that the call can fill, if known.
-            layers: the layers themselves, for models with recurrent states (`hf_specgen.targets.state_cache`).
-        """
         super().__init__(layers=[RaggedLayer(window, max_slots) for window in windows] if layers is None else layers)
         self.layer_class_to_replicate = partial(RaggedLayer, None, max_slots)  # type: ignore[assignment]
 

@@ -43,12 +43,7 @@ logger = logging.getLogger("hf_specgen")
 
 @dataclass(frozen=True)
 class PassOutput:
-    """The result of a captured pass.
-
-    Args:
-        logits: `[batch, tokens, vocab]`.
-        states: the requested hidden states, `[batch, tokens, hidden]` each.
-    """
+    """Logits `[batch, tokens, vocab]` of a captured pass, and the requested hidden states `[batch, tokens, hidden]`."""
 
     logits: torch.Tensor
     states: tuple[torch.Tensor, ...]
@@ -116,8 +111,7 @@ class CapturedPasses:
         """One forward pass; appends its tokens to the cache.
 
         Args:
-            model: the model.
-            arguments: what an ordinary pass takes: token ids, positions and masks, padded by `padded_pass`.
+            arguments: what an ordinary pass takes, padded by `padded_pass`.
             cache: of the call. All of its layers keep all slots.
             tokens: how many of the columns are tokens; the others are padding.
             taps: which hidden states to return, as indices into Transformers' `hidden_states`.
@@ -195,12 +189,7 @@ def padded_pass(
 
 
 def fixed_mask(mask: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
-    """A mask of fixed shape: for all rows, with columns for all slots that attention reads.
-
-    Args:
-        mask: `[batch or 1, 1, queries, slots]`, bool or numbers to add to the scores.
-        batch, columns: of the result.
-    """
+    """A mask, bool or additive, for all rows of a batch and with columns for all slots that attention reads."""
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     fixed = mask.new_full((batch, 1, mask.shape[2], columns), hidden)
     fixed[..., : mask.shape[3]] = mask

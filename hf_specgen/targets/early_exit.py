@@ -34,14 +34,10 @@ _switching = threading.Lock()
 
 
 class EarlyExitTarget(Target):
-    """A `Target` whose first layers can run separately.
-
-    Args:
-        model, input_ids, generation_config, model_kwargs: as for `Target`.
-        exit_layer: E, the number of layers that draft.
+    """A `Target` whose first `exit_layer` layers can run separately.
 
     Raises:
-        ValueError: if the model has no layer E, or cannot be divided.
+        ValueError: if the model has no such layer, or cannot be divided.
     """
 
     reuses_drafter_states = True
@@ -63,12 +59,7 @@ class EarlyExitTarget(Target):
         self._before_prompt: tuple[int, ...] = ()
 
     def prefill_early(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the first layers on the prompt, for drafting during prefill.
-
-        Returns:
-            `[batch, 1, hidden]` the input of layer E at the last token, and `[batch, 1, vocab]` the logits that the
-            model's own norm and head compute from it.
-        """
+        """Run the first layers on the prompt; returns the exit state and the logits of the last token."""
         self._before_prompt = self.cache.lengths or (0,) * self.batch
         with self._replaceable.replaced(self._last), self._replaceable.detecting_output_type():
             logits = self.prompt.run(self.model, self.cache, DraftTree.empty(self.batch))
@@ -94,13 +85,9 @@ class EarlyExitTarget(Target):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the first layers on each row's last token, the root of a draft tree.
 
-        Args:
-            tokens: `[batch]`.
-            active: the rows that have not ended; all if left out.
-            with_logits: whether to run the model's own final norm and head.
-
         Returns:
-            `[batch, 1, hidden]` the input of layer E, and `[batch, 1, vocab]` the logits computed from it.
+            `[batch, 1, hidden]` the input of layer E, and `[batch, 1, vocab]` the logits that the model's own norm and
+            head compute from it, if `with_logits`.
         """
         self._starts, self._active = self.cache.lengths, active
         return self._early(DraftTree.empty(len(tokens)), tokens.to(self.device)[:, None], 0, with_logits)
@@ -108,16 +95,7 @@ class EarlyExitTarget(Target):
     def grow_early(
         self, tree: DraftTree, new: int, with_logits: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the first layers on further nodes of a draft tree.
-
-        Args:
-            tree: all nodes so far.
-            new: number of new nodes, the last ones of the tree; the same in every row.
-            with_logits: as for `run_early`.
-
-        Returns:
-            `[batch, new, hidden]` states and `[batch, new, vocab]` logits.
-        """
+        """Run the first layers on the last `new` nodes of a draft tree; returns their states and logits."""
         tokens = tree.tokens[:, tree.nodes - new :].to(self.device)
         return self._early(tree, tokens, 1 + tree.nodes - new, with_logits)
 
@@ -199,9 +177,7 @@ def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
 class ReplaceableLayers:
     """The layers of a model, any of which can be left out of a pass.
 
-    Args:
-        layers: the model's own list. It is changed inside `replaced` only, and keeps its length, as some models look
-            their settings up by a layer's index.
+    The list is the model's own. It keeps its length, as some models look their settings up by a layer's index.
     """
 
     def __init__(self, layers: nn.ModuleList):

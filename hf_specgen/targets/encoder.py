@@ -19,12 +19,7 @@ from hf_specgen.targets.inputs import StepInputs
 
 
 class EncoderStepInputs(StepInputs):
-    """Makes the arguments of the decoder's passes.
-
-    Args:
-        model: an encoder-decoder model, or a decoder alone that takes `encoder_outputs`.
-        input_ids: `[batch, prompt]` the decoder's prompt.
-        model_kwargs: as prepared by `generate`.
+    """Makes the arguments of the decoder's passes: of an encoder-decoder, or a decoder that takes `encoder_outputs`.
 
     Raises:
         ValueError: for a cache that the caller of `generate` gave or chose.
@@ -116,15 +111,7 @@ def _positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.T
 
 
 def check_cache(given: Any, model: str) -> None:
-    """Raise unless `generate` has made a cache of the usual kind for an encoder-decoder.
-
-    Args:
-        given: the cache that `generate` passes on; None if it made none.
-        model: name of the model's class.
-
-    Raises:
-        ValueError: for any other cache.
-    """
+    """Raise a `ValueError` unless `generate` has made a cache of the usual kind for an encoder-decoder."""
     if given is None:
         raise ValueError(f"{model} uses no EncoderDecoderCache; call generate() without candidate_generator=")
     parts = (getattr(given, "self_attention_cache", None), getattr(given, "cross_attention_cache", None))

@@ -48,10 +48,8 @@ def padded_width(tokens: int) -> int:
 class StepLayer(CacheLayerMixin):
     """Keys and values of one layer during one captured pass.
 
-    Args:
-        keys, values: `[batch, heads, capacity, head_dim]` buffers, which are written to.
-        slots: `[batch, new]` where the keys and values of the pass go. A tensor, as it differs from step to step.
-        width: how many slots attention reads; the mask leaves out the unfilled ones.
+    Buffers `[batch, heads, capacity, head_dim]` are written to at `slots` `[batch, new]`, a tensor since they differ
+    from step to step. Attention reads the first `width` slots; the mask leaves out the unfilled ones.
     """
 
     is_compileable = True
@@ -150,9 +148,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any
 class CapturedPass:
     """A function on tensors that is captured in its first call, for each set of buffers, and replayed in later ones.
 
-    Args:
-        function: `function(model, inputs, buffers)`; returns tensors. The shapes of its inputs never change.
-        memory: where it is captured.
+    `function(model, inputs, buffers)` returns tensors; the shapes of its inputs never change.
     """
 
     def __init__(self, function: Callable[[Any, Any, Buffers], Any], memory: GraphMemory):
@@ -160,13 +156,7 @@ class CapturedPass:
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
 
     def __call__(self, model: Any, inputs: Any, buffers: Buffers) -> Any:
-        """Run the function.
-
-        Args:
-            model: passed on; the same in all calls.
-            inputs: nested tensors on any device, copied to where they were in the capture.
-            buffers: read and written where they are.
-        """
+        """Run the function on nested tensors, which are copied to where they were in the capture, and on buffers."""
         leaves = pytree.tree_leaves(inputs)
         plain = [repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         key = buffers[0][0].data_ptr(), len(leaves), *plain
@@ -197,11 +187,7 @@ class _Graph:
 
 
 def capture(run: Callable[[], Any], memory: GraphMemory) -> tuple[Callable[[], None], Any]:
-    """Capture what a function does on a CUDA device.
-
-    Returns:
-        A function that does it again, and the outputs, which it writes.
-    """
+    """Capture what a function does on a CUDA device: a function that does it again, and its outputs."""
     assert memory.stream is not None
     with torch.cuda.device(memory.stream.device):
         warm_up = torch.cuda.Stream()

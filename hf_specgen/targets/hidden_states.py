@@ -18,21 +18,12 @@ from hf_specgen.tree import DraftTree
 
 
 class HiddenStateTarget(Target):
-    """A `Target` that captures hidden states.
-
-    Args:
-        model, input_ids, generation_config, model_kwargs: as for `Target`.
-        taps: which states to capture, as in `TargetRequirements`.
-        captured: as for `Target`.
+    """A `Target` that captures the hidden states `taps`, see `TargetRequirements`.
 
     Attributes:
-        states: `[batch, taps * hidden]` the captured states at the position whose logits chose each row's last token,
-            in the order of the taps.
+        states: `[batch, taps * hidden]` the captured states at the position whose logits chose each row's last token.
         pass_states: `[batch, positions, taps * hidden]` those of the last forward pass: of the prompt positions (and
             the draft after them), or of the pending token and the draft nodes.
-
-    Raises:
-        ValueError: if the model has no linear output matrix or no list of decoder layers to capture from.
     """
 
     states: torch.Tensor

@@ -64,14 +64,7 @@ def on_device(values: NDArray[np.int64], device: torch.device) -> torch.Tensor:
 
 
 class Prompt:
-    """The prompt of a call, which the model can process together with draft tokens.
-
-    Args:
-        input_ids: `[batch, prompt]`, left-padded.
-        config, kwargs: as prepared by `generate`.
-        last_position: the last position of the model's position table.
-        mask: the name of the argument that marks padding among these tokens.
-    """
+    """The prompt of a call, which the model can process together with draft tokens."""
 
     def __init__(
         self,
@@ -140,10 +133,6 @@ class Prompt:
 class RowLayout:
     """The rows of a call that are in the cache: all at first, later only those that have not been dropped.
 
-    Args:
-        batch: rows of the prompt.
-        last_position: how far the model's positions go.
-
     Attributes:
         rows: the numbers of these rows in the call, in the order of the cache.
         prompt_slots: how many slots the prompt of each of them fills.
@@ -178,13 +167,9 @@ class RowLayout:
     def positions(
         self, tree: DraftTree, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
     ) -> list[list[int]]:
-        """`[rows][tokens]` positions of the tokens of a pass: the pending token and the nodes of a draft.
+        """`[rows][tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them.
 
-        Args:
-            tree: the draft of the rows in the cache.
-            lengths: slots of each row before the pending token.
-            active: of all rows of the call, those that take part; all if None.
-            cached: how many of the pending token and the first nodes are in the cache already.
+        `active` is of all rows of the call, `lengths` are the slots of each present row before the pending token.
         """
         last, positions = self._last_position, []
         takes_part = [True] * len(lengths) if active is None else self.gather(active)
@@ -203,9 +188,6 @@ class RowLayout:
         """The indices in the cache of the rows that are still needed; None while too few can be dropped.
 
         Enough are a quarter, or half of the last four: in float32 on two cores three rows take longer than four.
-
-        Args:
-            needed: of all rows of the call.
         """
         indices = [index for index, row in enumerate(self.rows) if needed[row]]
         rows, ended = len(self.rows), len(self.rows) - len(indices)
@@ -219,15 +201,7 @@ class RowLayout:
 
 
 def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:
-    """The values of some rows of a batch as a tensor for the whole batch.
-
-    Args:
-        values: `[rows, …]`.
-        rows: their numbers in the batch.
-        batch: number of rows of the batch.
-
-    Returns:
-        `[batch, …]`, with zeros for the other rows; `values` itself if there are none.
+    """`[rows, …]` values of some rows of a batch as `[batch, …]`, with zeros for the other rows.
 
     Example:
         >>> spread_rows(torch.tensor([[1], [3]]), [0, 2], batch=3).tolist()
@@ -241,13 +215,7 @@ def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.
 
 
 class StepInputs:
-    """Makes the arguments of the forward passes after the prompt.
-
-    Args:
-        model: the target.
-        input_ids: `[batch, prompt]`.
-        model_kwargs: as prepared by `generate`; positions `[batch, prompt]` or `[axes, batch, prompt]`.
-    """
+    """Makes the arguments of the forward passes after the prompt, from what `generate` prepared for the prompt."""
 
     def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]):
         self._model, self._input_ids, self._kwargs = model, input_ids, model_kwargs
@@ -292,14 +260,7 @@ class StepInputs:
     def arguments(
         self, tokens: dict[str, torch.Tensor], mask: Any, positions: torch.Tensor, cache: Any
     ) -> dict[str, Any]:
-        """The arguments of a pass.
-
-        Args:
-            tokens: the input of the pass, under the name that the model or the part to run has for it.
-            mask: as its attention takes it.
-            positions: `[batch, tokens]` on the first axis.
-            cache: as `past_key_values` returned it.
-        """
+        """The arguments of a pass: tokens under the name that the module has for them, mask, positions and cache."""
         return {
             **tokens,
             "attention_mask": mask,

@@ -90,16 +90,7 @@ def chain_mask(
 ) -> torch.Tensor:
     """`full_mask` or `sliding_mask` of drafts that are chains: query i sees the slots 0 to `length + i`.
 
-    Args:
-        lengths: cached slots of each row.
-        queries: the pending token and the draft tokens.
-        device: of the mask.
-        window: the last so many slots only.
-        visible: `[batch, slots]` bool, False for padding among the cached slots; None if there is none.
-
-    Returns:
-        `[batch, 1, queries, max(lengths) + queries]` bool, True where the query attends to the key; one mask for all
-        rows, `[1, 1, …]`, if they are equally long and have no padding.
+    One mask, `[1, 1, …]`, for all rows if they are equally long and have no padding.
 
     Example:
         >>> chain_mask([2], 3, torch.device("cpu")).int()[0, 0]
@@ -158,7 +149,6 @@ class StepMasks:
     """Builds one mask per type of layer.
 
     Args:
-        model: the model.
         visible: `[batch, slots]` bool, False for padding among the slots of the prompt; None if there is none.
         required: make a mask also where every query attends to every key.
     """
@@ -182,14 +172,11 @@ class StepMasks:
     def of_step(self, tree: DraftTree, lengths: tuple[int, ...], cached: int, first_visible: int) -> Any:
         """The `attention_mask` argument of a forward pass over the pending token and the nodes of a tree.
 
-        Args:
-            tree: the draft.
-            lengths: cached slots of each row before the pending token.
-            cached: how many of these tokens are cached already; the mask is for the others.
-            first_visible: slots that layers with a sliding window or chunks have dropped.
+        `lengths` are the cached slots of each row before the pending token. The first `cached` of these tokens are
+        cached already, and layers with a sliding window or chunks have dropped the first `first_visible` slots.
 
         Returns:
-            A tensor, or one for each kind of layer; None where no mask is needed.
+            A tensor, or one for each type of layer; None where no mask is needed.
         """
         # A row with fewer nodes is padded by a chain whose results are ignored.
         chains = all(parents == chain_parents(len(parents)) for parents in tree.parents)

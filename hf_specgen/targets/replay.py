@@ -32,14 +32,7 @@ MAX_UNCACHED = 16
 
 
 class UncachedTokens:
-    """The accepted tokens of each row that a recurrent state does not include yet.
-
-    Args:
-        batch: number of rows.
-
-    Attributes:
-        tokens: by row, in the order of the text.
-    """
+    """The accepted tokens of each row that a recurrent state does not include yet, in `tokens`."""
 
     def __init__(self, batch: int):
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
@@ -54,13 +47,9 @@ class UncachedTokens:
     def prepend(
         self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None
     ) -> tuple[DraftTree, list[int]]:
-        """The draft of the next pass: the uncached tokens, the pending token and the chains of a draft.
+        """The chains of the next pass, uncached tokens, pending token and draft, and the token before each chain.
 
-        Args:
-            tree, pending, active: as for `Target.forward`; of an inactive row nothing is read.
-
-        Returns:
-            the chains of the pass, and the token before them.
+        Arguments are as for `Target.forward`; the uncached tokens of an inactive row wait.
         """
         rows = range(len(self.tokens))
         uncached = [self.tokens[row] if active is None or active[row] else [] for row in rows]
@@ -82,14 +71,7 @@ class UncachedTokens:
         return values[rows.to(values.device), places.clamp(max=values.shape[1] - 1).to(values.device)]
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> list[list[int] | None]:
-        """Record what a step kept of the last pass.
-
-        Args:
-            paths: accepted nodes of each row's chain; None for a row that keeps nothing.
-
-        Returns:
-            what stays in the cache, in the same form, for the chains of the pass.
-        """
+        """Record what a step kept of the last pass; returns the paths that stay in the cache, in chains of the pass."""
         kept: list[list[int] | None] = []
         for row, path in enumerate(paths):
             if path is None:
@@ -104,13 +86,10 @@ class UncachedTokens:
         return kept
 
     def remove(self, row: int, count: int) -> int:
-        """Remove the last tokens of a row.
-
-        Returns:
-            by how many tokens the state must return: none, or those of the last pass.
+        """Remove the last tokens of a row; returns by how many tokens the state must return: none, or the last pass.
 
         Raises:
-            RuntimeError: if the state before these tokens is not known any more.
+            RuntimeError: if the state before these tokens is not kept any more.
         """
         uncached, read = self.tokens[row], self._last_pass[row]
         if count <= len(uncached):
@@ -123,12 +102,7 @@ class UncachedTokens:
         return len(read)
 
     def reachable(self, rows: Sequence[int], lengths: Sequence[int], targets: Sequence[int]) -> list[int]:
-        """The largest lengths up to the target lengths at which states were kept; the tokens between become uncached.
-
-        Args:
-            rows: the rows that are in the cache.
-            lengths, targets: of each of them, the tokens that its state includes, and how many it shall include.
-        """
+        """The largest lengths up to the targets at which states were kept; the tokens between become uncached."""
         return [
             length - self.remove(row, length + len(self.tokens[row]) - target)
             for row, length, target in zip(rows, lengths, targets, strict=True)
@@ -138,8 +112,7 @@ class UncachedTokens:
         """The next pass without a draft, over equally many uncached tokens of each row that has any.
 
         Returns:
-            the chains of the pass, the token before them, and of each row the nodes to keep; None for a row that reads
-            nothing.
+            the chains, the token before them, and of each row the nodes to keep; None for a row that has no tokens.
         """
         count = min((len(uncached) for uncached in self.tokens if uncached), default=0)
         rows = [uncached[:count] or [0] * count for uncached in self.tokens]
@@ -150,14 +123,7 @@ class UncachedTokens:
 
 
 class AlignedTexts:
-    """The tokens of each row after its prompt, and how many of them are cached.
-
-    Args:
-        batch: number of rows.
-
-    Attributes:
-        texts: the tokens of each row.
-        cached: how many of them lie in the cache.
+    """The tokens of each row after its prompt in `texts`, and how many of them lie in the cache in `cached`.
 
     Example:
         >>> rows = AlignedTexts(2)
@@ -174,15 +140,11 @@ class AlignedTexts:
         self._added = [0] * batch
 
     def next_pass(self, new: Sequence[Sequence[int] | None]) -> tuple[int, list[list[int]]]:
-        """Append tokens to the texts.
-
-        Args:
-            new: tokens for each row; None for a row that takes no part.
+        """Append tokens to the texts; None for a row that takes no part.
 
         Returns:
-            Where the pass begins, counted in tokens from the end of the prompt, and the tokens that it reads of each
-            row. A row that takes no part reads its tokens too, up to the width of the pass, since the pass overwrites
-            its slots.
+            Where the pass begins, counted in tokens from the end of the prompt, and its tokens of each row. A row that
+            takes no part has some too, since the pass overwrites its slots.
         """
         for row, tokens in enumerate(new):
             self.texts[row] += tokens or ()

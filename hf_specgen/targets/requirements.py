@@ -56,12 +56,7 @@ class TargetRequirements:
 
 
 def check_decoder_only(model: PreTrainedModel, strategy: str) -> None:
-    """Raise if a strategy that reads hidden states or divides the layers is used with an encoder-decoder model.
-
-    Args:
-        model: the target.
-        strategy: its name.
-    """
+    """Raise if a strategy that reads hidden states or divides the layers is used with an encoder-decoder model."""
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{strategy} does not work with {type(model).__name__}: it needs hidden states or an early exit, which are "
@@ -157,12 +152,7 @@ class CommonLengthTarget(Target):
         self.cache.set_lengths([slot + length for slot in self._layout.prompt_slots])
 
     def _replay(self, new: list[list[int]], results: int, active: Sequence[bool] | None) -> torch.Tensor:
-        """One pass over what is not cached of the rows that take part.
-
-        Args:
-            new: tokens that are appended to each row.
-            results: so many logits per row are returned.
-            active: the rows that take part; all that are present if left out.
+        """One pass over what is not cached of the rows that take part, and tokens that are appended to each row.
 
         Returns:
             `[batch, results, vocab]` logits after each of the new tokens; the last ones repeated in shorter rows.

@@ -59,12 +59,7 @@ def check_computation(
     The result is cached by model, exit layer, dtype, device, attention implementation, training mode and names of the
     inputs beside text; for a model that reads an encoder also by its masks, and whether there are several rows. A check
     that failed is not cached, nor one in which plain decoding gave NaN, +inf or nothing but -inf: `generate` itself
-    reports those.
-
-    Args:
-        model, requirements: what is run.
-        input_ids, config, model_kwargs: the prompt of the call, as prepared by `generate`; text only if left out,
-            which an encoder-decoder does not allow.
+    reports those. The prompt of the call may be left out where it is text.
 
     Raises:
         ValueError: if there is no such exit layer, or the model computes something else, or fails.
@@ -114,7 +109,7 @@ def _check_one_row(
         reason = "rows of different lengths get other scores than in plain decoding"
         if refusal is None:
             reason = f"{key[3]} takes no mask, which rows of different lengths need"
-        raise _refusal(model, requirements, (), reason, "one row") from refusal
+        raise _refusal(model, requirements, (), reason, one_row_works=True) from refusal
 
 
 def _check(
@@ -147,10 +142,14 @@ def _check(
 
 
 def _refusal(
-    model: PreTrainedModel, requirements: TargetRequirements, inputs: tuple[str, ...], reason: str, works: str = ""
+    model: PreTrainedModel,
+    requirements: TargetRequirements,
+    inputs: tuple[str, ...],
+    reason: str,
+    one_row_works: bool = False,
 ) -> ValueError:
     what, remedy = "verify draft tokens", "call generate() without candidate_generator="
-    if works:
+    if one_row_works:
         remedy = "give one prompt at a time, without padding, or leave candidate_generator= out"
     if requirements.exit_layer:
         what, remedy = "draft with its own first layers", "use another candidate generator"
@@ -159,34 +158,17 @@ def _refusal(
 
 
 def compare_text(model: PreTrainedModel, requirements: TargetRequirements, rows: int = 2) -> None:
-    """`compare` on two rows of text, of which one is padded, or on one row without padding.
-
-    Raises:
-        DifferenceError, UndecidedError: as `compare`.
-    """
+    """`compare` on two rows of text, of which one is padded, or on one row without padding."""
     input_ids = _prompt(model)[:rows]
     mask = torch.ones_like(input_ids)
     if rows > 1:
         mask[0, : min(2, input_ids.shape[1] - 1)] = 0
     config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
-
-    def run(
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        *,
-        generation_config: GenerationConfig,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        **model_kwargs: Any,
-    ) -> torch.Tensor:
-        model_kwargs.pop("past_key_values", None)
-        compare(model, requirements, input_ids, generation_config, model_kwargs)
-        return input_ids
-
     with _positions_kept(model), torch.random.fork_rng(devices=[]):
-        compat.plain_generate(model)(
-            model, input_ids=input_ids, attention_mask=mask, generation_config=config, custom_generate=run
-        )
+        arguments = {"input_ids": input_ids, "attention_mask": mask, "generation_config": config}
+        prepared_ids, prepared_config, model_kwargs = compat.prepared_call(model, **arguments)
+        model_kwargs.pop("past_key_values", None)
+        compare(model, requirements, prepared_ids, prepared_config, model_kwargs)
 
 
 @contextmanager
@@ -209,11 +191,7 @@ def compare(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Decode a prompt both ways.
-
-    Args:
-        model, requirements: what is run.
-        input_ids, config, model_kwargs: the prompt as prepared by `generate`; a cache among them is copied.
+    """Decode a prompt, as prepared by `generate`, both ways; a cache among its arguments is copied.
 
     Raises:
         DifferenceError: if the logits differ by more than rounding does.

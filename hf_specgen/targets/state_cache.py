@@ -24,14 +24,7 @@ from hf_specgen.targets.model_parts import INDEXED_TYPES, WITHOUT_CACHE
 
 
 class StateLayer(LinearAttentionLayer):
-    """Convolution windows and recurrent states of one layer.
-
-    Args:
-        number_of_states: convolutions of the layer.
-
-    Attributes:
-        lengths: how many tokens of each row the states include.
-    """
+    """Convolution windows and recurrent states of one layer; `lengths` are the tokens of each row that they include."""
 
     is_compileable = False
     is_sliding = False
@@ -111,8 +104,7 @@ class StateLayer(LinearAttentionLayer):
         """Return to these lengths.
 
         Raises:
-            RuntimeError: if a window was not kept for so long, or for a recurrent state and a length at which no pass
-                began or ended.
+            RuntimeError: if a window was not kept for so long, or for a recurrent state that was not kept there.
         """
         removed = [now - length for now, length in zip(self.lengths, lengths, strict=True)]
         if not any(removed):
@@ -188,12 +180,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 class HybridLayer(RaggedLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
-    """A layer with attention and a state.
-
-    Args:
-        window, max_slots: as in `RaggedLayer`.
-        number_of_states: as in `StateLayer`.
-    """
+    """A layer with attention and a state."""
 
     def __init__(self, window: int | None = None, max_slots: int | None = None, number_of_states: int = 1) -> None:
         RaggedLayer.__init__(self, window, max_slots)

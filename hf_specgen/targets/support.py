@@ -35,14 +35,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STAT
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise unless `model`, in its present mode, can verify several draft tokens in one forward pass.
-
-    Args:
-        model: a causal language model.
-
-    Raises:
-        ValueError: what the model lacks and what to do.
-    """
+    """Raise a `ValueError` unless the model, in its present mode, can verify draft tokens in one forward pass."""
     check_architecture(model)
     name = type(model).__name__
     if reason := _training_problem(model):
@@ -60,11 +53,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def check_architecture(model: PreTrainedModel) -> None:
-    """The part of `check_model` that does not change while a program runs: architecture and attention implementation.
-
-    Raises:
-        ValueError: as `check_model`.
-    """
+    """The part of `check_model` that stays the same while a program runs: architecture and attention kernel."""
     name = type(model).__name__
     config = text_config(model)
     layer_types = set(getattr(config, "layer_types", None) or ())
@@ -131,9 +120,6 @@ def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tok
         model: the target.
         first_positions: where the first generated token of each row stands.
         new_tokens: how many there may be.
-
-    Raises:
-        ValueError: for a text that crosses such a position.
     """
     for kind, edge in _frequency_changes(text_config(model)):
         within = max(first_positions) + new_tokens <= edge
@@ -148,12 +134,7 @@ def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tok
 
 
 def last_position(config: Any, first_positions: Sequence[int]) -> int:
-    """How far a text can go before a table of positions ends, or its rotary frequencies change.
-
-    Args:
-        config: of the model's text part.
-        first_positions: where the first generated token of each row stands.
-    """
+    """How far a text can go before a table of positions ends, or its rotary frequencies change."""
     edges = [edge for _, edge in _frequency_changes(config) if max(first_positions) <= edge]
     return min([position_table(config), *edges]) - 1
 

@@ -101,10 +101,7 @@ class Target:
         return plain and self.prompt.takes_drafts(max(self.cache.lengths, default=0))
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
-        """Run the model on the prompt, and on draft tokens that were proposed from the prompt alone.
-
-        Args:
-            draft: chains of draft tokens for the first positions, or an empty tree.
+        """Run the model on the prompt and chains of draft tokens that were proposed from it; the tree may be empty.
 
         Returns:
             `[batch, 1 + nodes, vocab]` logits: after the last prompt token, then after each node.
@@ -170,8 +167,7 @@ class Target:
         The root is the last token in the cache before the first `grow` of a tree. `commit` then keeps a path.
 
         Args:
-            tree: all nodes so far.
-            new: number of new nodes, the last ones of the tree; the same in every row.
+            tree: all nodes so far, of which the last `new` ones are processed.
             active: the rows of which `commit` may keep something; all if left out.
 
         Returns:
@@ -277,14 +273,7 @@ class CallCache:
     Args:
         given: the cache that `generate` passes on; None if there is none.
         config: of the model's text part.
-        generation_config: as prepared by `generate`.
         keeps_all: whether sliding-window layers keep the slots outside of their window too, as captured passes need.
-
-    Attributes:
-        cache: the one that the forward passes use.
-
-    Raises:
-        ValueError: for a cache that cannot be copied.
     """
 
     def __init__(self, given: Any, config: Any, generation_config: GenerationConfig, keeps_all: bool):

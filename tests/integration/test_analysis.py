@@ -16,8 +16,7 @@ from benchmarks.harness.analysis import (
     speedup_limit,
 )
 from hf_specgen.counters import RowStep, Statistics
-from hf_specgen.depth.latency import CostCurve
-from hf_specgen.evaluation import cost
+from hf_specgen.depth import CostCurve, calibrate
 from hf_specgen.evaluation.cost import measure_cost_curve
 from tests.helpers import tiny_model
 
@@ -131,7 +130,6 @@ def test_bad_costs() -> None:
 def test_curve_goes_through_its_points_and_never_falls(curve: CostCurve, q: float, more: float) -> None:
     assert [curve(point) for point in curve.queries] == pytest.approx(list(curve.seconds))
     assert curve(q + more) >= curve(q) - 1e-9
-    assert CostCurve.from_json(curve.to_json()) == curve
 
 
 def test_curve_beyond_its_end_goes_on_as_it_ended() -> None:
@@ -146,9 +144,9 @@ def test_curve_beyond_its_end_goes_on_as_it_ended() -> None:
     ("queries", "seconds", "message"),
     [
         ((2, 4), (1.0, 1.0), r"increase from 1, got \[2, 4\]"),
-        ((1, 4, 4), (1.0, 1.0, 1.0), "increase from 1"),
-        ((1, 2), (1.0,), "2 queries need as many seconds, got 1"),
-        ((1, 2), (1.0, 0.0), "seconds must be positive and finite, got 0.0"),
+        ((1, 4, 4), (1.0, 1.0, 1.0), "increasing numbers of tokens"),
+        ((1, 2), (1.0,), "seconds for each"),
+        ((1, 2), (1.0, 0.0), "0.0"),
     ],
 )
 def test_bad_curves(queries: tuple, seconds: tuple, message: str) -> None:
@@ -156,13 +154,7 @@ def test_bad_curves(queries: tuple, seconds: tuple, message: str) -> None:
         CostCurve(queries, seconds, context=1, batch=1)
 
 
-@pytest.mark.parametrize("text", ["{}", "nonsense", "[1]", '{"queries": 3, "seconds": 4}'])
-def test_bad_file(text: str) -> None:
-    with pytest.raises(ValueError, match="not a saved cost curve"):
-        CostCurve.from_json(text)
-
-
-def test_measured_curve_runs_the_passes_it_says(tmp_path) -> None:
+def test_measured_curve_runs_the_passes_it_says() -> None:
     """One prefill, then a warm-up and `repeats` turns, each a pass over 1, 2 and 8 tokens behind 12 cached ones."""
     model = tiny_model("llama")
     shapes = []
@@ -173,8 +165,6 @@ def test_measured_curve_runs_the_passes_it_says(tmp_path) -> None:
         handle.remove()
     assert shapes == [(3, 12)] + 3 * [(3, 1), (3, 2), (3, 8)]
     assert (curve.queries, curve.context, curve.batch) == ((1, 2, 8), 12, 3)
-    (tmp_path / "curve.json").write_text(curve.to_json())
-    assert CostCurve.load(tmp_path / "curve.json") == curve
 
 
 def test_curve_is_the_median_of_what_passes_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +176,7 @@ def test_curve_is_the_median_of_what_passes_take(monkeypatch: pytest.MonkeyPatch
         queries, passes = inputs[0].shape[1], passes + 1
         now += 100 if passes in (2, 3, 6, 7) else queries
 
-    monkeypatch.setattr(cost, "perf_counter", lambda: now)
+    monkeypatch.setattr(calibrate, "perf_counter", lambda: now)
     handle = model.get_input_embeddings().register_forward_hook(tick)
     try:
         curve = measure_cost_curve(model, queries=(1, 4), context=4, repeats=3)

@@ -18,7 +18,7 @@ from hf_specgen.cli import doctor
 from hf_specgen.cli.app import app
 from hf_specgen.cli.doctor import CheckResult, Report, Speed, blueprint, examine
 from hf_specgen.cli.settings import DoctorSettings
-from hf_specgen.depth.latency import CostCurve
+from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.measure import Interval, Sample, Total
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
 from hf_specgen.heads.medusa_formats import export_medusa

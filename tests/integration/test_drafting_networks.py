@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from hf_specgen import Candidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
 from hf_specgen.candidates.draft_model import have_same_vocabulary
+from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
+from hf_specgen.heads.exit_head import exit_layer_of
 from tests.helpers import (
     END,
     SAMPLING,
@@ -355,3 +357,14 @@ def test_draft_model_given_by_folder_same_tokens(reference_model: Any, tmp_path:
     ours = reference_model.generate(ids, max_new_tokens=13, candidate_generator=candidates)
     assert torch.equal(ours, reference_model.generate(ids, max_new_tokens=13))
     assert candidates.speculation is not None and candidates.speculation.steps == 4
+
+
+def test_layer_skip_adapter_given_as_a_path_is_the_folder_of_that_name(reference_model: Any, tokenizer: Any) -> None:
+    """Would catch: a `Path` taken for a module and called."""
+    ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
+    layers = exit_layer_of(EMBEDDED_ADAPTER)
+    by_path, by_name = (LayerSkipCandidates(layers, k=3, adapter=kind(EMBEDDED_ADAPTER)) for kind in (Path, str))
+    assert repr(by_path) == repr(by_name) and by_path.profile_key() == by_name.profile_key()
+    ours = reference_model.generate(ids, max_new_tokens=13, candidate_generator=by_path)
+    assert torch.equal(ours, reference_model.generate(ids, max_new_tokens=13))
+    assert by_path.speculation is not None and by_path.speculation.accepted > 0

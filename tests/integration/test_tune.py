@@ -59,7 +59,7 @@ def test_compare_taps_measures_the_neighbours_that_the_target_has() -> None:
     found = compare_taps(fixture.target, candidates, [prompts(1)], settings)
     configured, below, _ = found
     assert below == tuple(layer - 1 for layer in configured) and min(found.values()) >= 1
-    assert candidates.taps is None, "the strategy itself must stay as it was"
+    assert candidates.aux_hidden_state_layers is None, "the strategy itself must stay as it was"
     target, head = predictable_pair(FIXTURES["eagle1_original"])  # which reads the last state: none is behind it
     found = compare_taps(target, EagleCandidates(head), [prompts(1)], settings)
     assert len(found) == 2 and next(iter(found.values())) > 1
@@ -68,8 +68,8 @@ def test_compare_taps_measures_the_neighbours_that_the_target_has() -> None:
 def test_measure_latency_has_the_drafters_that_run_a_network() -> None:
     model = tiny_model("llama")
     latency = measure_latency(model, [NgramCandidates(), DraftModelCandidates(model, k=3)], rows=[1, 2], context=30)
-    assert [(one.target.batch, one.target.context) for one in latency.slices] == [(1, 30), (2, 30)]
-    for one in latency.slices:
+    assert [(one.target.batch, one.target.context) for one in latency.buckets] == [(1, 30), (2, 30)]
+    for one in latency.buckets:
         assert set(one.drafters) == {"any", "draft_model"} and one.drafters["draft_model"].seconds[0] > 0
 
 
@@ -94,7 +94,7 @@ def test_tune_saves_acceptance_with_heads_and_a_latency_file(
     assert "T(8)" in printed and f"AdaptiveDepth(latency='{latency}')" in printed.replace(" /", "/")
     model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
     assert load_medusa(output, model).config.acceptance is not None
-    (one,) = LatencyModel.load(latency).slices
+    (one,) = LatencyModel.load(latency).buckets
     assert (one.target.batch, one.target.context) == (1, 40) and "medusa" in one.drafters
     policy, inputs = AdaptiveDepth(latency=latency), prompts(1)
     ours = model.generate(**inputs, max_new_tokens=8, candidate_generator=NgramCandidates(policy=policy))

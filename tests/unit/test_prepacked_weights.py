@@ -171,7 +171,7 @@ def test_is_faster_compares_results_and_both_sizes(monkeypatch: pytest.MonkeyPat
 
 def test_layers_that_cannot_be_prepacked_are_left_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(8, 8)).double()
-    prepacked_weights._logged.clear()
+    prepacked_weights._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "hf_specgen"):
         for _ in range(2):
             with prepacked(model):
