@@ -36,11 +36,7 @@ _measured: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDict
 
 
 def target_curve(call: Call, target: Target) -> CostCurve | None:
-    """T(q) of a call's target; measured if it is not known for this model, dtype, device, rows and context.
-
-    Returns:
-        None if it is unknown and the model's position table is too small to measure it.
-    """
+    """T(q) of a call's target, measured if it is unknown; None if the model has too few positions to measure it."""
     assert call.model is not None
     key = _key(call)
     with _lock:
