@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hf_specgen.candidates.tree_shape import Chain, FastestSize, FixedSize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.candidates.tree_search import Proposals, TreeBuilder
+from hf_specgen.candidates.tree_search import Proposals, TreeBuilder, TreeSize
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.tree import DraftTree
 
@@ -38,13 +37,13 @@ def marginal_trees(marginals: list[list[float]], size: int) -> float:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(probabilities, min_size=1, max_size=3), st.integers(1, 5))
-def test_from_marginals_any_size_has_the_highest_expected_length(marginals: list[list[float]], size: int) -> None:
+def test_of_parallel_heads_any_size_has_the_highest_expected_length(marginals: list[list[float]], size: int) -> None:
     """Would catch: a heap that forgets siblings or children, so that likelier nodes are left out."""
     ranks = min(map(len, marginals))
     marginals = [descending(values[:ranks]) for values in marginals]
     tokens = np.arange(len(marginals) * ranks).reshape(1, len(marginals), ranks)
-    builder = TreeBuilder.from_marginals([len(marginals)], tokens, np.array([marginals]), count=size)
-    assert builder.joint[0].sum() == pytest.approx(marginal_trees(marginals, size), rel=1e-6)
+    builder = TreeBuilder.of_parallel_heads([len(marginals)], tokens, np.array([marginals]), nodes=size)
+    assert builder.probability[0].sum() == pytest.approx(marginal_trees(marginals, size), rel=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,9 +66,9 @@ def test_best_expanded_trees_are_connected_and_most_likely(seed: int, rows: int,
         assert all(parent < node for node, parent in enumerate(parents))
         assert all(builder.depth[row, node] <= limits[row] for node in chosen)
         assert [builder.parents[row, node] for node in chosen] == [chosen[p] if p >= 0 else -1 for p in parents]
-        left_out = np.delete(builder.joint[row], chosen)
+        left_out = np.delete(builder.probability[row], chosen)
         if len(chosen) == size and len(left_out):
-            assert builder.joint[row, chosen].min() >= left_out.max() - 1e-12
+            assert builder.probability[row, chosen].min() >= left_out.max() - 1e-12
 
 
 def _proposals(random: np.random.Generator, rows: int, nodes: int) -> Proposals:
@@ -83,8 +82,8 @@ def test_frontier_row_without_expandable_nodes_adds_nothing() -> None:
     builder.add_root(Proposals(np.array([[[1, 2]], [[3, 4]]]), np.full((2, 1, 2), 0.4)))
     nodes = builder.frontier(2)
     builder.add(nodes, Proposals(np.full((2, 2, 1), 9), np.full((2, 2, 1), 0.5)))
-    assert (builder.joint[1] > 0).sum() == 2
-    assert (builder.joint[0] > 0).sum() == 4
+    assert (builder.probability[1] > 0).sum() == 2
+    assert (builder.probability[0] > 0).sum() == 4
 
 
 def test_best_with_first_nodes_keeps_their_order() -> None:
@@ -107,15 +106,15 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
     latency = curve(draft_token, slope).at(1, 100)
     builder = TreeBuilder([6])
     builder.add_root(Proposals(np.arange(4).reshape(1, 1, 4), np.array([[[0.5, 0.2, 0.1, 0.05]]])))
-    shape = FastestSize(latency, rows=1)
+    shape = TreeSize(None, latency=latency)
     spent = latency.drafter.draft([1])
-    while beam := shape.beam(builder):
+    while beam := shape.width(builder):
         nodes = builder.frontier(beam)
         chances = np.broadcast_to(np.array([0.5, 0.2, 0.1, 0.05]), (1, nodes.shape[1], 4))
         builder.add(nodes, Proposals(np.zeros((1, nodes.shape[1], 4), dtype=int), chances))
-        spent += float(latency.drafter.by_tokens(float(nodes.shape[1])))
-    joint = builder.sorted_joint(64)[0]
-    rates = [(1 + joint[:n].sum()) / (float(latency.target.by_tokens(1.0 + n)) + spent) for n in range(len(joint) + 1)]
+        spent += latency.drafter.draft([nodes.shape[1]])
+    joint = builder.sorted_probability(64)[0]
+    rates = [(1 + joint[:n].sum()) / (latency.target.seconds_of(1.0 + n) + spent) for n in range(len(joint) + 1)]
     assert shape.nodes(builder) == int(np.argmax(rates))
 
 
@@ -129,9 +128,9 @@ def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
     rates = []
     for count in range(max(map(len, joint)) + 1):
         tokens = len(joint) + sum(sum(row[:count]) for row in joint)
-        rates.append(tokens / (float(latency.target.by_tokens(len(joint) * (1.0 + count))) + drafting))
-    count, rate = FastestSize(latency, rows=len(joint)).of_grown(joint, drafting)
-    assert (count, rate) == (int(np.argmax(rates)), pytest.approx(max(rates)))
+        rates.append(tokens / (latency.target.seconds_of(len(joint) * (1.0 + count)) + drafting))
+    count = TreeSize(None, latency=latency, rows=len(joint)).best_size(joint, drafting)
+    assert count == int(np.argmax(rates))
 
 
 def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
@@ -141,8 +140,8 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
         chances = np.array([first, *[(1 - first) / 4] * 3])
         builder = TreeBuilder([16])
         builder.add_root(Proposals(np.arange(4).reshape(1, 1, 4), chances[None, None]))
-        shape = FastestSize(curve(0.05, 0.002).at(1, 100), rows=1)
-        while beam := shape.beam(builder):
+        shape = TreeSize(None, latency=curve(0.05, 0.002).at(1, 100))
+        while beam := shape.width(builder):
             nodes = builder.frontier(beam)
             if not nodes.shape[1]:
                 break
@@ -159,19 +158,19 @@ def test_fixed_size_stops_when_no_better_node_can_come() -> None:
     """Would catch: passes of the drafter that cannot change the tree."""
     builder = TreeBuilder([9])
     builder.add_root(Proposals(np.arange(3).reshape(1, 1, 3), np.array([[[0.5, 0.3, 0.1]]])))
-    assert FixedSize(16).beam(builder) == 4
-    assert FixedSize(3).beam(builder) == 1
+    assert TreeSize(16).width(builder) == 4
+    assert TreeSize(3).width(builder) == 1
     builder.add(builder.frontier(1), Proposals(np.zeros((1, 1, 3), dtype=int), np.array([[[0.1, 0.05, 0.01]]])))
-    assert FixedSize(2).beam(builder) == 0
-    assert Chain().nodes(builder) == 9
+    assert TreeSize(2).width(builder) == 0
+    assert TreeSize(None, children=1).nodes(builder) == 9
 
 
 def test_fastest_size_with_a_drafter_that_costs_nothing_stops() -> None:
     """Would catch: passes without end, since each promises a little more."""
     builder, passes = TreeBuilder([10_000]), 0
     builder.add_root(Proposals(np.arange(8).reshape(1, 1, 8), np.full((1, 1, 8), 0.12)))
-    shape = FastestSize(curve(0.0, 0.0).at(1, 100), rows=1)
-    while beam := shape.beam(builder):
+    shape = TreeSize(None, latency=curve(0.0, 0.0).at(1, 100))
+    while beam := shape.width(builder):
         nodes = builder.frontier(beam)
         builder.add(
             nodes, Proposals(np.zeros((1, nodes.shape[1], 8), dtype=int), np.full((1, nodes.shape[1], 8), 0.12))
@@ -192,5 +191,5 @@ def test_frontier_of_a_shorter_row_keeps_its_chain_in_front() -> None:
     trees, indices = builder.best(3, expanded)
     for row, depth in enumerate((3, 2, 1)):
         (chain,) = DraftTree.from_nodes([trees[row]]).leftmost_chain().tokens.tolist()
-        path = [place for place, node in enumerate(indices[row]) if builder.joint[row, node] > 0]
+        path = [place for place, node in enumerate(indices[row]) if builder.probability[row, node] > 0]
         assert path[: len(chain)] == list(range(min(depth, len(chain)))) and chain[0] == 5
