@@ -177,10 +177,6 @@ _running: ContextVar[frozenset[int]] = ContextVar("hf_specgen_running", default=
 class Attachment:
     """An attached strategy and the statistics of its calls. May be used by several threads.
 
-    Args:
-        settings: of its calls; shared by copies of the model.
-        strict: whether a call that cannot speculate raises.
-
     Attributes:
         below: what was attached before the `attached` block that this belongs to.
     """
@@ -193,12 +189,7 @@ class Attachment:
         self._reasons: dict[str, str] = {}  # without numbers -> as first given
 
     def generate(self, original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`model.generate(*args, **kwargs)` with the attached strategy, or without it if the call cannot speculate.
-
-        Args:
-            original: `GenerationMixin.generate` as it was before it was patched.
-            model, args, kwargs: of the call.
-        """
+        """`model.generate(*args, **kwargs)` with the attached strategy, or without it if the call cannot speculate."""
         if id(model) in _running.get():
             return original(model, *args, **kwargs)
         token = _running.set(_running.get() | {id(model)})
@@ -283,11 +274,7 @@ class _Attempt(Speculation):
 
 
 def _target(model: Any) -> PreTrainedModel:
-    """The Transformers model inside wrappers.
-
-    Raises:
-        TypeError: if there is none.
-    """
+    """The Transformers model inside wrappers."""
     inner = unwrapped_model(model)
     if inner is None or not hasattr(inner, "generate"):
         raise TypeError(f"attach takes a Transformers model that can generate, got {type(model).__name__}")

@@ -20,8 +20,6 @@ class EncoderInput:
 
     Args:
         values: the main input of the encoder: token ids `[batch, tokens]`, or features of audio or images.
-        arguments: the other arguments of the call that concern the encoder, such as its attention mask.
-        outputs: what the target's encoder returned.
     """
 
     values: torch.Tensor
@@ -30,13 +28,7 @@ class EncoderInput:
 
     @classmethod
     def of_call(cls, values: torch.Tensor | None, batch: int, model_kwargs: dict[str, Any]) -> EncoderInput | None:
-        """The encoder's input in a call; None if there is no encoder, or `generate` does not pass on what it read.
-
-        Args:
-            values: as given to `generate`, before rows are repeated for `num_return_sequences`.
-            batch: rows of the call.
-            model_kwargs: as prepared by `generate`.
-        """
+        """The encoder's input in a call; None if there is no encoder, or `generate` does not pass on what it read."""
         outputs = model_kwargs.get("encoder_outputs")
         # In place of ids that were not given, `generate` fills in -100.
         if values is None or outputs is None or (not values.is_floating_point() and bool((values < 0).any())):
@@ -50,19 +42,7 @@ class EncoderInput:
         return cls(values.repeat_interleave(batch // len(values), dim=0), arguments, outputs)
 
     def texts(self, vocab_size: int) -> list[list[int]]:
-        """The token ids that the encoder read, by row and without padding, as far as the decoder has such tokens.
-
-        Args:
-            vocab_size: number of tokens of the decoder.
-
-        Returns:
-            One list for each row; empty lists if the encoder reads no tokens.
-
-        Example:
-            >>> read = EncoderInput(torch.tensor([[5, 6, 0]]), {"attention_mask": torch.tensor([[1, 1, 0]])}, None)
-            >>> read.texts(vocab_size=6)
-            [[5]]
-        """
+        """The token ids that the encoder read, by row and without padding, as far as the decoder has such tokens."""
         if self.values.dim() != 2 or self.values.is_floating_point():
             return [[] for _ in range(len(self.values))]
         mask = self.arguments.get("attention_mask")

@@ -208,16 +208,7 @@ class _Loop:
 
 
 class PolicyRunner:
-    """Limits the depths of a policy to what each row can use; reports steps to the policy and to a monitor.
-
-    Args:
-        call: the call.
-        target: limits how far a row can be drafted.
-        session: the policy's session.
-        monitor: the monitor's session, if any; receives every step too.
-        timer: of the call.
-        statistics: of the call; the forward passes of each step are added.
-    """
+    """Limits the depths of a policy to what each row can use; reports steps to the policy and to a monitor."""
 
     def __init__(
         self,
@@ -233,15 +224,7 @@ class PolicyRunner:
         self._requested: list[int] = []
 
     def max_depths(self, may_draft: Sequence[bool], k: int) -> list[int]:
-        """The maximum draft depth of each row in this step.
-
-        Args:
-            may_draft: whether there may be a draft for the row.
-            k: the strategy's maximum depth.
-
-        Raises:
-            ValueError: if the policy returns another number of rows.
-        """
+        """The maximum draft depth of each row in this step."""
         limits = self._max_draft_tokens(may_draft)
         depths = self._session.depths(limits)
         if len(depths) != len(limits):
@@ -278,13 +261,7 @@ class PolicyRunner:
             self._session.prefilled(self._target)
 
     def observe(self, tree: DraftTree, rows: list[RowStep | None], drafter_passes: Sequence[int] | None) -> None:
-        """Report a step, and count its forward passes.
-
-        Args:
-            tree: the draft.
-            rows: the outcome for each row.
-            drafter_passes: tokens in each forward pass of the drafter; None if unknown.
-        """
+        """Report a step, and count its forward passes."""
         step = StepRecord(self._requested, rows, 1 + tree.nodes, self._timer.step_seconds(), drafter_passes)
         self._session.observe(step)
         if self._monitor is not None:

@@ -46,17 +46,7 @@ ASSISTANT_SETTINGS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a call that speculates; immutable, so that calls and threads can share them.
-
-    Args:
-        candidates: proposes draft tokens.
-        verifier: decides which of them are accepted.
-        policy: chooses draft depths; None for that of the strategy.
-        monitor: receives every step.
-        compile: how the target's forward passes run.
-        pack_weights: whether the call runs inside `hf_specgen.prepacked(model)`.
-        memory: whether acceptance observed in earlier calls is used, and that of the call kept.
-    """
+    """The settings of a call that speculates; immutable, so that calls and threads can share them."""
 
     candidates: Candidates
     verifier: Verifier
@@ -68,11 +58,7 @@ class Settings:
 
     @classmethod
     def of(cls, candidate_generator: Any, verification: Any = "exact", **settings: Any) -> Settings:
-        """The settings as a user gives them.
-
-        Raises:
-            ValueError, TypeError: for a value that is none of those documented in `speculate`.
-        """
+        """The settings as a user gives them."""
         made = cls(as_candidates(candidate_generator), _as_verifier(verification), **settings)
         if made.policy is not None and not isinstance(made.policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {made.policy!r}")
@@ -91,13 +77,7 @@ CALL_SETTINGS = ("verification", *(field.name for field in fields(Settings)[2:])
 
 
 class Speculation:
-    """A decoding method for `generate(custom_generate=…)`; made by `speculate`.
-
-    Args:
-        settings: of the calls that use it.
-        streamer: receives the tokens; None for none.
-        has_prompt: whether the streamer has received the prompt already, as that of `generate` has.
-    """
+    """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
 
     _hf_specgen_speculation = True  # how `hf_specgen.patch` recognises it without importing this module
 
@@ -213,13 +193,7 @@ def speculate(
 def generate_speculatively(
     original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`model.generate(*args, **kwargs)` with the keywords of this package; called by the `generate` of `patch`.
-
-    Args:
-        original: `GenerationMixin.generate` as it was before it was patched.
-        model: the model.
-        args, kwargs: the arguments of the call.
-    """
+    """`model.generate(*args, **kwargs)` with the keywords of this package; called by the `generate` of `patch`."""
     generator = kwargs.pop("candidate_generator", None)
     method: Any = kwargs.get("custom_generate")
     if generator is not None:
@@ -253,11 +227,7 @@ def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method
 
 
 def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a `generate` call, those given by position included.
-
-    Raises:
-        TypeError: as from `generate`, for an argument given twice or too many given by position.
-    """
+    """The arguments of a `generate` call, those given by position included."""
     signature = inspect.signature(original)
     signature.bind(None, *args, **kwargs)
     names = list(signature.parameters)[1:]
@@ -302,11 +272,7 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_candidates(generator: Any) -> Candidates:
-    """The strategy that a user gave: one of ours, a generator of Transformers, or "auto".
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """The strategy that a user gave: one of ours, a generator of Transformers, or "auto"."""
     if isinstance(generator, str) and generator == "auto":
         return default_candidates()
     if isinstance(generator, Candidates):

@@ -25,9 +25,6 @@ class Memory:
     """Keeps what calls have learnt as long as their target exists. May be shared by threads.
 
     `generate(..., memory=False)` neither uses it nor adds to it.
-
-    Args:
-        max_entries: entries of one target; those stored longest ago are dropped.
     """
 
     def __init__(self, max_entries: int = 64):

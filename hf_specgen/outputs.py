@@ -50,11 +50,6 @@ class EncoderDecoderSpeculativeOutput(GenerateEncoderDecoderOutput):
 class OutputCollector:
     """Emits complete columns, stops rows where plain `generate` stops them, and collects scores if they were asked for.
 
-    Args:
-        call: the call; its state holds the tokens.
-        criteria: as prepared by `generate`.
-        streamer: receives every emitted column.
-
     Attributes:
         columns: how many columns are emitted.
         scores, logits: `[batch, vocab]` of each emitted column, if asked for.
@@ -171,14 +166,7 @@ def _next_column(rows: list[deque[torch.Tensor]]) -> torch.Tensor:
 
 
 class Padding:
-    """Runs the target on the padding of ended rows, where the returned cache or scores contain the results.
-
-    Args:
-        call: the call.
-        target: runs the forward passes.
-        verification: of the call; tells whether padding takes part in the steps.
-        outputs: receives the scores and logits of the padding.
-    """
+    """Runs the target on the padding of ended rows, where the returned cache or scores contain the results."""
 
     def __init__(self, call: Call, target: Target, verification: VerificationSession, outputs: OutputCollector):
         self._call, self._state, self._target, self._outputs = call, call.state, target, outputs

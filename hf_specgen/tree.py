@@ -193,12 +193,7 @@ def merge_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], Parents]:
 
 @lru_cache(maxsize=4096)
 def children(parents: Parents) -> tuple[tuple[int, ...], ...]:
-    """The children of the row's last token (index 0), then of each node (index ``i + 1``), in their order.
-
-    Example:
-        >>> children((-1, -1, 0, 0))
-        ((0, 1), (2, 3), (), (), ())
-    """
+    """The children of the row's last token (index 0), then of each node (index ``i + 1``), in their order."""
     lists: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for node, parent in enumerate(parents):
         lists[parent + 1].append(node)

@@ -65,11 +65,7 @@ class Calibration:
         return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))
 
     def by_bin(self, prior: float = 1.0) -> Floats:
-        """`[RANKS, bins]` acceptance of a token by its rank and the bin of its confidence.
-
-        Args:
-            prior: acceptance over confidence that is assumed before anything was observed.
-        """
+        """`[RANKS, bins]` acceptance of a token by its rank and the bin of its confidence."""
         return (self.accepted + 25.0 * prior * BIN_CENTERS) / (self.seen + 25.0)
 
     def observe(self, rank: NDArray[np.integer[Any]], confidence: Floats, accepted: NDArray[np.bool_]) -> None:
@@ -95,12 +91,7 @@ class Calibration:
 
 
 class CalibratedSession(DraftSession):
-    """Counts how often draft tokens were accepted, by rank and confidence, and remembers it for later calls.
-
-    Args:
-        call: the call.
-        calibrations: how many are kept; one for each depth of heads that draft all depths at once.
-    """
+    """Counts how often draft tokens were accepted, by rank and confidence, and remembers it for later calls."""
 
     def __init__(self, call: DraftCall, calibrations: int = 1):
         super().__init__(call)
@@ -118,9 +109,6 @@ class CalibratedSession(DraftSession):
         """Record the tree that is verified; returns it with its path probabilities.
 
         Args:
-            tree: the draft.
-            builder: that it was chosen from.
-            nodes: for each row, the builder's index of each node of the draft.
             confidence: `[rows, nodes of the builder]`.
         """
         self._features = [

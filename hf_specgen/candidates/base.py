@@ -32,11 +32,7 @@ Tree = int | Literal["auto"] | None
 
 
 def check_tree(tree: Tree, k: Depth) -> Tree:
-    """The tree setting of a strategy that expands trees; left out, it is "auto" if k is.
-
-    Raises:
-        ValueError: if it is neither "auto" nor a positive number.
-    """
+    """The tree setting of a strategy that expands trees; left out, it is "auto" if k is."""
     if tree is not None and tree != "auto" and (not isinstance(tree, int) or isinstance(tree, bool) or tree < 1):
         raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
     return "auto" if tree is None and k == "auto" else tree
@@ -119,11 +115,7 @@ class DraftSession(ABC):
 
 
 class ChainSession(DraftSession):
-    """Reduces the drafts of a session to the leftmost chain of each row.
-
-    Args:
-        session: of any strategy; it receives the outcome in terms of its own tree.
-    """
+    """Reduces the drafts of a session to the leftmost chain of each row."""
 
     def __init__(self, session: DraftSession):
         super().__init__(session.call)

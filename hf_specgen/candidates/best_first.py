@@ -44,13 +44,6 @@ def best_first(
 ) -> SearchTree[Tag]:
     """The most probable tree.
 
-    Args:
-        root: tag of the row's last token.
-        children: returns token, probability and tag of each child of a node, given its tag and its depth, most
-            probable first; the probability is that of the child, given the node.
-        depth: maximum depth.
-        limits: of the tree.
-
     Example:
         >>> best_first(0, lambda tag, depth: [(tag + 1, 0.6, tag + 1), (9, 0.3, 9)], 2, SearchLimits(3)).tokens
         [1, 2, 9]

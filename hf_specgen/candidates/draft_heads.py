@@ -66,9 +66,6 @@ class BoundModules(Generic[T]):
         """The modules for this target; `load` is called if there are none in its dtype on its device.
 
         The random state is left unchanged: a new module initialises weights, which must not change what is sampled.
-
-        Raises:
-            ValueError: if the weights of the output matrix are offloaded.
         """
         weight = output_matrix(model).weight
         if weight.device.type == "meta":

@@ -34,13 +34,7 @@ DEFAULT_NODES = 16
 
 
 class FeatureQueue:
-    """The inputs of a head: hidden states of accepted tokens that it has not processed, and the token after each.
-
-    Args:
-        call: the call.
-        target: keeps the hidden states of its passes.
-        bound: the head on its target.
-    """
+    """The inputs of a head: hidden states of accepted tokens that it has not processed, and the token after each."""
 
     def __init__(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead):
         self._state, self._target, self._layers = call.state, target, bound.aux_hidden_state_layers
@@ -79,11 +73,7 @@ class FeatureQueue:
             features.append(new)
 
     def take(self, drafting: Sequence[bool] | None = None) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """Remove the features of each row `[new, layers * hidden]`, with the token after each of these positions.
-
-        Args:
-            drafting: the rows whose features are taken, without those that have ended; None for all of these.
-        """
+        """Remove the features of each row `[new, layers * hidden]`, with the token after each of these positions."""
         nothing = self._target.pass_states.new_zeros(0, self._width)
         features: list[torch.Tensor] = []
         tokens: list[list[int]] = []
@@ -108,12 +98,6 @@ class FeatureQueue:
 
 class EagleSession(AutoregressiveSession):
     """The state of one call with a head that continues from its own output (EAGLE, MTP).
-
-    Args:
-        call: the call.
-        target: keeps the hidden states of its passes.
-        bound: the head on its target.
-        k, tree: as in `HeadCandidates`.
 
     Attributes:
         runner: the head's cache, and its passes.
@@ -181,14 +165,7 @@ class AssistantSession(AutoregressiveSession):
 
 
 class IndependentHeadsSession(CalibratedSession):
-    """Base class: drafts trees from one distribution per depth.
-
-    Args:
-        call: the call.
-        depth: how many depths are predicted at most.
-        size: number of nodes; "auto" for the fastest tree of each step; None for chains.
-        ranks: how many tokens of each depth may be in a tree.
-    """
+    """Base class: drafts trees from one distribution per depth."""
 
     def __init__(self, call: DraftCall, depth: int, size: str | int | None, ranks: int):
         super().__init__(call, depth)
@@ -250,8 +227,6 @@ def with_q(draft: DraftTree, depths: Sequence[Sequence[int]], scores: torch.Tens
     """The draft with the probabilities of each node's depth.
 
     Args:
-        draft: the draft.
-        depths: for each row the depth of each node, from 0 on.
         scores: `[batch, depths, vocab]`.
     """
     sources = [[*row, *[0] * (draft.nodes - len(row))] for row in depths]
@@ -260,16 +235,7 @@ def with_q(draft: DraftTree, depths: Sequence[Sequence[int]], scores: torch.Tens
 
 
 class ParallelSession(IndependentHeadsSession):
-    """The state of one call with a head that drafts all depths in one pass: DFlash, JetSpec, P-EAGLE.
-
-    Args:
-        call: the call.
-        target: keeps the hidden states of its passes.
-        bound: the head on its target.
-        runner: the head's cache, and its passes.
-        depth: how many tokens are drafted at most.
-        tree: number of nodes; "auto"; None for chains.
-    """
+    """The state of one call with a head that drafts all depths in one pass: DFlash, JetSpec, P-EAGLE."""
 
     def __init__(
         self,

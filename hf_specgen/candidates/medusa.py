@@ -122,14 +122,7 @@ class MedusaCandidates(Candidates):
 
 
 class MedusaSession(IndependentHeadsSession):
-    """The state of one call.
-
-    Args:
-        call: the call.
-        target: keeps the states that the heads read.
-        runner: the heads on their target.
-        tree: as in `MedusaCandidates`.
-    """
+    """The state of one call."""
 
     passes = ()  # heads run once per draft: the overhead of a draft
 
@@ -189,14 +182,7 @@ class MedusaSession(IndependentHeadsSession):
 
 
 class HydraSession(AutoregressiveSession):
-    """The state of one call with heads that read the path before their token: trees that grow by a head per level.
-
-    Args:
-        call: the call.
-        target: keeps the states that the heads read.
-        runner: the heads on their target.
-        tree: number of nodes, or "auto".
-    """
+    """The state of one call with heads that read the path before their token: trees that grow by a head per level."""
 
     def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: MedusaRunner, tree: str | int):
         config = runner.heads.config
@@ -258,10 +244,6 @@ def _check_fits(tree: str | int | Paths, config: MedusaConfig) -> None:
 class RankTree:
     """A fixed tree of ranks: a node at depth d is a token of head d - 1.
 
-    Args:
-        ranks: of each node.
-        parents: of each node, -1 for those that continue the row.
-
     Example:
         >>> tree = RankTree.from_paths([[0, 1], [0], [1]])
         >>> tree.ranks, tree.parents, tree.heads
@@ -273,11 +255,7 @@ class RankTree:
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> RankTree:
-        """From lists of ranks in any order; every path's beginning has to be a path too.
-
-        Raises:
-            ValueError: for an empty tree, an empty path, a negative rank or a missing beginning.
-        """
+        """From lists of ranks in any order; every path's beginning has to be a path too."""
         if not isinstance(paths, Sequence) or not all(isinstance(path, Sequence) for path in paths):
             raise ValueError(f"a tree is a list of paths such as [[0], [0, 0]], got {paths!r}")
         known = {tuple(path) for path in paths}

@@ -170,12 +170,6 @@ class _NgramSession(DraftSession):
 class RowText:
     """The text of one row.
 
-    Args:
-        prompt: the text so far.
-        odds: of occurrences; learns from the outcome of proposals. May be shared by rows.
-        history: earlier texts.
-        min_ngram, max_ngram: see `NgramCandidates`.
-
     Example:
         >>> text = RowText([5, 6, 7, 8, 5, 6], MatchOdds())
         >>> text.propose(2, SearchLimits(nodes=2)).tokens
@@ -294,17 +288,7 @@ class RowText:
 
 
 class MatchOdds:
-    """The odds of every class of occurrences: the acceptance of matches by kind and length.
-
-    Args:
-        values: of each class; the prior ones if left out.
-
-    Example:
-        >>> odds = MatchOdds()
-        >>> odds.observe([(match_class(OWN, 4), 0.7, False)])
-        >>> round(odds.values[match_class(OWN, 4)], 2)  # 2.3 before
-        2.0
-    """
+    """The odds of every class of occurrences: the acceptance of matches by kind and length."""
 
     def __init__(self, values: Sequence[float] = PRIOR_ODDS):
         self.values = list(values)
@@ -329,11 +313,6 @@ def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[tupl
     """The tokens that occurrences propose, their probabilities, and who proposes them; most probable first.
 
     An occurrence that continues along the path so far has a match that is longer by the depth.
-
-    Args:
-        voters: the occurrences.
-        depth: how many tokens of each were drafted already.
-        odds: of the occurrences.
 
     Example:
         >>> text = [1, 2, 3, 1, 2, 4, 1, 2]
@@ -360,13 +339,7 @@ def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[tupl
 def outcomes(
     tree: SearchTree[Sequence[Occurrence]], emitted: Sequence[int], odds: MatchOdds
 ) -> list[tuple[int, float, bool]]:
-    """What `MatchOdds.observe` learns from a verified tree: each node counts for its voter with the largest odds.
-
-    Args:
-        tree: with the odds as they still are.
-        emitted: the tokens that followed.
-        odds: of the occurrences.
-    """
+    """What `MatchOdds.observe` learns from a verified tree: each node counts for its voter with the largest odds."""
     depths: dict[int, int] = {-1: 0}
     found: list[tuple[int, float, bool]] = []
     for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):

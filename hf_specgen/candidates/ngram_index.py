@@ -75,15 +75,7 @@ class NgramIndex:
             self._enter(begin, min(end, begin + MAX_BATCH))
 
     def occurrences(self, tail: Sequence[int], limit: int) -> dict[int, int]:
-        """Where the end of a text occurs in this one: the longest indexed n-grams first, and then the most recent.
-
-        Args:
-            tail: the last tokens of the text whose end is looked up, which may be this text.
-            limit: maximum number of occurrences that are returned, and that are visited for each n-gram length.
-
-        Returns:
-            by the position of the token that followed, the length of the match, at most `MAX_MATCH_LENGTH`.
-        """
+        """Where the end of a text occurs in this one: the longest indexed n-grams first, and then the most recent."""
         tokens, heads, links = self.tokens, self._heads, self._links
         end, backwards = len(tokens), array("i", tail[-MAX_MATCH_LENGTH:])[::-1]
         matches: dict[int, int] = {}

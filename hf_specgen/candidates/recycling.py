@@ -262,11 +262,7 @@ def recycled_tree(
     """The most probable continuations of a token by the table.
 
     Args:
-        table: of successors.
-        token: the last one of the text.
         acceptance: `[ranks][bins]` probability that a successor is accepted, given that its parent is.
-        depth: maximum depth.
-        limits: of the tree.
     """
 
     def children(node: Node, depth: int) -> Iterator[tuple[int, float, Node]]:

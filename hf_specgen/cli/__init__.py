@@ -4,11 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Entry point of `hf-specgen`.
-
-    Raises:
-        SystemExit: with one sentence, if the extra `[cli]` is not installed.
-    """
+    """Entry point of `hf-specgen`."""
     try:
         from hf_specgen.cli.app import app
     except ModuleNotFoundError as error:

@@ -38,36 +38,14 @@ def main(
     """Lossless speculative decoding for Transformers."""
 
 
-command(
-    app,
-    "demo",
-    DemoSettings,
-    "Compare plain generate and the fastest strategies on two targets, live, in about a minute.\n\n"
-    "Exit code 1 if a token differs in float32.",
-)
-command(
-    app, "chat", ChatSettings, "Chat with a model; accepted draft tokens are coloured. /strategy and /plain compare."
-)
-command(
-    app,
-    "generate",
-    GenerateSettings,
-    "Answer the prompts of a file or dataset: batched by length, resumable, sharded by `accelerate launch`.",
-)
-command(
-    app,
-    "tune",
-    TuneSettings,
-    "Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths.\n\n"
-    "For Medusa heads with --output, also measure their acceptance on a dataset and save it with them.",
-)
-command(
-    app,
-    "doctor",
-    DoctorSettings,
-    "Check whether speculation works and is faster here, and recommend a strategy.\n\n"
-    "Exit code 1 if a problem has to be solved first.",
-)
+for name, settings in {
+    "demo": DemoSettings,
+    "chat": ChatSettings,
+    "generate": GenerateSettings,
+    "tune": TuneSettings,
+    "doctor": DoctorSettings,
+}.items():
+    command(app, name, settings)
 
 
 @app.command()
@@ -99,11 +77,7 @@ def export(
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
-    """Measure acceptance and speed by task domain: `python -m benchmarks suite` in a clone; see `bench --help`.
-
-    Without options that choose the target, it is the embedded model widened to 300M parameters; `--widen 0` measures
-    the embedded model itself.
-    """
+    """Measure acceptance and speed by task domain: `python -m benchmarks suite` in a clone; see `bench --help`."""
     if not (Path("benchmarks") / "__main__.py").is_file():
         raise SystemExit(
             "the benchmarks come with the repository, not with the package: change to the root of a clone and run "

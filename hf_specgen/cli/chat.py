@@ -53,12 +53,6 @@ class Answer:
 class Conversation:
     """Messages, and the key/value cache of the tokens that were read and generated for them.
 
-    Args:
-        model, tokenizer: the target.
-        generation: arguments of `generate` for every answer.
-        seed: of every answer, so that strategies give the same one.
-        system: the system prompt; "" for none.
-
     Attributes:
         messages: of the conversation, in the format of chat templates.
         read: `[1, tokens]` prompt and answer of the last `generate` call; None if its cache is not used again.
@@ -125,13 +119,7 @@ class Conversation:
 
 
 class Chat:
-    """Reads lines, answers them, and carries out commands that begin with a slash.
-
-    Args:
-        conversation: with the target.
-        choices: strategies by name; None for plain generation.
-        console: for output.
-    """
+    """Reads lines, answers them, and carries out commands that begin with a slash."""
 
     def __init__(self, conversation: Conversation, choices: dict[str, Candidates | None], console: Console):
         self.conversation, self.choices, self.console = conversation, choices, console
@@ -212,17 +200,10 @@ class Chat:
 
 
 class ColouredStreamer(BaseStreamer):
-    """Writes the text of one row piece by piece.
+    """Writes the text of one row piece by piece, each with whether its last token is an accepted draft token.
 
-    With the monitor, tokens are held until their step is reported with the number of accepted draft tokens; without it,
-    every token is written at once as the target's own.
-
-    Args:
-        tokenizer: of the target.
-        write: receives each piece of text, and whether its last token is an accepted draft token.
-
-    Attributes:
-        monitor: for `generate(monitor=…)`; not used in plain generation.
+    With `generate(monitor=streamer.monitor)` tokens are held until their step is reported with the number of accepted
+    draft tokens; without it, every token is written at once as the target's own.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], None]):
@@ -275,18 +256,15 @@ class ColouredStreamer(BaseStreamer):
             self._line, self._written = [], ""
 
 
-class _StepMonitor(Monitor):
+class _StepMonitor(Monitor, MonitorSession):
+    """Tells a streamer which tokens a step has accepted."""
+
     def __init__(self, streamer: ColouredStreamer):
         self._streamer = streamer
 
     def start(self, call: Call) -> MonitorSession:
         self._streamer.wait_for_steps()
-        return _StepSession(self._streamer)
-
-
-class _StepSession(MonitorSession):
-    def __init__(self, streamer: ColouredStreamer):
-        self._streamer = streamer
+        return self
 
     def observe(self, step: StepRecord) -> None:
         row = step.rows[0]

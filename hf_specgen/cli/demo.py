@@ -10,6 +10,8 @@ from itertools import chain, zip_longest
 from time import perf_counter
 from typing import Any
 
+import torch
+import transformers
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -19,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specgen.candidates import Candidates, NgramCandidates
 from hf_specgen.cli.settings import DemoSettings, check_writable, terminal
 from hf_specgen.evaluation.cost import widen_in_fast_dtype
-from hf_specgen.evaluation.measure import Sample, Total, Variant, interleave, measure_round, provenance
+from hf_specgen.evaluation.measure import Sample, Total, Variant, measure_round
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     EMBEDDED_ADAPTER,
@@ -41,9 +43,8 @@ from hf_specgen.evaluation.workloads import (
     load,
     strategies,
 )
+from hf_specgen.version import __version__
 
-WIDE_SHARE = 0.8
-"""Fraction of the time for the widened target, which takes longer for each prompt."""
 BAR = 15
 """Width of the longest bar, in columns of the terminal."""
 ACCEPTED = "black on green"
@@ -57,9 +58,8 @@ class MeasuredTarget:
     Args:
         title: above its column.
         dtype: of its weights.
-        totals: measurements by variant.
-        able: names of the variants that accept batches of the chosen size.
-        domains: the same, by domain and variant.
+        totals: measurements by variant, without those that accept one prompt at a time where batches were asked for.
+        domains: the domain of each batch.
         prompts: how many were answered by every variant that can.
         length: maximum tokens of each answer.
         answers: number of compared answers, which must have the tokens of plain `generate`.
@@ -69,8 +69,7 @@ class MeasuredTarget:
     title: str
     dtype: str
     totals: dict[str, Total]
-    able: set[str] = field(default_factory=set)
-    domains: dict[str, dict[str, Total]] = field(default_factory=dict)
+    domains: list[str] = field(default_factory=list)
     prompts: int = 0
     length: int = 0
     answers: int = 0
@@ -102,21 +101,26 @@ def run_demo(
     check_installed(settings)
     prompts = list(round_robin(domain_prompts(settings)))
     model, tokenizer = load(settings)
-    compared = variants(settings)
     size = sum(parameter.numel() for parameter in model.parameters())
-    targets = [_empty(f"{size / 1e6:.0f}M {settings.dtype}", settings.dtype, compared, settings.batch_size)]
-    if settings.widened:
-        targets.append(_empty(f"{settings.wide}M", "", compared, settings.batch_size))
+    titles = {
+        f"{size / 1e6:.0f}M {settings.dtype}": settings.dtype,
+        **({f"{settings.wide}M": ""} if settings.widened else {}),
+    }
+    targets = [
+        MeasuredTarget(title, dtype, {variant.name: Total() for variant in variants(settings)})
+        for title, dtype in titles.items()
+    ]
     on_change(targets, "loading")
-    seconds = settings.seconds * (1 - WIDE_SHARE if settings.widened else 1)
     for target in targets:
+        fraction = 1.0
+        if settings.widened:  # which takes longer for each prompt
+            fraction = 0.2 if target is targets[0] else 0.8
         if target is not targets[0]:
             on_change(targets, f"{target.title}: widening the layers")
             model, target.dtype = widen_in_fast_dtype(model, settings.wide * 10**6)
             target.title = f"{settings.wide}M {target.dtype}"
-            compared = variants(settings)
-            seconds = settings.seconds * WIDE_SHARE
-        _measure(target, model, tokenizer, compared, prompts, settings, seconds, partial(on_change, targets))
+        seconds = settings.seconds * fraction
+        _measure(target, model, tokenizer, prompts, settings, seconds, partial(on_change, targets))
     return targets, tokenizer
 
 
@@ -124,14 +128,13 @@ def _measure(
     target: MeasuredTarget,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    compared: Sequence[Variant],
     prompts: Sequence[tuple[str, str]],
     settings: DemoSettings,
     seconds: float,
     on_change: Callable[[str], None],
 ) -> None:
     """Run all variants on one prompt after the other, as long as another prompt fits into the time."""
-    size, begin = settings.batch_size, perf_counter()
+    size, begin, compared = settings.batch_size, perf_counter(), variants(settings)
     on_change(f"{target.title}: loading drafts, checking the target, warming up")
     speed = _warm_up(model, tokenizer, compared, size)
     left = seconds - (perf_counter() - begin)
@@ -141,17 +144,17 @@ def _measure(
         started = perf_counter()
         if number and started - begin + slowest > seconds:
             break
+        target.domains.append(domain)
         generation = {"max_new_tokens": length, **DOMAINS.get(domain, GREEDY)}
-        exact = _is_exact(settings, generation)
-        totals = target.domains.setdefault(domain, {variant.name: Total() for variant in compared})
+        exact = settings.verification == "exact"
+        exact |= settings.verification == "rejection" and not generation["do_sample"]
         for inputs in encode(tokenizer, texts, size):
             plain: Sample | None = None
-            for variant in order(compared, number, len(inputs["input_ids"])):
+            for variant in order(compared, number):
                 on_change(f"{target.title}: {domain}, {variant.name}")
                 found = measure_round(model, inputs, [variant], generation, settings.seed + number)
                 sample = found[variant.name]
                 plain = plain or sample
-                totals[variant.name].add(sample, plain)
                 target.totals[variant.name].add(sample, plain)
                 if variant.name not in (PLAIN, PEER) and exact:
                     target.answers += 1
@@ -165,43 +168,30 @@ def _warm_up(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, compared: Sequence[Variant], size: int
 ) -> float:
     """A short call of each variant; returns the tokens per second of plain `generate`, its prefill left out."""
-    inputs = encode(tokenizer, ["Write a function that adds two numbers."] * size, size)
-    (samples,) = interleave(model, inputs, compared, {"max_new_tokens": 8, "do_sample": False})
-    plain = samples[PLAIN]
+    (inputs,) = encode(tokenizer, ["Write a function that adds two numbers."] * size, size)
+    plain = measure_round(model, inputs, compared, {"max_new_tokens": 8, "do_sample": False}, 0)[PLAIN]
     return max(1, plain.tokens - size) / max(1e-3, plain.seconds - plain.first_token)
 
 
 def to_json(settings: DemoSettings, targets: Sequence[MeasuredTarget]) -> dict[str, Any]:
-    """All numbers, with their provenance."""
+    """All numbers, with the settings and versions that they belong to."""
+    numbers = ("tokens", "seconds", "tokens_per_second", "tokens_per_step", "acceptance_rate", "identical")
     return {
-        "provenance": provenance(),
+        "versions": {"hf-specgen": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "settings": asdict(settings),
         "targets": {
             target.title: {
                 "prompts": target.prompts,
+                "domains": target.domains,
                 "max_new_tokens": target.length,
-                "variants": _numbers(target.totals),
-                "domains": {domain: _numbers(totals) for domain, totals in target.domains.items()},
+                "variants": {
+                    name: {key: getattr(total, key) for key in numbers} for name, total in target.totals.items()
+                },
                 "differences": [{"variant": name, **asdict(difference)} for name, difference in target.differences],
             }
             for target in targets
         },
     }
-
-
-def _numbers(totals: dict[str, Total]) -> dict[str, dict[str, Any]]:
-    fields = ("tokens", "seconds", "tokens_per_second", "tokens_per_step", "acceptance_rate", "identical")
-    return {name: {field: getattr(total, field) for field in fields} for name, total in totals.items()}
-
-
-def _empty(title: str, dtype: str, compared: Sequence[Variant], rows: int) -> MeasuredTarget:
-    able = {variant.name for variant in compared if variant.batched or rows == 1}
-    return MeasuredTarget(title, dtype, {variant.name: Total() for variant in compared}, able)
-
-
-def _is_exact(settings: DemoSettings, generation: dict[str, Any]) -> bool:
-    greedy = not generation["do_sample"]
-    return settings.verification == "exact" or (settings.verification == "rejection" and greedy)
 
 
 def variants(settings: DemoSettings) -> list[Variant]:
@@ -216,9 +206,10 @@ def variants(settings: DemoSettings) -> list[Variant]:
     found: dict[str, Candidates] = {strategy.name: strategy.candidates for strategy in built}
     found[NGRAM] = NgramCandidates(k=settings.k)
     ours: Any = partial(dict, verification=settings.verification)
+    peer = Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False)
     return [
         Variant(PLAIN, dict),
-        Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}, batched=False),
+        *([peer] if settings.batch_size == 1 else []),
         *(Variant(name, partial(ours, candidate_generator=strategy)) for name, strategy in found.items()),
     ]
 
@@ -235,9 +226,9 @@ def answer_length(longest: int, seconds: float, speed: float, compared: int) -> 
     return int(min(longest, max(24, seconds * speed / max(1, compared) / 5)))
 
 
-def order(compared: Sequence[Variant], number: int, rows: int) -> list[Variant]:
+def order(compared: Sequence[Variant], number: int) -> list[Variant]:
     """Plain `generate` first, then the others in an order that rotates from prompt to prompt."""
-    plain, *others = (variant for variant in compared if variant.batched or rows == 1)
+    plain, *others = compared
     first = number % max(1, len(others))
     return [plain, *others[first:], *others[:first]]
 
@@ -265,7 +256,8 @@ def comparison(targets: Sequence[MeasuredTarget], now: str = "") -> RenderableTy
     for target in targets:
         view.add_column(target.title, no_wrap=True)
     for name in _ordered(targets[-1].totals):
-        view.add_row(_name(name), *(_bar(target.totals, name, name in target.able) for target in targets))
+        label = f"[dim]{'HF ' if name == PEER else ''}{name}[/]" if name in (PLAIN, PEER) else name
+        view.add_row(label, *(_bar(target.totals, name) for target in targets))
     return Group("", view, Text(now, style="dim"))
 
 
@@ -294,23 +286,21 @@ def closing_lines(targets: Sequence[MeasuredTarget], widened: bool) -> Iterator[
 
 def one_answer(totals: dict[str, Total], tokenizer: PreTrainedTokenizerBase) -> RenderableType:
     """The answer with the most tokens per step of the fastest strategy, its accepted draft tokens coloured."""
-    name = next((name for name in reversed(_ordered(totals)) if _samples(totals[name])), None)
+    answers = {
+        name: [(sample, sample.speculation) for sample in totals[name].samples if sample.speculation is not None]
+        for name in _ordered(totals)
+        if name in totals
+    }
+    name = next((name for name in reversed(answers) if answers[name]), None)
     if name is None:
         return ""
-    best = max(_samples(totals[name]), key=lambda sample: sample.speculation.tokens_per_step)  # type: ignore[union-attr]
-    title = f"\nOne answer, with {name}. [{ACCEPTED}]Accepted draft tokens[/]; the others are the target's own.\n"
-    return Group(Text.from_markup(title), coloured(tokenizer, best), "")
-
-
-def coloured(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Text:
-    """The first row of an answer, its accepted draft tokens coloured."""
-    statistics = sample.speculation
-    assert statistics is not None
-    answer = sample.ids[0, sample.ids.shape[1] - max(statistics.lengths) :].tolist()
+    sample, statistics = max(answers[name], key=lambda answer: answer[1].tokens_per_step)
     text = Text()
-    for token, accepted in zip(answer, statistics.origins(0), strict=False):
+    tokens = sample.ids[0, sample.ids.shape[1] - max(statistics.lengths) :].tolist()
+    for token, accepted in zip(tokens, statistics.origins(0), strict=False):
         text.append(str(tokenizer.decode([token], skip_special_tokens=True)), style=ACCEPTED if accepted else "")
-    return text
+    title = f"\nOne answer, with {name}. [{ACCEPTED}]Accepted draft tokens[/]; the others are the target's own.\n"
+    return Group(Text.from_markup(title), text, "")
 
 
 def _ordered(totals: dict[str, Total]) -> list[str]:
@@ -319,15 +309,11 @@ def _ordered(totals: dict[str, Total]) -> list[str]:
     return [PLAIN, PEER, *sorted(ours, key=lambda name: totals[name].tokens_per_second)]
 
 
-def _name(name: str) -> str:
-    return f"[dim]{'HF ' if name == PEER else ''}{name}[/]" if name in (PLAIN, PEER) else name
-
-
-def _bar(totals: dict[str, Total], name: str, batched: bool = True) -> Text:
-    total = totals.get(name, Total())
-    if not total.tokens:
-        return Text("waiting" if batched else "one row only", style="dim")
-    fastest = max(one.tokens_per_second for one in totals.values())
+def _bar(totals: dict[str, Total], name: str) -> Text:
+    """A bar as long as the throughput, with the throughput and its ratio to that of plain `generate`."""
+    if name not in totals or not totals[name].tokens:
+        return Text("waiting" if name in totals else "one row only", style="dim")
+    total, fastest = totals[name], max(one.tokens_per_second for one in totals.values())
     speedup = _speedup(totals, name)
     style = "dim" if name in (PLAIN, PEER) else _colour(speedup)
     bar = "█" * max(1, round(BAR * total.tokens_per_second / fastest))
@@ -359,7 +345,3 @@ def _same_tokens(target: MeasuredTarget) -> str:
         f"{name} first at position {d.position}, plain took token {d.plain_token} (logit {d.plain_logit:.4f}) and ours "
         f"{d.our_token} (logit {d.our_logit:.4f}).[/]"
     )
-
-
-def _samples(total: Total) -> list[Sample]:
-    return [sample for sample in total.samples if sample.speculation is not None]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -28,13 +28,16 @@ def argument(help: str) -> Any:
 
 @dataclass(frozen=True)
 class DemoSettings(WorkloadSettings):
-    """Options of `hf-specgen demo`."""
+    """Compare plain generate and the fastest strategies on two targets, live, in about a minute.
+
+    Exit code 1 if a token differs in float32.
+    """
 
     max_new_tokens: int = setting(64, "Tokens per answer; fewer where not enough prompts fit into the time.", min=1)
-    every: bool = setting(False, "Measure the embedded Medusa heads, DFlash head and layer skip too.", flag="--all")
+    every: bool = setting(False, "Measure the embedded Medusa heads, DFlash head and layer skip too.", flags=("--all",))
     wide: int = setting(300, "Size of the second target, in million parameters; 0 for none.", min=0)
     seconds: float = setting(80.0, "Seconds to measure, over both targets; at least one prompt on each.", min=0)
-    json_file: Path | None = setting(None, "Write the results to this file.", flag="--json")
+    json_file: Path | None = setting(None, "Write the results to this file.", flags=("--json",))
     device: str = setting("", DEVICE)
 
     @property
@@ -56,7 +59,10 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSettings(ModelSettings):
-    """Options of `hf-specgen doctor`."""
+    """Check whether speculation works and is faster here, and recommend a strategy.
+
+    Exit code 1 if a problem has to be solved first.
+    """
 
     model: str = setting("", "Hub id or folder of the target.", argument=True)
     model_option: str = setting("", "The target, in another place.", flags=("--model", "--target"))
@@ -67,12 +73,15 @@ class DoctorSettings(ModelSettings):
     max_new_tokens: int = setting(96, "Tokens per answer of the quick benchmark.", min=1)
     rounds: int = setting(3, "Runs of each prompt in the quick benchmark.", min=1)
     run: bool = setting(True, "Measure; without it no weights are loaded.")
-    as_json: bool = setting(False, "Print JSON instead of a table.", flag="--json")
+    as_json: bool = setting(False, "Print JSON instead of a table.", flags=("--json",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings(ModelSettings):
-    """Options of `hf-specgen tune`."""
+    """Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths.
+
+    For Medusa heads with --output, also measure their acceptance on a dataset and save it with them.
+    """
 
     model: str = argument("Hub id or folder of the target.")
     latency: Path = setting(Path("latency.json"), "File to write, for AdaptiveDepth(latency=...).")
@@ -94,7 +103,7 @@ class AnswerSettings(ModelSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings(AnswerSettings):
-    """Options of `hf-specgen chat`."""
+    """Chat with a model; accepted draft tokens are coloured. /strategy and /plain compare."""
 
     model: str = argument("Hub id or folder of the target.")
     system: str = setting("", "System prompt.")
@@ -104,7 +113,7 @@ class ChatSettings(AnswerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(AnswerSettings):
-    """Options of `hf-specgen generate`."""
+    """Answer the prompts of a file or dataset: batched by length, resumable, sharded by `accelerate launch`."""
 
     model: str = argument("Hub id or folder of the target.")
     source: str = argument("JSONL file of prompts, or the id of a dataset of the Hub.")
@@ -121,10 +130,10 @@ class GenerateSettings(AnswerSettings):
     seed: int = setting(0, "Seed; each batch has its own, derived from it.")
 
 
-def command(app: typer.Typer, name: str, settings: type, about: str) -> None:
+def command(app: typer.Typer, name: str, settings: type) -> None:
     """Register `hf_specgen.cli.NAME.show(settings)` as a command whose options are the fields of a dataclass.
 
-    The module is imported when the command runs. Where `show` returns False, the exit code is 1.
+    The docstring of the dataclass is the command's help. Where `show` returns False, the exit code is 1.
     """
 
     def run(**options: Any) -> None:
@@ -138,25 +147,23 @@ def command(app: typer.Typer, name: str, settings: type, about: str) -> None:
     parameters = [_parameter(item, hints[item.name]) for item in fields(settings)]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(name, help=about)(run)
+    app.command(name, help=inspect.getdoc(settings))(run)
 
 
 def _parameter(item: Field[Any], kind: Any) -> inspect.Parameter:
     """A field as a parameter that typer reads."""
-    about = dict(item.metadata)
+    about = item.metadata
+    default = inspect.Parameter.empty if item.default is MISSING else item.default
     if get_origin(kind) is tuple:
         kind = list[get_args(kind)[0]]  # type: ignore[misc]
+        default = list(cast(Any, default))
     if "choices" in about:
         kind = Literal[tuple(about["choices"])]
-    default = inspect.Parameter.empty if item.default is MISSING else item.default
     limits = {"min": about["min"]} if "min" in about else {}
     if about.get("argument"):
         info = typer.Argument(help=about["help"], **limits)
     else:
-        names = (about["flag"],) if "flag" in about else about.get("flags", ())
-        info = typer.Option(*names, help=about["help"], **limits)
-    if isinstance(default, tuple):
-        default = list(default)
+        info = typer.Option(*about.get("flags", ()), help=about["help"], **limits)
     return inspect.Parameter(
         item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
@@ -173,19 +180,13 @@ def errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
-        message = str(error)
-        if isinstance(error, MemoryError | RuntimeError):
-            message = _out_of_memory(error)
+        message, reason = str(error), str(error).split("\n", 1)[0]
+        if isinstance(error, MemoryError) or "allocate" in reason or "out of memory" in reason:
+            message = f"not enough memory for this; use a smaller batch, length, model or dtype ({reason})"
+        elif isinstance(error, RuntimeError):
+            raise
         Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(message)}", highlight=False)
         raise typer.Exit(2) from None
-
-
-def _out_of_memory(error: MemoryError | RuntimeError) -> str:
-    """A sentence for a failed allocation; any other error is raised again."""
-    reason = str(error).split("\n", 1)[0]
-    if isinstance(error, MemoryError) or "allocate" in reason or "out of memory" in reason:
-        return f"not enough memory for this; use a smaller batch, length, model or dtype ({reason})"
-    raise error
 
 
 def terminal() -> Console:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_specgen.call import Call
@@ -84,7 +84,7 @@ class DraftingSpeed:
 
     def copy(self) -> DraftingSpeed:
         """The same speed, with the weight of the prior: texts differ from call to call."""
-        return replace(self, tokens=4.0 * self.speedup, cost=4.0)
+        return DraftingSpeed(4.0 * self.speedup, 4.0)
 
 
 class AdaptiveSession(PolicySession):
@@ -103,6 +103,8 @@ class AdaptiveSession(PolicySession):
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
         if policy.latency is not None:
             self.latency = policy.latency.select(str(drafting.key[0]), drafting.negligible_cost)
+        elif drafting.negligible_cost:
+            self._speed = DraftingSpeed(max(self._speed.tokens, DraftingSpeed.tokens))
         elif self._speed.speedup <= 1 + self._margin:
             self._plain_steps = self._speed.interval
 

@@ -14,9 +14,6 @@ def lockstep_group(model: Any) -> Any:
 
     Only the tensor-parallel group of the model's device mesh is meant. Replicas of the model, as under
     `accelerate launch`, take different numbers of steps and must not wait for each other.
-
-    Raises:
-        ValueError: if the model is tensor-parallel, but it is unknown which ranks share it.
     """
     size = getattr(model, "tp_size", None) or 1
     if size == 1 or not (dist.is_available() and dist.is_initialized()):

@@ -14,14 +14,7 @@ VERIFICATIONS = ("exact", "rejection", "typical")
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field with a help text, in the convention of Transformers' `HfArgumentParser`.
-
-    Args:
-        default: of the field.
-        help: one sentence.
-        more: further metadata: `min` for the minimum, `choices`, `flag` for the option's name on the command line,
-            `flags` for several.
-    """
+    """A dataclass field with a help text, and maybe `min`, `choices`, or its `flags` on the command line."""
     return field(default=default, metadata={"help": help, **more})
 
 

@@ -27,12 +27,6 @@ class Counts:
 
     Head h is counted only in steps in which every head before it had the generated token among its first `RANKS`:
     otherwise the token of head h could not have been accepted.
-
-    Example:
-        >>> counts = Counts(heads=1)
-        >>> counts.add([[7, 8]], [0.9], [8])  # head 0 proposed 7 (rank 0) and 8 (rank 1); 8 was generated
-        >>> int(counts.seen[0, confidence_bin(0.9)]), counts.hits[0, confidence_bin(0.9), 1].item()
-        (1, 1.0)
     """
 
     heads: int
@@ -97,18 +91,7 @@ class _RecordingSession(DraftSession):
 def measure_acceptance(
     model: PreTrainedModel, heads: MedusaHeads, calls: Iterable[dict[str, Any]], lora: Any = None, seed: int = 0
 ) -> Counts:
-    """Generate, and count how often the target generates the tokens of Medusa heads.
-
-    Args:
-        model: the target.
-        heads: its heads.
-        calls: arguments of `generate` for each call: inputs, decoding settings, `max_new_tokens`.
-        lora: the `PeftModel` with the heads' LoRA matrices, if they are not in the folder of the heads.
-        seed: random seed of the first call; it increases by one with every call.
-
-    Raises:
-        ValueError: for heads that read the path before their token.
-    """
+    """Generate, and count how often the target generates the tokens of Medusa heads."""
     if heads.config.reads_path:
         raise ValueError("heads with reads_path=True learn their acceptance while they draft; none is stored with them")
     counts = Counts(heads.config.num_heads)
@@ -130,17 +113,7 @@ def compare_taps(
     batches: Sequence[dict[str, torch.Tensor]],
     generation: dict[str, Any],
 ) -> dict[tuple[int, ...], float]:
-    """Tokens per step of a head with its configured hidden states of the target, and one layer below and above.
-
-    Args:
-        model: the target.
-        heads: the strategy, with the configured hidden states.
-        batches: inputs of `generate`.
-        generation: further arguments of `generate`.
-
-    Returns:
-        tokens per step by indices into Transformers' `hidden_states`, the configured ones first.
-    """
+    """Tokens per step of a head with its configured hidden states of the target, and one layer below and above."""
     configured = heads.target_requirements(model).taps
     last = model.config.get_text_config().num_hidden_layers
     choices = [tuple(layer + shift for layer in configured) for shift in (0, -1, 1)]

@@ -35,16 +35,6 @@ def measure_cost_curve(
 
     The sizes are interleaved within each repeat, so that other load on the machine affects all of them; the first
     repeat is a warm-up and not counted; each time is the median over the repeats.
-
-    Args:
-        model: the target.
-        queries: tokens per row to time, increasing from 1 (verifying k draft tokens takes T(k + 1)).
-        context: cached tokens in each row.
-        batch: rows.
-        repeats: counted repeats.
-
-    Raises:
-        ValueError: if a number is out of range, or the model has fewer positions than context + queries.
     """
     _check_queries(queries)
     for name, value in (("context", context), ("batch", batch), ("repeats", repeats)):
@@ -70,17 +60,7 @@ def measure_cost_curve(
 def measure_latency(
     model: PreTrainedModel, strategies: Sequence[Candidates], *, rows: Sequence[int] = (1,), context: int = 256
 ) -> LatencyModel:
-    """The latency model of a target, and of the drafters of strategies, for `AdaptiveDepth(latency=…)`.
-
-    Args:
-        model: the target.
-        strategies: whose drafters are timed too; drafting with the others is assumed to take no time.
-        rows: numbers of rows to measure at.
-        context: cached tokens in each row.
-
-    Raises:
-        ValueError: if a number is out of range, or a strategy does not fit the target.
-    """
+    """The latency model of a target, and of the drafters of strategies, for `AdaptiveDepth(latency=…)`."""
     buckets = []
     for count in rows:
         curve = measure_cost_curve(model, context=context, batch=count)

@@ -57,13 +57,7 @@ def peak_memory(device: torch.device) -> Peak:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to generate.
-
-    Args:
-        name: shown in tables.
-        arguments: returns the arguments of `generate` that define the variant; called again for every prompt.
-        batched: whether it accepts more than one prompt at a time.
-    """
+    """One way to generate."""
 
     name: str
     arguments: Callable[[], dict[str, Any]]
@@ -75,12 +69,7 @@ class Sample:
     """One variant on one batch of prompts.
 
     Args:
-        tokens: generated tokens, padding left out.
-        seconds: wall time of the whole `generate` call; of all calls, for a chat of several turns.
         ids: `[batch, prompt + generated]`.
-        speculation: the statistics of this package's variants; None for others.
-        first_token: seconds until the first new token.
-        peak: peak memory during the call.
     """
 
     tokens: int
@@ -136,18 +125,7 @@ def interleave(
     settings: dict[str, Any],
     seed: int = 0,
 ) -> Iterator[dict[str, Sample]]:
-    """Run all variants on each batch, one after the other, from the same seed.
-
-    Args:
-        model: the target.
-        batches: `input_ids` and `attention_mask`, left-padded.
-        variants: those that accept one prompt only are skipped for larger batches.
-        settings: arguments of `generate` that all variants share.
-        seed: of the first batch; it increases by one with every batch.
-
-    Yields:
-        For each batch the sample of each variant, by name.
-    """
+    """Run all variants on each batch, one after the other, from the same seed."""
     for number, inputs in enumerate(batches):
         yield measure_round(model, inputs, variants, settings, seed + number, first=number)
 
@@ -165,16 +143,9 @@ def measure_round(
     """Run every variant once on the same inputs.
 
     Args:
-        model, variants, settings: as for `interleave`.
         inputs: `input_ids` and `attention_mask` `[batch, prompt]`.
-        seed: the same for each variant.
-        first: index of the variant that runs first, modulo their number; increase it from round to round, so that no
-            variant always runs after the same other one.
         followups: for a chat (one row) the tokens `[1, length]` of every further turn, starting at the end of the
             previous answer; each turn continues from the cache of the previous one.
-
-    Returns:
-        The sample of each variant, by name, in the order of `variants`.
     """
     inputs = {name: tensor.to(compat.input_device(model)) for name, tensor in inputs.items()}
     able = [variant for variant in variants if variant.batched or len(inputs["input_ids"]) == 1]
@@ -255,12 +226,7 @@ def wait(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio and its confidence interval.
-
-    Args:
-        value: the ratio over all samples.
-        low, high: ends of the confidence interval.
-    """
+    """A ratio and its confidence interval."""
 
     value: float
     low: float
@@ -290,18 +256,6 @@ def speedup_interval(
 
     The bootstrap is paired: it resamples requests with the times of both sides together. Both ran on the same prompts
     at the same time, so variation that affects both sides alike does not widen the interval.
-
-    Args:
-        tokens, seconds: of each request.
-        plain_tokens, plain_seconds: of the same requests with plain decoding.
-        resamples: number of bootstrap samples.
-        confidence: level of the interval, between 0 and 1.
-        seed: of the resampling.
-
-    Raises:
-        ValueError: if the lists are empty, differ in length, contain a time of 0, or a number is out of range.
-
-    Source: Efron & Tibshirani, "An Introduction to the Bootstrap" (1993), section 13.3 (the percentile interval).
     """
     columns = [np.asarray(column, dtype=float) for column in (tokens, seconds, plain_tokens, plain_seconds)]
     sizes = {len(column) for column in columns}

@@ -94,13 +94,7 @@ class Difference:
 
 
 def load(settings: WorkloadSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target in evaluation mode, and its tokenizer for left-padded batches.
-
-    Raises:
-        FileNotFoundError: if there is no such folder; or no model was named and the embedded one is not installed.
-        OSError: if a repository does not exist or cannot be reached.
-        ValueError: for an unknown dtype or device, or damaged files.
-    """
+    """The target in evaluation mode, and its tokenizer for left-padded batches."""
     check_installed(settings)
     return load_model(settings.model or str(EMBEDDED_MODEL), torch_dtype(settings.dtype), settings.device)
 
@@ -112,16 +106,7 @@ def check_installed(settings: WorkloadSettings) -> None:
 
 
 def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model in evaluation mode, and its tokenizer for left-padded batches.
-
-    Args:
-        name: Hub id or folder.
-        dtype: a type or its name; "auto" for that of the checkpoint.
-        device: such as "cpu" or "cuda:1"; "" for `default_device`.
-
-    Raises:
-        OSError, ValueError: as `load`.
-    """
+    """A causal language model in evaluation mode, and its tokenizer for left-padded batches."""
     device = device or default_device()
     check_device(device)
     dtype = torch_dtype(dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
@@ -134,11 +119,7 @@ def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTra
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The floating-point type of this name.
-
-    Raises:
-        ValueError: for any other name.
-    """
+    """The floating-point type of this name."""
     if name not in DTYPES:
         raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {name!r}")
     return cast(torch.dtype, getattr(torch, name))
@@ -159,11 +140,7 @@ def check_device(name: str) -> None:
 
 
 def domain_prompts(settings: WorkloadSettings) -> dict[str, list[str]]:
-    """The prompts of each domain: the user's own, or the embedded ones.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_prompts`.
-    """
+    """The prompts of each domain: the user's own, or the embedded ones."""
     if settings.prompt:
         return {OWN_PROMPTS: list(settings.prompt)}
     if settings.prompts is None and not EMBEDDED_PROMPTS.exists():
@@ -173,17 +150,7 @@ def domain_prompts(settings: WorkloadSettings) -> dict[str, list[str]]:
 
 
 def read_prompts(path: Path, per_domain: int) -> dict[str, list[str]]:
-    """The first prompts of each domain in a file.
-
-    Args:
-        path: JSON Lines with rows {prompt, domain}, where the domain may be left out; or a text file (.txt) with a
-            prompt in each line.
-        per_domain: the number of prompts from each domain.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if a line is not such a row, or there are no prompts.
-    """
+    """The first prompts of each domain in a file."""
     if not path.is_file():
         hint = f"; for the number of prompts use --prompts-per-domain {path}" if str(path).isdecimal() else ""
         raise FileNotFoundError(f"there is no file {str(path)!r} of JSONL rows {{prompt, domain}}{hint}")
@@ -223,11 +190,7 @@ def encode(
 
 
 def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> str:
-    """Messages in the model's chat format, to be continued by an answer.
-
-    Raises:
-        ValueError: if the chat template refuses them.
-    """
+    """Messages in the model's chat format, to be continued by an answer."""
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     except Exception as error:  # templates raise what their author chose, of many types
@@ -251,8 +214,6 @@ def first_difference(
     """The first token at which `ours` differs from `plain`; None if they are identical.
 
     Args:
-        model: the target.
-        plain, ours: of the same prompts.
         attention_mask: `[batch, prompt]` of the prompts, which are left-padded; None: no padding.
     """
     width = max(plain.ids.shape[1], ours.ids.shape[1])
@@ -283,17 +244,7 @@ class Strategy:
 
 
 def strategies(draft: str = "", heads: str = "", adapter: str = "", *, dtype: Any = "auto") -> list[Strategy]:
-    """Every strategy that can be built, in order of draft cost: n-grams always, the others if their files are named.
-
-    Args:
-        draft, heads, adapter: folder or Hub id of a draft model, heads of any known format, an exit adapter; "" for
-            none. Draft model and heads are loaded by the first call.
-        dtype: of the draft model.
-
-    Raises:
-        FileNotFoundError: if a folder does not exist.
-        ValueError: if the adapter's config is damaged, or the heads are of an unknown format.
-    """
+    """Every strategy that can be built, in order of draft cost: n-grams always, the others if their files are named."""
     for source in filter(None, (draft, heads, adapter)):
         check_source(source)
     found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates())]
@@ -311,12 +262,7 @@ def strategies(draft: str = "", heads: str = "", adapter: str = "", *, dtype: An
 
 
 def head_strategy(heads: str, **settings: Any) -> Strategy:
-    """The strategy for heads of any known format; `settings` are arguments of the strategy, such as `k=4`.
-
-    Raises:
-        FileNotFoundError: if there are none.
-        ValueError: if the format is unknown.
-    """
+    """The strategy for heads of any known format; `settings` are arguments of the strategy, such as `k=4`."""
     candidates = AutoCandidates.from_pretrained(heads, **settings)
     kind = type(candidates)
     if kind not in HEAD_NAMES:

@@ -20,16 +20,7 @@ MIN_BUFFERED_STEPS = 16
 
 
 class NoiseBuffer:
-    """Exponential noise for each decoding step, drawn ahead as needed; `rewind` restores the generator at the end.
-
-    Args:
-        batch: rows.
-        vocab: vocabulary size of the logits.
-        device: where plain `generate` would sample.
-
-    Raises:
-        RuntimeError: if `torch.multinomial` on this device does not work as described above.
-    """
+    """Exponential noise for each decoding step, drawn ahead as needed; `rewind` restores the generator at the end."""
 
     def __init__(self, batch: int, vocab: int, device: torch.device):
         check_multinomial(device)
@@ -43,9 +34,6 @@ class NoiseBuffer:
 
     def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
         """The noise of each row at its own steps; drawn as needed.
-
-        Args:
-            steps: for each row the same number of steps; step 0 is the first generated token.
 
         Returns:
             `[batch, steps, vocab]`.

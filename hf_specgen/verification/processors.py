@@ -40,12 +40,7 @@ ROW_WISE = _classes(
 
 
 class LogitsPipeline:
-    """Applies the processors of one call.
-
-    Args:
-        processors: as prepared by `generate`.
-        state: the text that prefix-reading processors receive.
-    """
+    """Applies the processors of one call."""
 
     def __init__(self, processors: LogitsProcessorList, state: GenerationState):
         self._processors: Any = processors
@@ -80,7 +75,6 @@ class LogitsPipeline:
         """Processed scores of one generated column.
 
         Args:
-            step: index of the column, counted from the end of the prompt.
             logits: `[batch, vocab]`; those of rows that have not reached the column are ignored.
 
         Returns:

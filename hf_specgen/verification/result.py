@@ -63,14 +63,6 @@ def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResul
 def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
     """Follow the target's choices down the tree for as long as they are draft tokens.
 
-    Args:
-        tokens: the token of each node.
-        parents: the parent of each node.
-        chosen: `1 + nodes` tokens: what the target picks after the row's last token, then after each node.
-
-    Returns:
-        The accepted nodes from the root down, and the tokens to emit: theirs, then the bonus token.
-
     Example:
         >>> accepted_path([5, 6, 7], (-1, -1, 1), [6, 0, 7, 9])
         ([1, 2], [6, 7, 9])
@@ -88,14 +80,6 @@ def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]
 
 def verified_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
     """The nodes that were accepted or rejected: the children of the last token and of accepted nodes.
-
-    Args:
-        tokens: the token of each node.
-        parents: the parent of each node, -1 for those that continue the row.
-        emitted: the tokens of the row in this step.
-
-    Returns:
-        pairs of a node and whether it was accepted; nodes below a rejected one are left out.
 
     Example:
         >>> verified_nodes([5, 6, 7, 8], [-1, -1, 1, 0], emitted=[6, 9])  # 8 follows 5, which was rejected

@@ -24,21 +24,12 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
 
     Returns:
         `[…]` tokens.
-
-    Example:
-        >>> argmax(torch.tensor([[1.0, 3.0, 3.0], [1.0, float("nan"), 2.0]])).tolist()
-        [1, 1]
     """
     return torch.from_numpy(np.asarray(scores.numpy().argmax(axis=-1))) if _is_array(scores) else scores.argmax(dim=-1)
 
 
 def argmax_lists(scores: torch.Tensor) -> Any:
-    """What `argmax` returns, as nested lists.
-
-    Example:
-        >>> argmax_lists(torch.tensor([[[1.0, 3.0], [2.0, 0.0]]]))
-        [[1, 0]]
-    """
+    """What `argmax` returns, as nested lists."""
     return (scores.numpy().argmax(axis=-1) if _is_array(scores) else scores.argmax(dim=-1)).tolist()
 
 

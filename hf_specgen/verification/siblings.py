@@ -13,9 +13,7 @@ def child_table(tree: DraftTree, nodes: Sequence[Sequence[int]], device: torch.d
     """The children of each slot's node.
 
     Args:
-        tree: the draft.
         nodes: `[batch][slots]` as in `VerificationSession.choose`.
-        device: of the result.
 
     Returns:
         `[batch, slots, siblings]` node indices in the order of the tree, padded with -1.

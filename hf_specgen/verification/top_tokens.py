@@ -40,10 +40,6 @@ class TopTokens:
 
         Args:
             logits: `[batch, 1 + nodes, vocab]` of the target: after each row's last token, then after each node.
-            tree: the draft.
-            pending: the last token of each row before this step.
-            active: the rows that took part.
-            count: how many of the most likely tokens.
         """
         nodes = [1 + len(parents) if is_active else 0 for parents, is_active in zip(tree.parents, active, strict=True)]
         read = torch.tensor([list(range(n)) + [-1] * (logits.shape[1] - n) for n in nodes]) >= 0

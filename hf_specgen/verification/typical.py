@@ -77,13 +77,7 @@ class _TypicalSession(VerificationSession):
 
 
 def _deepest(parents: Parents, slots: list[list[int]], siblings: int) -> list[int]:
-    """The token chosen at each slot of a row: that of the child with the longest accepted path, else the target's own.
-
-    Args:
-        parents: of the row's nodes.
-        slots: for each slot the target's own token, its node's children, and their tokens if accepted; -1 for none.
-        siblings: maximum number of children of a slot.
-    """
+    """The token chosen at each slot of a row: the child with the longest accepted path, else the target's own."""
     is_accepted = [True] * len(parents)  # nodes of slots that are decided in a later call count as accepted
     for _, *children in slots:
         for child, token in zip(children[:siblings], children[siblings:], strict=True):
