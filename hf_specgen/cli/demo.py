@@ -119,14 +119,8 @@ def run_demo(
             on_change(targets, f"{target.title}: widening the layers")
             model, target.dtype = widen_in_fast_dtype(model, settings.wide * 10**6)
             target.title = f"{settings.wide}M {target.dtype}"
-<<<<<<< HEAD
         seconds = settings.seconds * fraction
         _measure(target, model, tokenizer, prompts, settings, seconds, partial(on_change, targets))
-=======
-            compared = variants(settings)
-            seconds = settings.seconds * WIDE_SHARE
-        _measure(target, model, tokenizer, compared, prompts, settings, seconds, partial(on_change, targets))
->>>>>>> main
     return targets, tokenizer
 
 

@@ -20,11 +20,9 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.candidates.combined import default_candidates
-from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.cli.settings import DoctorSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.depth import CostCurve
-from hf_specgen.evaluation.calibration import compare_taps
 from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Interval, Total, Variant, interleave, speedup_interval
 from hf_specgen.evaluation.workloads import (
@@ -345,11 +343,6 @@ def _measure(settings: DoctorSettings, target: Blueprint, report: Report) -> Non
         generation |= {"do_sample": True, "temperature": settings.temperature}
     named = strategies(settings.draft, settings.heads, settings.adapter, dtype=target.dtype)
     prompts = list(settings.prompt or PROMPTS)
-    for one in named:
-        if isinstance(one.candidates, HeadCandidates):
-            compared = compare_taps(model, one.candidates, list(encode(tokenizer, prompts, 1)), generation)
-            report.findings.append(taps(compared))
-            report.measured |= {f"taps {layers}": {"tokens_per_step": found} for layers, found in compared.items()}
     codes, variants = _variants([Strategy(DEFAULT, '"auto"', default_candidates()), *named], settings.device)
     texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
     batches = list(encode(tokenizer, texts, settings.batch_size))
@@ -440,18 +433,6 @@ def speed(name: str, measured: Speed) -> Finding:
     )
     result = GOOD if measured.faster else WARNING
     return Finding(name, result, found, "" if measured.faster else _explanation(measured))
-
-
-def taps(compared: Mapping[tuple[int, ...], float]) -> Finding:
-    """Whether a head does best with the hidden states that its checkpoint names, the first of those compared."""
-    configured = next(iter(compared))
-    found = f"{configured}: {compared[configured]:.2f} tokens per step"
-    found += "".join(f"; {layers}: {value:.2f}" for layers, value in compared.items() if layers != configured)
-    best = max(compared, key=lambda layers: compared[layers])
-    if compared[best] > MARGIN * compared[configured]:
-        meaning = f"the head was trained with another convention than its config says: use taps={best}"
-        return Finding("taps", WARNING, found, meaning)
-    return Finding("taps", GOOD, found)
 
 
 def same_tokens(totals: Mapping[str, Total], exact: bool) -> Finding:

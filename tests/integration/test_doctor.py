@@ -182,12 +182,6 @@ def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None
     assert any(one.result is CheckResult.BAD and "made for a target" in one.meaning for one in others)
 
 
-@pytest.mark.parametrize(("neighbour", "result"), [(2.0, CheckResult.GOOD), (2.4, CheckResult.WARNING)])
-def test_hidden_states_warn_if_a_neighbour_is_clearly_better(neighbour: float, result: CheckResult) -> None:
-    finding = doctor.taps({(2, 4, 5): 2.1, (3, 5, 6): neighbour})
-    assert finding.result is result and ("(3, 5, 6)" in finding.meaning) == (result is CheckResult.WARNING)
-
-
 @pytest.mark.parametrize(("ratio", "result"), [(1.2, "good"), (1.7, "warning"), (2.5, "warning")])
 def test_verification_cost_by_ratio(ratio: float, result: str) -> None:
     curve = CostCurve((1, 8, 16), (0.01, 0.01 * ratio, 0.03), 128, 1)
