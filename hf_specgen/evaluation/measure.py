@@ -5,7 +5,7 @@ Also the confidence interval of a speedup.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,18 +107,6 @@ class Total:
     @property
     def acceptance_rate(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
-
-
-def interleave(
-    model: PreTrainedModel,
-    batches: Iterable[dict[str, torch.Tensor]],
-    variants: Sequence[Variant],
-    settings: dict[str, Any],
-    seed: int = 0,
-) -> Iterator[dict[str, Sample]]:
-    """Run all variants on each batch, one after the other, from the same seed."""
-    for number, inputs in enumerate(batches):
-        yield measure_round(model, inputs, variants, settings, seed + number, first=number)
 
 
 def measure_round(
