@@ -420,7 +420,7 @@ def speed(name: str, measured: Speed) -> Finding:
     elif total.acceptance_rate < 0.3:
         meaning = "few draft tokens are accepted: text without repetition, a high temperature, or an unrelated draft"
     else:
-        meaning = "draft tokens are accepted, but drafting and verifying takes too long; a larger target gains more"
+        meaning = "draft tokens are accepted, but drafting and verifying them takes too long"
     return Finding(name, WARNING, found, meaning)
 
 
