@@ -187,7 +187,8 @@ class RecyclingCandidates(Candidates):
     def start(self, call: DraftCall) -> DraftSession:
         if call.model is None:
             raise ValueError("RecyclingCandidates works with generate(candidate_generator=…) only")
-        if call.verification is not None and call.verification.wants_q:
+        samples_draft = call.verification is not None and call.verification.wants_q
+        if samples_draft or (self._given is None and not call.remembers):
             # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
             return RecyclingSession(self, call, RecyclingTable(vocabulary_size(call.model)))
         return RecyclingSession(self, call, self.table(call.model))
