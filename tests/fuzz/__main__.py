@@ -13,8 +13,6 @@ A long run is divided among processes by the number of the first case, and its c
 The exit code is 1 if any case differs from plain `generate()` (known defects aside, see `known_defects.py`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

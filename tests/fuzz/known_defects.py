@@ -4,8 +4,6 @@ An entry is removed together with the defect. A wrong entry hides a failure, so 
 and the kind of difference must both fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Counts over many cases, and the tables that show them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Ground truth for draft heads: folders with a checkpoint and the numbers that its original implementation computes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from functools import cache, cached_property

@@ -1,7 +1,5 @@
 """Runs a head of each format on the inputs of its fixtures, and compares it with its original implementation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

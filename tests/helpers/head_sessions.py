@@ -4,8 +4,6 @@ A session holds a head's cache for a batch of rows of different lengths. It read
 features, drafts, and drops what it drafted, as a drafter inside the decoding loop has to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

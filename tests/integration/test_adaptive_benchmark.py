@@ -1,7 +1,5 @@
 """The adaptive suite: its tables, its journal, and the strategy whose drafts are always rejected."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,20 +1,12 @@
 """The formulas, against simulation and against each other; the cost curve, by shape and by file."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness.analysis import (
-    estimated_alpha,
-    expected_accepted,
-    expected_speedup,
-    optimal_k,
-    speedup_limit,
-)
+from benchmarks.harness.analysis import estimated_alpha, expected_accepted, expected_speedup, optimal_k, speedup_limit
 from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.depth import CostCurve, calibrate
 from hf_specgen.evaluation.cost import measure_cost_curve
@@ -176,7 +168,7 @@ def test_curve_is_the_median_of_what_passes_take(monkeypatch: pytest.MonkeyPatch
         queries, passes = inputs[0].shape[1], passes + 1
         now += 100 if passes in (2, 3, 6, 7) else queries
 
-    monkeypatch.setattr(calibrate, "perf_counter", lambda: now)
+    monkeypatch.setattr(calibrate, "thread_time", lambda: now)
     handle = model.get_input_embeddings().register_forward_hook(tick)
     try:
         curve = measure_cost_curve(model, queries=(1, 4), context=4, repeats=3)

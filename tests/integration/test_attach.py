@@ -1,7 +1,5 @@
 """`hf_specgen.attach`: every `generate` of a model speculates, wrapped or copied too, or falls back with a reason."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """`AutoCandidates`: every format leads to its strategy, and every other folder to a reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

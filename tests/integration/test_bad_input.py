@@ -1,7 +1,5 @@
 """Bad input raises an error that names the argument, its value and the remedy, and leaves the model as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,10 +271,7 @@ def test_refused_offloaded_cache_names_the_remedy() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "message"),
-    [
-        ("gpt_neo", "builds its local attention mask inside the layers"),
-        ("bloom", "takes no position_ids"),
-    ],
+    [("gpt_neo", "builds its local attention mask inside the layers"), ("bloom", "takes no position_ids")],
 )
 def test_generate_unsupported_architecture_raises(architecture: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -3,8 +3,6 @@
 A replay on a CPU stands in for CUDA graphs; tests/cuda has the real ones.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

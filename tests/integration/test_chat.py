@@ -1,7 +1,5 @@
 """`hf-specgen chat`: the same answers with every strategy, coloured as they were drafted, over several turns."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re

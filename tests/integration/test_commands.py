@@ -1,7 +1,5 @@
 """All commands: bad input is one sentence and exit code 2, without a traceback; what several of them share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Unusual inputs: prompts of one token, other integer types, positional arguments, lower precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList

@@ -1,7 +1,5 @@
 """`hf-specgen demo`, and the workloads that demo, doctor, tuning and benchmarks share."""
 
-from __future__ import annotations
-
 import copy
 import json
 from math import isnan

@@ -1,7 +1,5 @@
 """Policies change how many steps a text takes, never its tokens: plain steps may come anywhere between drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks of one tensor-parallel model draft alike although their clocks differ; replicas do not wait for each other."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

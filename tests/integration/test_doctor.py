@@ -1,7 +1,5 @@
 """`hf-specgen doctor`: static checks of good and broken models, heads and drafts, and its measurements."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

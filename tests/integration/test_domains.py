@@ -1,7 +1,5 @@
 """Domains: those that ship can be read, invalid descriptions raise an error that names the problem."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -78,11 +76,7 @@ def test_hub_domain_is_loaded_as_described(tmp_path: Path, monkeypatch: pytest.M
     ("spec", "rows", "message"),
     [
         ({"data": "rows.jsonl", "prompt": "{a}"}, [], "has no prompts"),
-        (
-            {"data": "rows.jsonl", "prompt": "{a}", "where": {"a": "z"}},
-            [{"a": "b"}],
-            "no row matches `where`",
-        ),
+        ({"data": "rows.jsonl", "prompt": "{a}", "where": {"a": "z"}}, [{"a": "b"}], "no row matches `where`"),
         ({"data": "rows.jsonl", "prompt": "{c}"}, [{"a": "b"}], "no column 'c'; there are a"),
         ({"data": "gone.jsonl", "prompt": "{a}"}, None, "there is no file"),
         ({"data": "rows.jsonl", "promt": "{a}"}, None, r"has unknown fields \['promt'\]"),

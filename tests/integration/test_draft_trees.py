@@ -1,7 +1,5 @@
 """Draft trees of draft models and layer skip: the tokens of plain generate, in every shape and mode."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Every architecture is tried in `tests/slow/test_architectures.py`.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

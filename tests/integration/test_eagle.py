@@ -1,7 +1,5 @@
 """EAGLE heads inside the decoding loop: the same tokens, and a head that reads the target's own hidden states."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoder-decoder targets give the tokens, scores and cache of plain `generate`."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -418,10 +416,7 @@ WHISPER: dict[str, tuple[int, dict[str, Any]]] = {
     "long": (100, {"return_timestamps": True}),
     "segments": (100, {"return_timestamps": True, "return_segments": True}),
     "previous": (100, {"return_timestamps": True, "condition_on_prev_tokens": True}),
-    "fallback": (
-        40,
-        {"temperature": (0.0, 0.6), "logprob_threshold": -1.0, "compression_ratio_threshold": 1.35},
-    ),
+    "fallback": (40, {"temperature": (0.0, 0.6), "logprob_threshold": -1.0, "compression_ratio_threshold": 1.35}),
 }
 
 

@@ -1,8 +1,6 @@
 """After an exception in the middle of a call: sessions have ended, and the random generator is where plain `generate`
 would have left it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

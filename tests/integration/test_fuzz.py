@@ -1,7 +1,5 @@
 """The random tester: 160 cases from a fixed seed, and proof that it can fail."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`hf-specgen generate`: the answers of plain generation, resumable, in the order of the source."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

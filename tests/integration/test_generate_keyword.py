@@ -1,7 +1,5 @@
 """The keyword `candidate_generator=` and its surroundings: pipelines, PEFT, Transformers' own loop and generators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grouped attention: the same attention, in our own forward passes only; every architecture is in tests/slow."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -15,14 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specgen.targets import attention as module_under_test
 from hf_specgen.targets.attention import fold_mask, grouped_attention, grouped_sdpa
-from tests.helpers import (
-    Oracle,
-    plain_and_speculative,
-    prompts,
-    reference,
-    reference_attention,
-    tiny_model,
-)
+from tests.helpers import Oracle, plain_and_speculative, prompts, reference, reference_attention, tiny_model
 
 # A row of a step: cached slots, parents of the draft's nodes, padding in front.
 STEPS: dict[str, dict[str, Any]] = {

@@ -3,8 +3,6 @@
 `pytest tests --fixtures DIR` runs other fixtures of the same kind; each folder with an `expected.json` is one.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

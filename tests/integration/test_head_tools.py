@@ -1,7 +1,5 @@
 """Heads in the tools: export, and the strategies of the command line."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Medusa heads that read the path before their token (Hydra): the same tokens, and logits of each node's own path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """NaN, infinite or all -inf scores: when sampling the error of plain `generate`, when greedy its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

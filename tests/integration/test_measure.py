@@ -1,7 +1,5 @@
 """Timing: both sides the same work, chats from the cache, first tokens, memory."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Every architecture is tried in `tests/slow/test_architectures.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +10,7 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper
 
-from hf_specgen import (
-    Call,
-    DraftSession,
-    DraftTree,
-    FixedDepth,
-    LayerSkipCandidates,
-    MedusaCandidates,
-)
+from hf_specgen import Call, DraftSession, DraftTree, FixedDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.candidates.medusa import RankTree
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.medusa import CONFIDENCE_EDGES, MedusaRunner, confidence_bin
@@ -198,8 +189,7 @@ def test_rank_tree_of_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "message"),
-    [([[0], [0, 0], [0, 0, 0]], "3 deep, but there are 2 heads"), ([[0], [99]], "ends at 98")],
+    ("tree", "message"), [([[0], [0, 0], [0, 0, 0]], "3 deep, but there are 2 heads"), ([[0], [99]], "ends at 98")]
 )
 def test_medusa_tree_that_does_not_fit_the_heads_raises(tree: Any, message: str) -> None:
     model = tiny_model("llama")

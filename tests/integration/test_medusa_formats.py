@@ -1,7 +1,5 @@
 """Medusa heads on disk: the format of this package, Medusa v1 and v2, TGI, vLLM; and files that are none of these."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

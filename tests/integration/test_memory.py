@@ -1,7 +1,5 @@
 """Peak memory: what a call keeps alive beyond what plain `generate` keeps."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The metrics of `evaluate`, on cases that the field agrees on; intervals on data whose spread is known."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

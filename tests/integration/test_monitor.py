@@ -1,7 +1,5 @@
 """Monitors: windowed figures, counters, one log line per call, and the end of a call that fails."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Iterator

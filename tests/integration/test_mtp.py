@@ -1,7 +1,5 @@
 """Native MTP layers inside the decoding loop: the same tokens, and what the layer reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

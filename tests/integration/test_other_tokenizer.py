@@ -1,7 +1,5 @@
 """Drafts of another tokenizer: the tokens of plain `generate`, and as many accepted as the text allows."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Shapes, scores, logits and cache are those of plain `generate`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """DFlash, JetSpec and P-EAGLE heads inside the decoding loop: the same tokens, and the context that they read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

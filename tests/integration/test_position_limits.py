@@ -1,7 +1,5 @@
 """At the end of a position table, behind it, and where rotary frequencies change: the tokens of plain `generate`."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

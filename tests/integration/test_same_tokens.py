@@ -3,8 +3,6 @@
 All architectures are in `tests/slow`; `tests/fuzz` draws from the same space at random.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,15 +18,7 @@ from hf_specgen import (
     PEagleCandidates,
     Policy,
 )
-from tests.helpers import (
-    END,
-    SAMPLING,
-    PrefixReader,
-    RowWisePrefixReader,
-    assert_same_tokens,
-    prompts,
-    tiny_model,
-)
+from tests.helpers import END, SAMPLING, PrefixReader, RowWisePrefixReader, assert_same_tokens, prompts, tiny_model
 from tests.helpers.cases import FULL_SAMPLING, ORACLES, PROCESSORS, SAMPLING_AND_PROCESSORS, assert_oracle_was_used
 from tests.helpers.comparison import plain_output
 from tests.helpers.policies import Irregular

@@ -1,7 +1,5 @@
 """A model that does not compute what plain generate computes is refused with the true reason, before anything runs."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One strategy object on several models, and several objects of one kind on one model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Targets with convolutions, recurrent states or indexed attention give the tokens of plain `generate`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Generation ends exactly where plain `generate` ends it, and streams what plain `generate` streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The verification modes inside `generate`: stops, scores, batches, processors, and a draft that equals the target."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models whose weights are offloaded, compiled or wrapped: the tokens of plain `generate`, or the true reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Benchmark runs: choice of settings, verdicts, tables."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

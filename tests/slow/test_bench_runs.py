@@ -1,7 +1,5 @@
 """Runs that are interrupted and resumed, bad input, several processes, profiles, memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

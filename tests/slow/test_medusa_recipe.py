@@ -1,7 +1,5 @@
 """Training Medusa heads: the right labels, both stages, resuming, several processes, and what is saved."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from subprocess import CalledProcessError

@@ -1,7 +1,5 @@
 """Every recipe: two steps on a tiny model, and what it saved loads again."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A whole benchmark run: its counts, its page, its files, and the tables in the README."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Best-first search, and drafts for rows cut to one size."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first

@@ -1,7 +1,5 @@
 """The ragged cache against a list of lists, and against Transformers' own cache."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

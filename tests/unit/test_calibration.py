@@ -1,7 +1,5 @@
 """Confidences become acceptance probabilities through what was observed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Masks of chain drafts are the masks that loops draw."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

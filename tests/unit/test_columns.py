@@ -1,7 +1,5 @@
 """Columns that are confirmed all at once are those that are confirmed one by one."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows with one common length in the cache: what each pass reads, and what lies in the cache afterwards."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The tokens that two vocabularies share, and the text of a row in the draft's tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

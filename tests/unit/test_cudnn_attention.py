@@ -1,7 +1,5 @@
 """Tests that cuDNN's attention is off in passes on a GPU, and on again afterwards."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

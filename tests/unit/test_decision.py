@@ -1,7 +1,5 @@
 """The first page of a benchmark report and its table on the terminal: what to use, and how much faster it is."""
 
-from __future__ import annotations
-
 import io
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Latency models: interpolation, files, and the assumed GPU profile."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,8 +85,7 @@ def test_gpu_like_profile_follows_its_formula(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "seconds"),
-    [("draft_model", 0.05), ("head", 0.02), ("layer_skip", 0.5), ("ngram", 0.0)],
+    ("kind", "seconds"), [("draft_model", 0.05), ("head", 0.02), ("layer_skip", 0.5), ("ngram", 0.0)]
 )
 def test_gpu_like_profile_has_every_kind_of_drafter(kind: str, seconds: float) -> None:
     drafter = LatencyModel.load(GPU_LIKE).select(kind).at(1, 1).drafter

@@ -1,7 +1,5 @@
 """Policies by rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

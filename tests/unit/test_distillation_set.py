@@ -1,7 +1,5 @@
 """An interrupted run of `build_distillation_set.py` is continued with the settings of its finished batches only."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

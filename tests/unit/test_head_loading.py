@@ -1,7 +1,5 @@
 """Loading draft heads: formats are recognised, and damaged or hostile files are refused with one clear sentence."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """The modules of draft heads: masks, caches whose rows differ in length, and what padding must not change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """MTP layers of a target's own checkpoint, against what Transformers computes where it can use them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The model of the benchmark of a large target."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

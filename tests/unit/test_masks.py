@@ -1,7 +1,5 @@
 """Masks as 0/1 matrices for small cases, and against the slow reference for random ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -54,12 +52,7 @@ def test_full_mask_of_a_tree_shows_ancestors_only() -> None:
     step = layout([2], [(-1, -1, 0)], spare=1)
     assert as_rows(full_mask(step)) == [
         # c c P 0 1 2 .
-        [
-            "1110000",
-            "1111000",
-            "1110100",
-            "1111010",
-        ]
+        ["1110000", "1111000", "1110100", "1111010"]
     ]
 
 
@@ -84,13 +77,7 @@ def test_sliding_mask_counts_positions_instead_of_slots() -> None:
     assert as_rows(sliding_mask(step, window=3)) == [
         # positions 0 1 2 3 4 5 5 5 6
         # slots     c c c c P 0 1 2 3
-        [
-            "001110000",
-            "000111000",
-            "000110100",
-            "000110010",
-            "000010011",
-        ]
+        ["001110000", "000111000", "000110100", "000110010", "000010011"]
     ]
 
 

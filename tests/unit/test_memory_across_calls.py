@@ -1,7 +1,5 @@
 """The memory across calls: copies, bounded, freed with the model, safe to share between threads, off on request."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

@@ -1,7 +1,5 @@
 """Drafts of `NgramCandidates`, against a slow enumeration of all paths."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -12,15 +10,7 @@ from hypothesis import strategies as st
 
 from hf_specgen import NgramCandidates
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
-from hf_specgen.candidates.ngram import (
-    FREQUENT,
-    PRIOR_ODDS,
-    MatchOdds,
-    RowText,
-    match_class,
-    outcomes,
-    vote,
-)
+from hf_specgen.candidates.ngram import FREQUENT, PRIOR_ODDS, MatchOdds, RowText, match_class, outcomes, vote
 from hf_specgen.candidates.ngram_history import HISTORY_OUTPUT, NEAR, OWN, Occurrence
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from hf_specgen.evaluation.workloads import ASSETS

@@ -1,7 +1,5 @@
 """`NgramHistory`: texts of earlier calls; and `NgramCandidates` in Transformers' own loop (`get_candidates`)."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path
@@ -270,9 +268,7 @@ def test_get_candidates_of_another_text_starts_a_new_session(other: list[int]) -
 
 @thorough
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 2), max_size=6)), min_size=1, max_size=6))
-def test_get_candidates_of_texts_in_any_order_equals_that_of_a_new_object(
-    steps: list[tuple[int, list[int]]],
-) -> None:
+def test_get_candidates_of_texts_in_any_order_equals_that_of_a_new_object(steps: list[tuple[int, list[int]]]) -> None:
     """Would catch: a truncated text taken for one that continues."""
     generator, text = NgramCandidates(k=3, min_ngram=2), [1]
     for kept, more in steps:

@@ -1,7 +1,5 @@
 """The noise buffer draws the noise that `torch.multinomial` would draw, and gives back what was drawn ahead."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

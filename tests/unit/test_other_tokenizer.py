@@ -1,7 +1,5 @@
 """The draft models of `python -m benchmarks micro other-tokenizer`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Projected speedups: by hand, and against a simulation of the steps of a real call."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.harness.projection import Projection, latency_for, project

@@ -1,7 +1,5 @@
 """The training loop of the recipes on a tiny module: checkpoints, steps, settings."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 from typing import Any

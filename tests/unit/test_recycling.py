@@ -1,7 +1,5 @@
 """Token Recycling: the table, the trees grown from it, and what a session reads from the target."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Thread
 from typing import Any

@@ -1,7 +1,5 @@
 """The outcome of a step in terms of another tree than the verified one."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_specgen.tree import DraftTree

@@ -1,7 +1,5 @@
 """The argmax over a vocabulary is torch's, also where numpy computes it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

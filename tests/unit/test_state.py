@@ -1,7 +1,5 @@
 """The tokens of each row, and the prefixes that plain `generate` would pass to processors and criteria."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

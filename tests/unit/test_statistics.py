@@ -1,7 +1,5 @@
 """The figures of `.speculation`, on cases that can be checked by hand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The forward passes of each step, against the tokens that forward hooks see."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A drafter's tree pass: reading a tree level by level equals reading each of its paths alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig

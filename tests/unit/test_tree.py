@@ -1,21 +1,12 @@
 """The draft tree against its slow reference: how trees are built, checked, and walked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.combined import merge_trees
-from hf_specgen.tree import (
-    DraftTree,
-    ancestor_matrix,
-    chain_parents,
-    depths,
-    merge_paths,
-    validate_parents,
-)
+from hf_specgen.tree import DraftTree, ancestor_matrix, chain_parents, depths, merge_paths, validate_parents
 from hf_specgen.verification.result import accepted_path
 from tests.helpers import reference
 

@@ -1,7 +1,5 @@
 """Best-first trees: connected, and no tree of the same size has a higher expected length."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

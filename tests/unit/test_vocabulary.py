@@ -1,7 +1,5 @@
 """The comparison of tokenizers: memory, damaged tokenizers, and failures that are tried again (B19)."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path
