@@ -1,7 +1,6 @@
 """Bad input raises an error that names the argument, its value and the remedy, and leaves the model as it was."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,10 +243,6 @@ def test_generate_wrong_positional_arguments_raises(more: tuple, named: dict, me
         model.generate(prompts(1)["input_ids"], *more, **named, max_new_tokens=4, **how)
 
 
-def test_draft_model_path_is_a_folder() -> None:
-    assert repr(DraftModelCandidates(Path("folder"), k=2)) == repr(DraftModelCandidates("folder", k=2))
-
-
 @pytest.mark.parametrize(
     ("configured", "named"), [("static", "StaticCache"), ("offloaded", "an offloaded DynamicCache")]
 )
@@ -259,14 +254,6 @@ def test_refused_cache_of_the_generation_config_names_a_remedy_that_works(config
     with pytest.raises(ValueError, match=f'not with {named}; give cache_implementation="dynamic"'):
         model.generate(**settings)
     model.generate(**settings, cache_implementation="dynamic")
-
-
-def test_refused_offloaded_cache_names_the_remedy() -> None:
-    cache = DynamicCache(offloading=True)
-    with pytest.raises(ValueError, match="not with an offloaded DynamicCache; leave past_key_values out"):
-        tiny_model("llama").generate(
-            **prompts(1), max_new_tokens=4, past_key_values=cache, candidate_generator=NgramCandidates()
-        )
 
 
 @pytest.mark.parametrize(

@@ -199,12 +199,6 @@ def test_captured_passes_without_a_gpu_refused() -> None:
         small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), compile="graphs")
 
 
-@pytest.mark.parametrize("value", ["graph", True, 1, None])
-def test_unknown_value_of_compile_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r'compile must be False or "graphs"'):
-        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), compile=value)
-
-
 def test_failed_capture_refused_with_its_reason(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(run: Any, memory: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")

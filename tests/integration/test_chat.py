@@ -46,12 +46,6 @@ def test_streamed_pieces_are_the_answer_and_mark_accepted_draft_tokens(conversat
     assert "tokens/s" in answer.status() and "% accepted" in answer.status()
 
 
-def test_streamed_pieces_of_plain_generation_mark_nothing(conversation: Conversation) -> None:
-    answer, pieces = ask(conversation, EDIT, None)
-    assert "".join(text for text, _ in pieces) == answer.text and not any(marked for _, marked in pieces)
-    assert "accepted" not in answer.status()
-
-
 def test_streamer_marks_the_accepted_tokens_of_each_step(tokenizer: Any) -> None:
     ids = tokenizer("one two three four five")["input_ids"]
     pieces: list[tuple[str, bool]] = []
@@ -143,10 +137,6 @@ def test_again_with_a_strategy_that_cannot_be_used_keeps_the_answer(conversation
 )
 def test_command_prints_one_answer(conversation: Conversation, line: str, message: str) -> None:
     assert message in dialogue(conversation, line)
-
-
-def test_lone_surrogate_is_no_traceback(conversation: Conversation) -> None:
-    assert "/s" in dialogue(conversation, "caf\udce9?") and conversation.messages[0]["content"] == "caf??"
 
 
 def test_chat_template_that_raises_is_one_sentence(conversation: Conversation, tokenizer: Any) -> None:

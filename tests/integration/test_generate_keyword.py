@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GenerationMixin, pipeline
+from transformers import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 import hf_specgen
@@ -94,17 +94,6 @@ def test_generate_with_own_verifier_starts_one_session_per_call() -> None:
 
 
 # Pipelines and PEFT
-
-
-def test_text_generation_pipeline_with_keyword_same_text(
-    reference_model: Any, tokenizer: Any, edit_prompts: list[str]
-) -> None:
-    generate = pipeline("text-generation", model=reference_model, tokenizer=tokenizer)
-    chat = [[{"role": "user", "content": prompt}] for prompt in edit_prompts[:2]]
-    arguments = {"max_new_tokens": 24, "do_sample": False, "batch_size": 2}
-    ngram = NgramCandidates(k=8)
-    assert generate(chat, **arguments) == generate(chat, **arguments, candidate_generator=ngram)
-    assert ngram.speculation is not None and ngram.speculation.accepted > 0
 
 
 def test_peft_model_with_and_without_adapter_same_tokens() -> None:

@@ -46,18 +46,6 @@ def test_chat_goes_on_from_its_cache(reference_model, tokenizer) -> None:
     assert "crow" in tokenizer.decode(samples["ours"].ids[0])
 
 
-def test_followup_is_what_the_template_writes(tokenizer) -> None:
-    (later,) = followups(tokenizer, ["One?", "Two?"])
-    assert tokenizer.decode(later[0]) == "<|end|>\n<|user|>\nTwo?\n<|assistant|>\n"
-
-
-def test_first_token_comes_before_the_last(reference_model, tokenizer) -> None:
-    inputs = first_turns(tokenizer, ["Hello there.", "And a longer prompt than that."])
-    samples = measure_round(reference_model, inputs, [PLAIN, OURS], {"max_new_tokens": 8, "min_new_tokens": 8}, 0)
-    for sample in samples.values():
-        assert 0 < sample.first_token < 0.9 * sample.seconds
-
-
 def test_who_begins_goes_round(reference_model, tokenizer) -> None:
     begun: list[str] = []
 
@@ -144,12 +132,6 @@ def test_strategies_are_combined_with_plus(reference_model) -> None:
     assert [type(strategy).__name__ for strategy in combined.strategies] == ["NgramCandidates", "MedusaCandidates"]
 
 
-def test_layer_skip_without_an_adapter_is_named_by_its_layer(reference_model) -> None:
-    (family,) = build(["layerskip=3"], [], reference_model)
-    candidates = family.settings["k=2"]()["candidate_generator"]
-    assert family.name == "layer skip without adapter" and candidates.adapter is None and candidates.exit_layer == 3
-
-
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
 def test_wait_synchronizes_every_kind_of_accelerator(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: the synchronize function of one kind of device called with arguments that another refuses."""
@@ -163,17 +145,6 @@ def test_wait_synchronizes_every_kind_of_accelerator(kind: str, monkeypatch: pyt
 def git(folder: Path, *arguments: str) -> None:
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def test_provenance_names_no_commit_for_a_package_inside_another_repository(tmp_path: Path, monkeypatch) -> None:
-    package = tmp_path / "venv" / "site-packages" / "hf_specgen"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    git(tmp_path, "init")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-m", "somebody else's")
-    monkeypatch.setattr(provenance, "PACKAGE", package)
-    assert provenance.provenance()["commit"] is None
 
 
 def test_provenance_names_the_commit_and_changes_of_a_checkout(tmp_path: Path, monkeypatch) -> None:

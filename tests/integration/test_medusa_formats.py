@@ -104,15 +104,6 @@ def test_other_chat_template_is_detected() -> None:
     assert "another chat template" in str(other_chat_template(base, named))
 
 
-def test_medusa_from_pretrained_same_tokens(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    export_medusa(random_heads(model), tmp_path, "medusa")
-    inputs = prompts(2)
-    candidates = MedusaCandidates.from_pretrained(str(tmp_path), tree=6)
-    ours = model.generate(**inputs, max_new_tokens=10, candidate_generator=candidates)
-    assert torch.equal(ours, model.generate(**inputs, max_new_tokens=10))
-
-
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "by folder"])
 @pytest.mark.parametrize(
     ("architecture", "overrides", "difference"),
@@ -240,13 +231,6 @@ def test_medusa_heads_that_a_format_cannot_express_raise(
     with pytest.raises(ValueError, match=message):
         export_medusa(random_heads(tiny_model(architecture), **shape), tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
-
-
-def test_export_medusa_into_a_folder_with_a_config_raises(tmp_path: Path) -> None:
-    heads = random_heads(tiny_model("llama"))
-    export_medusa(heads, tmp_path, "medusa")
-    with pytest.raises(ValueError, match=r"holds a config\.json already"):
-        export_medusa(heads, tmp_path, "tgi")
 
 
 def _lora_heads(tmp_path: Path) -> tuple[Any, MedusaHeads, Any]:

@@ -82,11 +82,6 @@ def test_monitor_logs_one_line_per_call(caplog: pytest.LogCaptureFixture) -> Non
     assert "20 tokens" in caplog.text and repr(ngram) in caplog.text
 
 
-def test_monitor_plot_before_the_first_step_raises(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no steps"):
-        plot_monitor(SpeculationMonitor(prometheus=False), tmp_path / "monitor.png")
-
-
 def test_monitor_plot_writes_an_image(tmp_path: Path) -> None:
     monitor = SpeculationMonitor(prometheus=False)
     run_monitored(monitor)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from hf_specgen import AdaptiveDepth, FixedDepth, LayerSkipCandidates, MedusaCandidates, NgramCandidates, NgramHistory
+from hf_specgen import AdaptiveDepth, FixedDepth, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.heads import ExitHead, load_medusa
 from hf_specgen.heads.exit_head import save_exit_head
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
@@ -96,10 +96,3 @@ def test_medusa_on_a_second_model_uses_its_own_heads() -> None:
     accepted_steps(candidates, first)
     fresh = MedusaCandidates(fitted_heads(second, prompts(1)), 6, policy=FixedDepth())
     assert accepted_steps(candidates, second) == accepted_steps(fresh, second)
-
-
-def test_ngram_history_shared_by_two_strategies_contains_both_texts() -> None:
-    model, history = tiny_model("llama", num_hidden_layers=3), NgramHistory()
-    for k in (3, 5):
-        model.generate(**prompts(1), max_new_tokens=10, candidate_generator=NgramCandidates(k=k, history=history))
-    assert len(history) == 2 * (12 + 10 + 1)

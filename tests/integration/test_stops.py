@@ -76,13 +76,6 @@ def test_generate_custom_criterion_stops_where_plain_generate_does(
     assert torch.equal(plain, ours if isinstance(ours, torch.Tensor) else ours.sequences)
 
 
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5, 6])
-def test_generate_shorter_than_draft_stops_at_max_length(max_new_tokens: int) -> None:
-    """Would catch: a draft deeper than the tokens that remain."""
-    oracle = partial(Oracle, accuracy=1.0, k=9)
-    assert_same_tokens(tiny_model("llama"), prompts(3), oracle, max_new_tokens=max_new_tokens)
-
-
 def test_generate_to_end_of_position_table_same_tokens() -> None:
     """Would catch: a draft that reaches behind the position embeddings of GPT-2 although the text does not."""
     model = tiny_model("gpt2", n_positions=20)

@@ -89,11 +89,6 @@ def test_draft_model_with_lora_drafts_as_its_wrapper_does() -> None:
     assert assert_same_tokens(model, prompts(2), merged, max_new_tokens=8).accepted == statistics.accepted
 
 
-def test_target_with_lora_same_tokens() -> None:
-    """Would catch: a target that is run without its adapter."""
-    assert_same_tokens(with_lora(fresh_model("llama")), prompts(2), NgramCandidates(k=3, tree=6), max_new_tokens=8)
-
-
 def with_prefix() -> Any:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     return peft.get_peft_model(fresh_model("llama"), config).eval()

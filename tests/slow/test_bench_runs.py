@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import main
 from benchmarks.harness import memory, runner
 from benchmarks.harness.journal import Journal, JournalError
-from benchmarks.harness.plan import Plan
 from benchmarks.harness.runner import run
-from benchmarks.harness.variants import StrategyError
 from benchmarks.report import page
 from benchmarks.report.decision import overview, sentence
 from benchmarks.report.results import result
@@ -226,12 +224,6 @@ def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
     assert len(over_all) == 1 and "low" in over_all[0]  # 4 requests, from both processes
 
 
-def test_installed_package_says_where_the_benchmark_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["bench"])
-    assert result.exit_code == 1 and "come with the repository" in str(result.exception or "") + result.output
-
-
 def test_bench_runs_the_module_of_the_clone_and_leaves_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda program, arguments: called.append([program, *arguments[1:]]))
@@ -243,18 +235,6 @@ def test_bench_runs_the_module_of_the_clone_and_leaves_the_path_alone(monkeypatc
     suite = [sys.executable, "-m", "benchmarks", "suite"]
     assert called == [[*suite, "drafting", "--help"], [*suite, "--wide", "--quick"], [*suite, "--widen=0"]]
     assert sys.path == before
-
-
-def test_help_is_that_of_the_script(capsys: pytest.CaptureFixture) -> None:
-    assert exit_code(["suite", "--help"]) == 0
-    shown = capsys.readouterr().out
-    for field, default in asdict(Plan()).items():
-        assert f"--{field.replace('_', '-')}" + ("" if isinstance(default, bool) else " VALUE") in shown
-
-
-def test_packed_weights_of_float16_are_refused(capsys: pytest.CaptureFixture) -> None:
-    assert exit_code(["suite", "--dtype", "float16", "--pack-weights"]) == 2
-    assert "pack_weights needs float32 or bfloat16 on cpu, got float16 on cpu" in capsys.readouterr().err
 
 
 def profile(folder: Path, *drafters: str) -> str:
@@ -285,13 +265,6 @@ def test_profile_gives_projected_speedups_that_follow_from_the_counts(folder: Pa
     assert "Projected speedup" in text and "Not measured" in text
 
 
-def test_profile_without_the_drafter_is_refused(folder: Path, tmp_path: Path) -> None:
-    plan = replace(on_tiny_target(ONE_DOMAIN, folder), strategies=("layerskip=2",))
-    plan = replace(plan, profile=profile(tmp_path, "DraftModelCandidates"))
-    with pytest.raises((StrategyError, ValueError), match="no drafter 'layer_skip'"):
-        run(plan, tmp_path / "out", quiet())
-
-
 def test_memory_is_measured_for_every_strategy_with_and_without_scores(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,8 +279,3 @@ def test_memory_is_measured_for_every_strategy_with_and_without_scores(
     if all(row["peak MB"] for row in rows):
         assert rows[2]["peak MB"] > rows[0]["peak MB"] + 2, "128 tokens of 8,192 float32 scores are 4 MB"
         assert rows[0]["of plain"] == 1.0
-
-
-def test_memory_is_measured_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "__name__", "json")  # what the server imports, PyTorch otherwise
-    assert memory.in_new_process(os.getpid) != os.getpid()

@@ -222,24 +222,6 @@ def test_sharded_heads_learn_and_come_back_whole() -> None:
     assert run_in_ranks(train_sharded, [()] * 2) == [(2, True)] * 2
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--stage", "3"], "argument --stage: invalid choice: '3'"),
-        (["--num-heads", "0"], "num_heads and num_layers must be at least 1"),
-        (["--micro-batch-size", "8"], "batch_size 4 must be a multiple of micro_batch_size 8"),
-    ],
-)
-def test_bad_stage(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str], message: str
-) -> None:
-    """Would catch: an option that is checked only after all rows were mapped."""
-    monkeypatch.setattr("corpus.read_rows", lambda *_, **__: pytest.fail("data were read"))
-    with pytest.raises(SystemExit):
-        train_medusa.main(arguments(folder, "bad", *more))
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml")))
 def test_accelerate_reads_the_shipped_launch_configs(path: Path) -> None:
     """As far as can be checked without GPUs: accelerate knows every key, and the kinds are what the names say."""

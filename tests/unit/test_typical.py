@@ -37,10 +37,6 @@ def verify(verifier: Verifier, tree: DraftTree, logits: torch.Tensor, walk: bool
     return verify_once(verifier, tree, logits, processors, do_sample=False)
 
 
-def test_typical_verifier_docstring_says_lossy() -> None:
-    assert (TypicalVerifier.__doc__ or "").startswith("LOSSY")
-
-
 def test_threshold_is_that_of_the_paper() -> None:
     """min(epsilon, alpha * exp(-entropy)), also where a processor has removed tokens (p = 0)."""
     rows = [[0.25, 0.25, 0.5, 0.0], [1.0, 0.0, 0.0, 0.0], [0.97, 0.01, 0.01, 0.01], [0.25] * 4]
