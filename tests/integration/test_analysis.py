@@ -179,15 +179,6 @@ def test_hub_domains_cannot_move() -> None:
         assert len(specs[name]["revision"]) == 40 and name.removesuffix("-hub") in LOCAL
 
 
-def test_sets_and_names() -> None:
-    assert names_of(["embedded"]) == ["math", "code", "edit", "json", "prose"]
-    assert names_of(["spec-bench", "edit", "chat"]) == [
-        "chat", "translation", "summarization", "qa", "math-reasoning", "rag", "edit",
-    ]  # fmt: skip
-    with pytest.raises(DomainError, match="no domain 'poetry'; there are embedded, spec-bench"):
-        names_of(["poetry"])
-
-
 def write(folder: Path, spec: dict, rows: list[dict] | None = None) -> Path:
     path = folder / "own.yaml"
     path.write_text(yaml.safe_dump({"generation": {"greedy": {"do_sample": False}}, "domains": {"own": spec}}))

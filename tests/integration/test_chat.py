@@ -1,6 +1,5 @@
 """`hf-specgen chat`: the same answers with every strategy, coloured as they were drafted, over several turns."""
 
-import copy
 import io
 import re
 from typing import Any
@@ -137,12 +136,6 @@ def test_again_with_a_strategy_that_cannot_be_used_keeps_the_answer(conversation
 )
 def test_command_prints_one_answer(conversation: Conversation, line: str, message: str) -> None:
     assert message in dialogue(conversation, line)
-
-
-def test_chat_template_that_raises_is_one_sentence(conversation: Conversation, tokenizer: Any) -> None:
-    conversation.tokenizer = copy.deepcopy(tokenizer)
-    conversation.tokenizer.chat_template = "{{ raise_exception('no chats') }}"
-    assert "no chats" in dialogue(conversation, "Hello") and conversation.messages == []
 
 
 def test_new_forgets_the_conversation_but_not_the_system_prompt(reference_model: Any, tokenizer: Any) -> None:

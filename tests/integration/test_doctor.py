@@ -16,7 +16,6 @@ from hf_specgen.cli import doctor
 from hf_specgen.cli.app import app
 from hf_specgen.cli.doctor import CheckResult, Report, Speed, blueprint, examine
 from hf_specgen.cli.settings import DoctorSettings
-from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.measure import Sample, Total
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
 from tests.helpers import tiny_model
@@ -172,12 +171,6 @@ def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None
 def test_hidden_states_warn_if_a_neighbour_is_clearly_better(neighbour: float, result: CheckResult) -> None:
     finding = doctor.taps({(2, 4, 5): 2.1, (3, 5, 6): neighbour})
     assert finding.result is result and ("(3, 5, 6)" in finding.meaning) == (result is CheckResult.WARNING)
-
-
-@pytest.mark.parametrize(("ratio", "result"), [(1.2, "good"), (1.7, "warning"), (2.5, "warning")])
-def test_verification_cost_by_ratio(ratio: float, result: str) -> None:
-    curve = CostCurve((1, 8, 16), (0.01, 0.01 * ratio, 0.03), 128, 1)
-    assert doctor.verification_cost(curve).result.value == result
 
 
 def total(seconds: float, accepted: int = 5, drafted: int = 10, steps: int = 25, calls: int = 4) -> Total:

@@ -16,11 +16,9 @@ from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
 from hf_specgen.heads.exit_head import exit_layer_of
 from tests.helpers import (
-    END,
     SAMPLING,
     assert_same_tokens,
     perturbed_copy,
-    plain_and_speculative,
     prompts,
     shared_draft,
     tiny_model,
@@ -39,24 +37,6 @@ def llama() -> Any:
 def strategy(kind: str, k: int = 4) -> Candidates:
     """A draft model or layer skip for tiny llama, of which some draft tokens are accepted."""
     return DraftModelCandidates(shared_draft(llama()), k=k) if kind == "draft" else LayerSkipCandidates(2, k)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 1.3}, END], ids=["greedy", "repetition", "eos"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_network_partial_acceptance_same_tokens_in_two_turns(batch: int, arguments: dict, kind: str) -> None:
-    """Would catch: rejected keys and values left in the cache that the second turn continues from."""
-    model, inputs, candidates = llama(), prompts(batch), strategy(kind)
-    plain, ours = plain_and_speculative(model, inputs, candidates, max_new_tokens=28, **arguments)
-    assert torch.equal(plain, ours.sequences)
-    again = torch.cat([plain, torch.full((batch, 2), 9)], dim=1)
-    more = torch.ones(batch, again.shape[1] - 12, dtype=torch.long)
-    second = {"input_ids": again, "attention_mask": torch.cat([inputs["attention_mask"], more], dim=1)}
-    cache = {"past_key_values": ours.past_key_values}
-    continued = model.generate(**second, max_new_tokens=8, **cache, candidate_generator=candidates)
-    if arguments is not END:  # with EOS the padding between the turns counts as text in one of the two calls
-        assert 0 < ours.speculation.accepted < ours.speculation.drafted
-        assert torch.equal(continued, model.generate(**second, max_new_tokens=8))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -176,22 +156,6 @@ def test_draft_model_confidence_threshold_shortens_drafts_row_by_row() -> None:
     statistics = assert_same_tokens(model, prompts(3), candidates, max_new_tokens=28)
     depths = {step.depth for row in statistics.rows for step in row if step.drafted}
     assert len(depths) > 1, "some drafts must be shortened and some not"
-
-
-class _FailingHead(torch.nn.Module):
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("the head failed")
-
-
-def test_layer_skip_exception_while_drafting_leaves_model_unchanged() -> None:
-    """Transformers' own early exit leaves the model truncated here."""
-    model, inputs = llama(), prompts(1)
-    expected = model.generate(**inputs, max_new_tokens=10)
-    layers, config = list(model.model.layers), model.config.to_dict()
-    with pytest.raises(RuntimeError, match="the head failed"):
-        model.generate(**inputs, max_new_tokens=10, candidate_generator=LayerSkipCandidates(2, adapter=_FailingHead()))
-    assert list(model.model.layers) == layers and model.config.to_dict() == config
-    assert torch.equal(model.generate(**inputs, max_new_tokens=10), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

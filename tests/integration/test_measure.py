@@ -46,20 +46,6 @@ def test_chat_goes_on_from_its_cache(reference_model, tokenizer) -> None:
     assert "crow" in tokenizer.decode(samples["ours"].ids[0])
 
 
-def test_who_begins_goes_round(reference_model, tokenizer) -> None:
-    begun: list[str] = []
-
-    def noted(name: str) -> Variant:
-        return Variant(name, lambda: begun.append(name) or {})
-
-    variants = [noted("a"), noted("b")]
-    inputs = first_turns(tokenizer, ["Hi."])
-    for number in range(3):
-        samples = measure_round(reference_model, inputs, variants, {"max_new_tokens": 1}, 0, first=number)
-        assert list(samples) == ["a", "b"]
-    assert begun == ["a", "b", "b", "a", "a", "b"]
-
-
 def test_peak_memory_sees_an_allocation() -> None:
     device = torch.device("cpu")
     reset_peak_memory(device)

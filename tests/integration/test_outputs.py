@@ -108,18 +108,6 @@ def test_cache_of_first_turn_continues_in_second(architecture: str, batch: int, 
     assert type(ours.past_key_values) is (RaggedCache if given == "none" else DynamicCache)
 
 
-def test_given_dynamic_cache_is_updated_in_place() -> None:
-    """Plain `generate` leaves the text in the cache object that it was given, even if it returns a tensor only."""
-    model, inputs = tiny_model("gemma2"), prompts(1)
-    plain, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    model.generate(**inputs, max_new_tokens=12, past_key_values=plain)
-    model.generate(**inputs, max_new_tokens=12, past_key_values=ours, candidate_generator=NgramCandidates())
-    assert ours.get_seq_length() == plain.get_seq_length()
-    for expected, got in zip(plain.layers, ours.layers, strict=True):
-        torch.testing.assert_close(got.keys, expected.keys, **TOLERANCE)
-        torch.testing.assert_close(got.values, expected.values, **TOLERANCE)
-
-
 def test_cache_of_plain_generate_with_attention_in_chunks_continues() -> None:
     """Plain `generate` keeps the last chunk only. Would catch: masks for slots that the cache no longer holds."""
     model = tiny_model("llama4_text", attention_chunk_size=8)
@@ -134,16 +122,6 @@ def test_cache_of_plain_generate_with_attention_in_chunks_continues() -> None:
         for first in [model.generate(**prompts(1), max_new_tokens=8, return_dict_in_generate=True)]
     )
     assert torch.equal(expected, ours)
-
-
-def test_returned_cache_in_plain_generate_same_tokens() -> None:
-    model, inputs = tiny_model("gemma2"), prompts(1)
-    first = model.generate(
-        **inputs, max_new_tokens=8, return_dict_in_generate=True, candidate_generator=NgramCandidates()
-    )
-    ids = torch.cat([first.sequences, torch.tensor([[3, 4]])], dim=1)
-    expected = model.generate(ids, max_new_tokens=8)
-    assert torch.equal(model.generate(ids, max_new_tokens=8, past_key_values=first.past_key_values), expected)
 
 
 def test_cache_made_in_inference_mode_continues_outside() -> None:

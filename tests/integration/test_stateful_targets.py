@@ -201,26 +201,6 @@ def test_given_dynamic_cache_of_a_stateful_target_is_refused_with_the_reason() -
         )
 
 
-def test_second_turn_after_an_exception_same_tokens() -> None:
-    """Would catch: a cache that an interrupted call leaves behind with half of its text."""
-    model, inputs = stateful_model("qwen3_5_text"), prompts(1)
-    ngrams = NgramCandidates(k=3)
-    first = model.generate(**inputs, max_new_tokens=6, return_dict_in_generate=True, candidate_generator=ngrams)
-    ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
-    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
-    expected = model.generate(**arguments)
-
-    def interrupt(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if ids.shape[1] > prompt_length(arguments) + 4:
-            raise RuntimeError("interrupted")
-        return scores
-
-    cache = first.past_key_values
-    with pytest.raises(RuntimeError, match="interrupted"):
-        model.generate(**arguments, past_key_values=cache, candidate_generator=ngrams, logits_processor=[interrupt])
-    assert torch.equal(model.generate(**arguments, past_key_values=cache, candidate_generator=ngrams), expected)
-
-
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
 def test_layer_skip_on_a_stateful_target_is_refused(kind: str) -> None:
     """Would catch: first layers that read rejected draft tokens before verification."""

@@ -76,15 +76,6 @@ def test_generate_custom_criterion_stops_where_plain_generate_does(
     assert torch.equal(plain, ours if isinstance(ours, torch.Tensor) else ours.sequences)
 
 
-def test_generate_to_end_of_position_table_same_tokens() -> None:
-    """Would catch: a draft that reaches behind the position embeddings of GPT-2 although the text does not."""
-    model = tiny_model("gpt2", n_positions=20)
-    assert_same_tokens(model, prompts(1), partial(Oracle, accuracy=1.0, k=9), max_length=20)
-    end = int(model.generate(**prompts(1), max_length=20)[0, 17])
-    rejected = partial(Oracle, accuracy=0.0, k=9)
-    assert_same_tokens(model, prompts(1), rejected, max_length=40, eos_token_id=end, pad_token_id=0)
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("stop", ["self", "return", ":\n"])
 def test_generate_stop_string_inside_draft_stops_there(

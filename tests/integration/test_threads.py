@@ -1,4 +1,4 @@
-"""Any number of threads may generate with one model and shared objects; all strategies together are in `tests/slow`."""
+"""Any number of threads may generate with one model and shared objects."""
 
 import subprocess
 import sys

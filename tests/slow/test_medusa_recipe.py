@@ -148,13 +148,6 @@ def test_stage_two_makes_an_adapter_and_heads_that_belong_together(folder: Path)
     generate_twice(target, str(folder / "second"))
 
 
-def test_own_output_matrices(folder: Path) -> None:
-    train_medusa.main(arguments(folder, "own", *HEADS, "--own-outputs", "true"))
-    heads = load_medusa(folder / "own")
-    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
-    assert heads.config.own_outputs and not torch.equal(heads.lm_heads[0].weight, target.lm_head.weight)
-
-
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [2, 1]])
 def test_answers_too_short_for_some_heads(lengths: list[int]) -> None:
     """Every parameter still gets a gradient: zeros, without which several processes would wait for each other."""
@@ -183,16 +176,6 @@ def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch
     vocabulary = [shape for shape in kept if VOCAB in shape]
     assert max(shape[0] for shape in vocabulary if shape[-1] == VOCAB and shape[0] != 64) <= 4
     assert sum(shape == (VOCAB, 64) for shape in vocabulary) <= 3 * 10 * 2 + 3  # matrices in use, one gradient a head
-
-
-def test_the_targets_own_loss_is_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(medusa_loss, "CHUNK", 3)
-    model = tiny_model("gemma2")  # its logits are capped
-    hidden, tokens = torch.randn(8, 64, requires_grad=True), torch.randint(0, VOCAB, (8,))
-    medusa_loss.answer_loss(model, hidden, tokens).backward()
-    again = hidden.detach().requires_grad_()
-    torch.nn.functional.cross_entropy(output_logits(model, again).float(), tokens, reduction="sum").backward()
-    torch.testing.assert_close(hidden.grad, again.grad)
 
 
 def train_sharded() -> tuple[int, bool]:

@@ -15,7 +15,7 @@ from hf_specgen import (
     LayerSkipCandidates,
     NgramCandidates,
 )
-from hf_specgen.counters import Statistics, StepPasses
+from hf_specgen.counters import Statistics
 from hf_specgen.targets.inputs import step_tokens
 from tests.helpers import prompts, tiny_model
 from tests.helpers.policies import AfterPlainSteps
@@ -114,9 +114,3 @@ def test_unknown_passes_are_assumed_to_be_one_per_level(combined: bool) -> None:
     else:
         statistics = speculate(tiny_model("llama"), candidates)
         assert statistics.passes[0].drafter == (1, 1)
-
-
-def test_statistics_of_two_calls_hold_the_passes_of_both() -> None:
-    one, two = StepPasses(1, 10, 4, (1, 1)), StepPasses(2, 12, 2, None)
-    assert (Statistics([[]], [0], {}, [one]) + Statistics([[]], [0], {}, [two])).passes == [one, two]
-    assert Statistics([[], []], [0, 0], {}, [one]).row(1).passes == [one]
