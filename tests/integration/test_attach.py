@@ -100,15 +100,6 @@ def test_attached_block_restores_what_was_attached_before(model: Any) -> None:
     assert hf_specgen.statistics(model).calls == 2
 
 
-def test_attach_replaces_what_was_attached(model: Any) -> None:
-    hf_specgen.attach(model, NgramCandidates())
-    generate(model)
-    hf_specgen.attach(model, DraftModelCandidates(tiny_model("llama"), k=2))
-    assert hf_specgen.statistics(model).calls == 0
-    generate(model)
-    assert hf_specgen.statistics(model).drafted > 0
-
-
 def test_keyword_of_a_call_takes_precedence(model: Any) -> None:
     hf_specgen.attach(model, NgramCandidates(k=4))
     own = NgramCandidates(k=3)

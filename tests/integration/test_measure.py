@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.harness.loading import build
 from benchmarks.harness.variants import PLAIN, StrategyError
-from benchmarks.workloads.prompts import first_turns, followups, of_length
+from benchmarks.workloads.prompts import first_turns, followups
 from hf_specgen import LayerSkipCandidates, NgramCandidates
 from hf_specgen.evaluation import measure as provenance
 from hf_specgen.evaluation.measure import Variant, measure_round, peak_memory, reset_peak_memory, wait
@@ -67,16 +67,6 @@ def test_loading_an_adapter_takes_no_noise(reference_model, tokenizer) -> None:
     ours = Variant("ours", lambda: {"candidate_generator": new})
     samples = measure_round(reference_model, inputs, [PLAIN, ours], {"max_new_tokens": 16, **SAMPLED}, 0)
     assert torch.equal(samples["plain"].ids, samples["ours"].ids)
-
-
-def test_context_of_a_length(tokenizer) -> None:
-    prompt = first_turns(tokenizer, ["What is this?"])["input_ids"][0].tolist()
-    filler = ["A text that fills the context with words."] * 20
-    longer = of_length(tokenizer, "What is this?", filler, 100)["input_ids"][0].tolist()
-    assert len(longer) == 100 and longer[-len(prompt) :] == prompt
-    assert of_length(tokenizer, "What is this?", filler, 4)["input_ids"][0].tolist() == prompt[-4:]
-    with pytest.raises(ValueError, match="not 10000"):
-        of_length(tokenizer, "What is this?", filler, 10_000)
 
 
 @pytest.mark.parametrize(

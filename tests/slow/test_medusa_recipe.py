@@ -104,28 +104,6 @@ def test_stage_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate_twice(target, str(folder / "medusa"))
 
 
-def test_the_way_to_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A faked endpoint: heads, LoRA matrices, card and code go up, under the repository's name."""
-    calls: list[Any] = []
-
-    class Hub:
-        def create_repo(self, repository: str, exist_ok: bool) -> None:
-            calls.append(repository)
-
-        def upload_folder(self, repo_id: str, folder_path: str, ignore_patterns: list[str]) -> None:
-            files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
-            calls.append((repo_id, files))
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    more = ["--lora-rank", "2", "--push-to-hub", "user/medusa-heads"]
-    train_medusa.main(arguments(folder, "pushed", *HEADS, *more))
-    wanted = {"config.json", "model.safetensors", "README.md", "custom_generate/generate.py"}
-    wanted |= {"lora/adapter_config.json", "lora/adapter_model.safetensors"}
-    assert calls[0] == calls[1][0] == "user/medusa-heads" and wanted <= set(calls[1][1])
-    assert "HEADS = 'user/medusa-heads'" in (folder / "pushed" / "custom_generate" / "generate.py").read_text()
-    assert 'custom_generate="user/medusa-heads"' in (folder / "pushed" / "README.md").read_text()
-
-
 def generate_twice(target: Any, heads: str) -> None:
     ids = torch.randint(3, 500, (2, 9), generator=torch.Generator().manual_seed(0))
     candidates = MedusaCandidates.from_pretrained(heads)
