@@ -178,8 +178,8 @@ def _record(name: str, options: Namespace, measure: Callable[[], list[dict[str, 
     """Measure, print the table, and save it with its provenance."""
     from rich.console import Console
 
+    from benchmarks.harness.provenance import provenance
     from benchmarks.report.tables import show
-    from hf_specgen.evaluation.measure import provenance
 
     begin = perf_counter()
     rows = measure()

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_specgen.evaluation.measure import provenance
+from benchmarks.harness.provenance import provenance
 
 UNRELATED = ("output", "evaluate_every", "resume", "report_to", "push_to_hub", "log_every", "save_every")
 """Settings that do not influence the result."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.harness.provenance import provenance
 from benchmarks.harness.runner import Outcome
 from benchmarks.report import summary
 from benchmarks.report.tables import Rows, by_domain
-from hf_specgen.evaluation.measure import provenance
 
 
 def tables(outcome: Outcome) -> dict[str, Rows]:

@@ -140,12 +140,6 @@ class HeadCandidates(Candidates):
         """The head, on the CPU; a copy of one that was given loaded."""
         return load_head(self._name) if self._head is None else copy.deepcopy(self._head)
 
-    def with_aux_hidden_states(self, layers: Sequence[int], k: int) -> HeadCandidates:
-        """The same head with other auxiliary hidden states, drafting chains of k tokens."""
-        other = copy.copy(self)
-        HeadCandidates.__init__(other, self._head or self._name, k, aux_hidden_state_layers=layers, policy=self.policy)
-        return other
-
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         check_decoder_only(model, type(self).__name__)
         return TargetRequirements(self._on(model).aux_hidden_state_layers)

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -20,13 +19,11 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.candidates.combined import default_candidates
-from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.cli.settings import DoctorSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.depth import CostCurve
-from hf_specgen.evaluation.calibration import compare_taps
 from hf_specgen.evaluation.cost import measure_cost_curve
-from hf_specgen.evaluation.measure import Interval, Total, Variant, interleave, speedup_interval
+from hf_specgen.evaluation.measure import Interval, Total, Variant, measure_round, speedup_interval
 from hf_specgen.evaluation.workloads import (
     DEFAULT,
     PLAIN,
@@ -56,15 +53,8 @@ PROMPTS = (
 LINE = "model.generate(**inputs, candidate_generator={})"
 
 
-class CheckResult(str, Enum):
-    """The result of a check."""
-
-    GOOD = "good"
-    WARNING = "warning"
-    BAD = "bad"
-
-
-GOOD, WARNING, BAD = CheckResult
+GOOD, WARNING, BAD = "good", "warning", "bad"
+"""Results of a check."""
 SIGNS = {GOOD: "[green]✓[/]", WARNING: "[yellow]![/]", BAD: "[red]✗[/]"}
 
 
@@ -73,7 +63,7 @@ class Finding:
     """One check: its result, what was found, and the consequence with what to change."""
 
     subject: str
-    result: CheckResult
+    result: str
     found: str
     meaning: str = ""
 
@@ -90,18 +80,7 @@ class Report:
     @property
     def bad(self) -> list[Finding]:
         """The findings that have to be solved first."""
-        return [finding for finding in self.findings if finding.result is BAD]
-
-    def table(self) -> Table:
-        """A row for each finding."""
-        view = Table(box=SIMPLE, pad_edge=False, show_header=False)
-        view.add_column()
-        view.add_column(style="bold", no_wrap=True)
-        view.add_column(overflow="fold")
-        for finding in self.findings:
-            text = finding.found + (f"\n[dim]{finding.meaning}[/]" if finding.meaning else "")
-            view.add_row(SIGNS[finding.result], finding.subject, text)
-        return view
+        return [finding for finding in self.findings if finding.result == BAD]
 
 
 def show(settings: DoctorSettings) -> bool:
@@ -111,7 +90,14 @@ def show(settings: DoctorSettings) -> bool:
         print(json.dumps(asdict(report), indent=2))
     else:
         console = terminal()
-        console.print(report.table())
+        view = Table(box=SIMPLE, pad_edge=False, show_header=False)
+        view.add_column()
+        view.add_column(style="bold", no_wrap=True)
+        view.add_column(overflow="fold")
+        for finding in report.findings:
+            text = finding.found + (f"\n[dim]{finding.meaning}[/]" if finding.meaning else "")
+            view.add_row(SIGNS[finding.result], finding.subject, text)
+        console.print(view)
         if report.recommendation:
             console.print(f"[bold]{report.recommendation}[/]", highlight=False)
         console.print(report.reason)
@@ -128,7 +114,13 @@ def examine(settings: DoctorSettings) -> Report:
     report = Report()
     target = blueprint(settings.model, settings.dtype)
     draft = blueprint(settings.draft, settings.dtype) if settings.draft else None
-    report.findings += _static(settings, target, draft)
+    report.findings.append(support(target, "target"))
+    if draft is not None:
+        report.findings += [support(draft, "draft"), *tokenizers(target, draft), size_ratio(target, draft)]
+    if settings.heads:
+        report.findings += heads(settings.heads, target)
+    models = [target] if draft is None else [target, draft]
+    report.findings.append(memory(models, settings.batch_size, settings.length, settings.device))
     if report.bad:
         report.reason = "solve what is marked with ✗ first"
     elif settings.run:
@@ -138,16 +130,6 @@ def examine(settings: DoctorSettings) -> Report:
         report.recommendation = LINE.format(most.code)
         report.reason = "the static checks found no problem; the speed was not measured"
     return report
-
-
-def _static(settings: DoctorSettings, target: Blueprint, draft: Blueprint | None) -> list[Finding]:
-    findings = [support(target, "target")]
-    if draft is not None:
-        findings += [support(draft, "draft"), *tokenizers(target, draft), size_ratio(target, draft)]
-    if settings.heads:
-        findings += heads(settings.heads, target)
-    models = [target] if draft is None else [target, draft]
-    return [*findings, memory(models, settings.batch_size, settings.length, settings.device)]
 
 
 @dataclass
@@ -171,7 +153,6 @@ class Blueprint:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights."""
         return self.parameters * self.dtype.itemsize
 
     def cache_bytes(self, batch: int, length: int) -> int:
@@ -321,12 +302,8 @@ def free_bytes(device: str) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
 
 
-def _count(number: float) -> str:
-    """A number of parameters, such as 16.2M or 7.0B."""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}{letter}"
-    return f"{number:.0f}"
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
 def _gib(number: float) -> str:
@@ -345,18 +322,13 @@ def _measure(settings: DoctorSettings, target: Blueprint, report: Report) -> Non
         generation |= {"do_sample": True, "temperature": settings.temperature}
     named = strategies(settings.draft, settings.heads, settings.adapter, dtype=target.dtype)
     prompts = list(settings.prompt or PROMPTS)
-    for one in named:
-        if isinstance(one.candidates, HeadCandidates):
-            compared = compare_taps(model, one.candidates, list(encode(tokenizer, prompts, 1)), generation)
-            report.findings.append(taps(compared))
-            report.measured |= {f"taps {layers}": {"tokens_per_step": found} for layers, found in compared.items()}
     codes, variants = _variants([Strategy(DEFAULT, '"auto"', default_candidates()), *named], settings.device)
     texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
     batches = list(encode(tokenizer, texts, settings.batch_size))
-    for _ in interleave(model, batches[:1], variants, generation):
-        pass  # an uncounted call of each, which loads models and prepares kernels
+    measure_round(model, batches[0], variants, generation, 0)  # not counted: it loads models and prepares kernels
     totals = {variant.name: Total() for variant in variants}
-    for samples in interleave(model, batches * settings.rounds, variants, generation, seed=1):
+    for number, inputs in enumerate(batches * settings.rounds):
+        samples = measure_round(model, inputs, variants, generation, 1 + number, first=number)
         for name, sample in samples.items():
             totals[name].add(sample, samples[PLAIN])
     plain = totals.pop(PLAIN)
@@ -407,13 +379,10 @@ class Speed:
 
     def to_dict(self) -> dict[str, float]:
         """Numbers by name, ready for JSON."""
-        speedups = {
-            "speedup": self.interval.value,
-            "speedup_low": self.interval.low,
-            "speedup_high": self.interval.high,
-        }
+        ratio, total = self.interval, self.total
+        speedups = {"speedup": ratio.value, "speedup_low": ratio.low, "speedup_high": ratio.high}
         names = ("tokens_per_second", "tokens_per_step", "acceptance_rate")
-        return speedups | {name: getattr(self.total, name) for name in names}
+        return speedups | {name: getattr(total, name) for name in names}
 
 
 def verification_cost(curve: CostCurve) -> Finding:
@@ -424,34 +393,35 @@ def verification_cost(curve: CostCurve) -> Finding:
         f"{curve.relative(16):.2f} times (batch size {curve.batch})"
     )
     if ratio <= 1.3:
-        meaning = "decoding is bound by memory bandwidth here: draft tokens are nearly free"
-        return Finding("verification", GOOD, found, meaning)
-    meaning = "decoding is bound by computation here: only text that repeats itself is faster; try a smaller batch"
+        return Finding("verification", GOOD, found, "bound by memory bandwidth: draft tokens are nearly free")
     if ratio <= 2.0:
-        meaning = "draft tokens take time: a high acceptance rate is needed"
+        return Finding("verification", WARNING, found, "draft tokens take time: a high acceptance rate is needed")
+    meaning = "bound by computation: only text that repeats itself is faster; try a smaller batch"
     return Finding("verification", WARNING, found, meaning)
 
 
 def speed(name: str, measured: Speed) -> Finding:
-    """The measured speed of a strategy."""
+    """The measured speed of a strategy, and why it is not faster than plain `generate`."""
+    total, meaning = measured.total, ""
     found = (
-        f"{measured}, {measured.total.tokens_per_step:.2f} tokens per step, "
-        f"{measured.total.acceptance_rate:.0%} of draft tokens accepted"
+        f"{measured}, {total.tokens_per_step:.2f} tokens per step, {total.acceptance_rate:.0%} of draft tokens accepted"
     )
-    result = GOOD if measured.faster else WARNING
-    return Finding(name, result, found, "" if measured.faster else _explanation(measured))
-
-
-def taps(compared: Mapping[tuple[int, ...], float]) -> Finding:
-    """Whether a head does best with the hidden states that its checkpoint names, the first of those compared."""
-    configured = next(iter(compared))
-    found = f"{configured}: {compared[configured]:.2f} tokens per step"
-    found += "".join(f"; {layers}: {value:.2f}" for layers, value in compared.items() if layers != configured)
-    best = max(compared, key=lambda layers: compared[layers])
-    if compared[best] > MARGIN * compared[configured]:
-        meaning = f"the head was trained with another convention than its config says: use taps={best}"
-        return Finding("taps", WARNING, found, meaning)
-    return Finding("taps", GOOD, found)
+    if measured.faster:
+        return Finding(name, GOOD, found)
+    if not measured.plausible:
+        meaning = (
+            f"not possible: {total.tokens_per_step:.2f} tokens per step allow at most that speedup; another process "
+            "used the machine meanwhile, so measure again"
+        )
+    elif total.drafted == 0:
+        meaning = "nothing was drafted"
+    elif not measured.interval.differs:
+        meaning = "the interval includes 1: no difference was shown; more --rounds make it smaller"
+    elif total.acceptance_rate < 0.3:
+        meaning = "few draft tokens are accepted: text without repetition, a high temperature, or an unrelated draft"
+    else:
+        meaning = "draft tokens are accepted, but drafting and verifying them takes too long"
+    return Finding(name, WARNING, found, meaning)
 
 
 def same_tokens(totals: Mapping[str, Total], exact: bool) -> Finding:
@@ -459,12 +429,11 @@ def same_tokens(totals: Mapping[str, Total], exact: bool) -> Finding:
     different = [name for name, total in totals.items() if not total.identical]
     if not different:
         return Finding("same tokens", GOOD, "every answer is that of plain generate")
-    found = f"answers of {', '.join(different)} differ from plain generate"
+    meaning = "rounding decides near-ties differently in this data type, as it does between batch sizes"
     if exact:
         meaning = "in float32 that must not happen: please report it, with the model's name"
-        return Finding("same tokens", BAD, found, meaning)
-    meaning = "rounding decides near-ties differently in this data type, as it does between batch sizes"
-    return Finding("same tokens", WARNING, found, meaning)
+    found = f"answers of {', '.join(different)} differ from plain generate"
+    return Finding("same tokens", BAD if exact else WARNING, found, meaning)
 
 
 def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[str, str]:
@@ -478,18 +447,3 @@ def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[st
         "no strategy was clearly faster on these prompts; the default then drafts almost nothing, and more where text "
         "repeats itself"
     )
-
-
-def _explanation(measured: Speed) -> str:
-    if not measured.plausible:
-        return (
-            f"not possible: {measured.total.tokens_per_step:.2f} tokens per step allow at most that speedup; another "
-            "process used the machine meanwhile, so measure again"
-        )
-    if measured.total.drafted == 0:
-        return "nothing was drafted"
-    if not measured.interval.differs:
-        return "the interval includes 1: no difference was shown; more --rounds make it smaller"
-    if measured.total.acceptance_rate < 0.3:
-        return "few draft tokens are accepted: text without repetition, a high temperature, or an unrelated draft"
-    return "draft tokens are accepted, but drafting and verifying them takes too long; a larger target gains more"

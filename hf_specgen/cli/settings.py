@@ -153,7 +153,7 @@ def command(app: typer.Typer, name: str, settings: type) -> None:
 def _parameter(item: Field[Any], kind: Any) -> inspect.Parameter:
     """A field as a parameter that typer reads."""
     about = item.metadata
-    default = inspect.Parameter.empty if item.default is MISSING else item.default
+    default: Any = inspect.Parameter.empty if item.default is MISSING else item.default
     if get_origin(kind) is tuple:
         kind = list[get_args(kind)[0]]  # type: ignore[misc]
         default = list(cast(Any, default))

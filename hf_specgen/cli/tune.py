@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,6 +46,7 @@ def show(settings: TuneSettings) -> None:
         strategy.candidates.target_requirements(model)
     if settings.output is not None:
         console.print(tune_heads(settings, settings.output, model, tokenizer, rows, console))
+        console.print(f"saved with the heads in {settings.output}", highlight=False)
         named = strategies(settings.draft, str(settings.output), settings.adapter)
     with console.status("measuring latencies"):
         candidates = [strategy.candidates for strategy in named]
@@ -78,8 +78,8 @@ def tune_heads(
     tokenizer: PreTrainedTokenizerBase,
     prompts: dict[str, list[str]],
     console: Console,
-) -> RenderableType:
-    """Measure the acceptance of Medusa heads, save it with the heads, and return tables of what was measured."""
+) -> Table:
+    """Measure the acceptance of Medusa heads, save it with the heads, and return it as a table."""
     heads = load_medusa(settings.heads, model)
     if heads.config.reads_path:
         raise ValueError(
@@ -97,7 +97,7 @@ def tune_heads(
     tuned.save_pretrained(output)
     if tuned.config.lora_rank:
         copy_lora(settings.heads, output)
-    return _acceptance(counts, output)
+    return _acceptance(counts)
 
 
 def _calls(
@@ -109,23 +109,13 @@ def _calls(
             yield {**tensors, "max_new_tokens": max_new_tokens, **DOMAINS.get(domain, GREEDY)}
 
 
-def _acceptance(counts: Counts, output: Path) -> RenderableType:
-    """Acceptance by rank, and the expected tokens per step of the best trees for heads of average confidence."""
-    by_rank, sizes = counts.by_rank(), (1, 2, 4, 8, 16, 32, 64)
+def _acceptance(counts: Counts) -> Table:
+    """Acceptance by rank over all confidences, a row for each head."""
     view = Table(box=SIMPLE, title="acceptance of each head's tokens, by rank", title_style="bold")
     view.add_column("head")
-    for rank in range(min(5, by_rank.shape[1])):
+    by_rank = counts.by_rank()[:, :5]
+    for rank in range(by_rank.shape[1]):
         view.add_column(f"rank {rank}", justify="right")
-    for head, shares in enumerate(by_rank.tolist()):
-        view.add_row(str(head), *[f"{share:.0%}" for share in shares[:5]])
-    trees = Table(box=SIMPLE, title="expected tokens per step of the best draft tree, by its nodes", title_style="bold")
-    paths: np.ndarray = np.ones(1)
-    levels: list[np.ndarray] = []
-    for shares in by_rank.numpy():  # the most likely paths of each depth; a path is less likely than its beginning
-        paths = np.sort(np.outer(paths, shares).ravel())[::-1][: sizes[-1]]
-        levels.append(paths)
-    best = np.sort(np.concatenate(levels))[::-1]
-    for nodes in sizes:
-        trees.add_column(str(nodes), justify="right")
-    trees.add_row(*[f"{1 + best[:nodes].sum():.2f}" for nodes in sizes])
-    return Group(view, trees, f"Saved with the heads in {output}. MedusaCandidates chooses a tree in each step.")
+    for head, rates in enumerate(by_rank.tolist()):
+        view.add_row(str(head), *[f"{rate:.0%}" for rate in rates])
+    return view

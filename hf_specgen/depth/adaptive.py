@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from hf_specgen.call import Call
@@ -20,6 +21,8 @@ FORGETTING = 0.9
 """Factor by which the weight of earlier steps decreases with every step that drafts."""
 FIRST_INTERVAL, MAX_INTERVAL = 8, 64
 """Plain steps after which drafting is tried again; doubled whenever that was not faster."""
+MAX_LOSS = 0.02
+"""Fraction of the time that rejected drafts may cost: where they cost little, intervals are shorter."""
 
 
 class AdaptiveDepth(Policy):
@@ -27,8 +30,8 @@ class AdaptiveDepth(Policy):
 
     The speed of drafting is the tokens of recent steps over their cost by the latency model: T(q) of the target and the
     drafter's passes, which are measured once per model (`hf_specgen.depth.calibrate`). Where it is not above that of
-    plain decoding, drafting is tried again after 8, 16, 32, … plain steps. All ranks of a tensor-parallel model use the
-    first rank's latencies.
+    plain decoding, drafting is tried again after 8, 16, 32, … plain steps, or fewer where a rejected draft costs
+    little. All ranks of a tensor-parallel model use the first rank's latencies.
 
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead: nothing is then measured, and
@@ -162,6 +165,7 @@ class AdaptiveSession(PolicySession):
         if speed.speedup <= 1 + self._margin:
             if self._is_trial:
                 speed.interval = min(2 * speed.interval, MAX_INTERVAL)
-            self._plain_steps = speed.interval
+            loss = max(0.0, (1 + self._margin) * cost - tokens)
+            self._plain_steps = min(speed.interval, ceil(loss / MAX_LOSS))
         self._is_trial = False
         memory.store(self._model, self._key, speed)

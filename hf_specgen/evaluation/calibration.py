@@ -1,8 +1,4 @@
-"""Measures the acceptance of draft heads: of Medusa heads by rank, and of heads with neighbouring hidden states.
-
-The acceptance of Medusa heads determines the best draft tree. Which hidden states of the target a head was trained with
-is not certain from its config, as formats count them differently; the acceptance shows it.
-"""
+"""Measures how often the target generates the tokens of Medusa heads, by rank: this determines the best draft tree."""
 
 from __future__ import annotations
 
@@ -14,9 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import DraftCall, DraftSession
-from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates, MedusaSession
-from hf_specgen.depth import FixedDepth
 from hf_specgen.heads.medusa import CONFIDENCE_EDGES, RANKS, Acceptance, MedusaHeads, confidence_bin
 from hf_specgen.tree import DraftTree
 
@@ -105,34 +99,3 @@ def measure_acceptance(
 def save_acceptance(heads: MedusaHeads, counts: Counts) -> None:
     """Store acceptance rates in the heads' config; `save_pretrained` writes them."""
     heads.config.acceptance = [[list(ranks) for ranks in bins] for bins in counts.acceptance().table]
-
-
-def compare_taps(
-    model: PreTrainedModel,
-    heads: HeadCandidates,
-    batches: Sequence[dict[str, torch.Tensor]],
-    generation: dict[str, Any],
-) -> dict[tuple[int, ...], float]:
-    """Tokens per step of a head with its configured hidden states of the target, and one layer below and above."""
-    configured = heads.target_requirements(model).taps
-    last = model.config.get_text_config().num_hidden_layers
-    choices = [tuple(layer + shift for layer in configured) for shift in (0, -1, 1)]
-    return {
-        layers: _tokens_per_step(model, heads.with_aux_hidden_states(layers, 4), batches, generation)
-        for layers in choices
-        if all(0 <= layer <= last for layer in layers)
-    }
-
-
-def _tokens_per_step(
-    model: PreTrainedModel, heads: HeadCandidates, batches: Iterable[dict[str, torch.Tensor]], generation: Any
-) -> float:
-    tokens = steps = 0
-    for seed, inputs in enumerate(batches):
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            cast(Any, model).generate(**inputs, **generation, candidate_generator=heads, policy=FixedDepth())
-        assert heads.speculation is not None
-        tokens += heads.speculation.emitted
-        steps += sum(len(row) for row in heads.speculation.rows)
-    return tokens / max(steps, 1)

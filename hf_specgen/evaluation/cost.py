@@ -36,7 +36,8 @@ def measure_cost_curve(
     The sizes are interleaved within each repeat, so that other load on the machine affects all of them; the first
     repeat is a warm-up and not counted; each time is the median over the repeats.
     """
-    _check_queries(queries)
+    if not queries or queries[0] != 1 or any(b <= a for a, b in pairwise(queries)):
+        raise ValueError(f"queries must increase from 1, got {list(queries)}")
     for name, value in (("context", context), ("batch", batch), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -94,11 +95,6 @@ def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
     target = Target(model, tokens, GenerationConfig(), arguments)
     target.prefill(DraftTree.empty(len(tokens)))
     return target
-
-
-def _check_queries(queries: Sequence[int]) -> None:
-    if not queries or queries[0] != 1 or any(b <= a for a, b in pairwise(queries)):
-        raise ValueError(f"queries must increase from 1, got {list(queries)}")
 
 
 def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -1,17 +1,13 @@
 """Times several generation variants, interleaved in one process, on the same prompts with the same seeds.
 
-Also the confidence interval of a speedup, and the provenance that is saved with every measurement.
+Also the confidence interval of a speedup.
 """
 
 from __future__ import annotations
 
-import platform
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -23,11 +19,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.counters import Statistics
-from hf_specgen.version import __version__
-
-PACKAGE = Path(__file__).resolve().parents[1]
-RECORDED = ("benchmarks/results", "benchmarks/README.md")
-"""Recorded results: changes in them do not change what is measured."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +107,6 @@ class Total:
     @property
     def acceptance_rate(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0
-
-
-def interleave(
-    model: PreTrainedModel,
-    batches: Iterable[dict[str, torch.Tensor]],
-    variants: Sequence[Variant],
-    settings: dict[str, Any],
-    seed: int = 0,
-) -> Iterator[dict[str, Sample]]:
-    """Run all variants on each batch, one after the other, from the same seed."""
-    for number, inputs in enumerate(batches):
-        yield measure_round(model, inputs, variants, settings, seed + number, first=number)
 
 
 def measure_round(
@@ -276,48 +255,3 @@ def speedup_interval(
 def _ratio(sums: Sequence[np.ndarray]) -> np.ndarray:
     tokens, seconds, plain_tokens, plain_seconds = sums
     return (tokens / seconds) / (plain_tokens / plain_seconds)
-
-
-def provenance() -> dict[str, Any]:
-    """Everything needed to repeat a measurement: commit, command, versions and machine.
-
-    The commit is that of the clone, with "+changes" if anything but recorded results differs from it; None for an
-    installed package.
-    """
-    versions = {"python": platform.python_version(), "hf-specgen": __version__}
-    return {
-        "commit": _commit(),
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "versions": versions | {name: version(name) for name in ("torch", "transformers")},
-        "machine": {
-            "processor": _processor(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-    }
-
-
-def _commit() -> str | None:
-    try:
-        root = Path(_git("rev-parse", "--show-toplevel")).resolve()
-        if root != PACKAGE.parent or not _git("ls-files", "--", "__init__.py"):
-            return None  # installed somewhere inside another repository
-        excluded = [f":(top,exclude){path}" for path in RECORDED]
-        changes = _git("status", "--porcelain", "--", ":/", *excluded)
-        return _git("rev-parse", "HEAD") + ("+changes" if changes else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -36,6 +36,7 @@ from hf_specgen.evaluation import WorkloadSettings as WorkloadSettings
 from hf_specgen.evaluation.measure import Sample, Variant
 from hf_specgen.heads.checkpoint import check_source, source_errors
 from hf_specgen.heads.exit_head import exit_layer_of
+from hf_specgen.prepacked_weights import prepacked
 
 
 def _assets() -> Path:
@@ -201,11 +202,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, A
 
 def maybe_prepacked(model: PreTrainedModel, pack: bool) -> AbstractContextManager[Any]:
     """`hf_specgen.prepacked(model)` if `pack`, else nothing."""
-    if not pack:
-        return nullcontext()
-    from hf_specgen.prepacked_weights import prepacked
-
-    return cast(AbstractContextManager[Any], prepacked(model))
+    return prepacked(model) if pack else nullcontext()
 
 
 def first_difference(

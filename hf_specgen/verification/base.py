@@ -111,15 +111,12 @@ class VerificationSession(ABC):
         """End the call, with `columns` generated columns; also called after an exception."""
 
     def verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
-        """Accept the draft tokens that `choose` returns, and emit the next token.
+        """Accept the draft tokens that `choose` returns, and emit the next token; a row's tokens end where it ends.
 
         Args:
             tree: the draft.
             logits: `[batch, 1 + nodes, vocab]` of the target: after each row's last token, then after each node.
             active: the rows that take part.
-
-        Returns:
-            The result; a row's tokens end where the row ends.
 
         Raises:
             RuntimeError: as plain sampling does, if the scores of an emitted token are NaN, infinite or all -inf.

@@ -33,11 +33,7 @@ class NoiseBuffer:
         self._states: dict[int, torch.Tensor] = {}
 
     def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The noise of each row at its own steps; drawn as needed.
-
-        Returns:
-            `[batch, steps, vocab]`.
-        """
+        """`[batch, steps, vocab]` the noise of each row at its own steps; drawn as needed."""
         while self._drawn <= max(map(max, steps)):
             self._states[self._drawn] = _rng_state(self._device)
             self._noise[self._drawn] = torch.empty(self._shape, device=self._device).exponential_()

@@ -72,14 +72,7 @@ class LogitsPipeline:
         return self._apply(no_text, flat).view(logits.shape)
 
     def column(self, step: int, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores of one generated column.
-
-        Args:
-            logits: `[batch, vocab]`; those of rows that have not reached the column are ignored.
-
-        Returns:
-            `[batch, vocab]`.
-        """
+        """Processed scores of one generated column, `[batch, vocab]`; rows that have not reached it are ignored."""
         return self._apply(self._state.prefix(self._state.prompt_length + step), logits)
 
     def _apply(self, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

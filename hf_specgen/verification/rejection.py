@@ -19,8 +19,14 @@ import torch
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier
-from hf_specgen.verification.sampling import DraftSampler, argmax, exponential, exponential_race
-from hf_specgen.verification.siblings import child_table, tokens_of
+from hf_specgen.verification.sampling import (
+    DraftSampler,
+    argmax,
+    child_table,
+    exponential,
+    exponential_race,
+    tokens_of,
+)
 
 
 class RejectionVerifier(Verifier):
@@ -104,14 +110,8 @@ def draft_distribution(
 ) -> torch.Tensor:
     """`[batch, slots, vocab]` the distribution of each slot's draft token: q without the tokens of earlier siblings.
 
-    Where the token has probability 0 in it, it was proposed deterministically: a point mass.
-
-    Args:
-        q: `[batch, nodes, vocab]` as in `accept_or_reject`.
-        node: `[batch, slots]` the draft node, -1 for none.
-        token: `[batch, slots, 1]` its token, 0 for none.
-        earlier: `[batch, slots, earlier siblings]` their tokens.
-        p: `[batch, slots, vocab]`, for its shape, dtype and device.
+    Where the token has probability 0 in it, it was proposed deterministically: a point mass. `token` is `[batch, slots,
+    1]`, 0 for none; `p` gives shape, dtype and device.
     """
     point_mass = torch.zeros_like(p).scatter_(-1, token, 1.0)
     if q is None:

@@ -36,11 +36,7 @@ class TopTokens:
     def of_step(
         cls, logits: torch.Tensor, tree: DraftTree, pending: Sequence[int], active: Sequence[bool], count: int
     ) -> TopTokens:
-        """From the logits of a step.
-
-        Args:
-            logits: `[batch, 1 + nodes, vocab]` of the target: after each row's last token, then after each node.
-        """
+        """From the logits of a step, `[batch, 1 + nodes, vocab]`, and the pending token of each row."""
         nodes = [1 + len(parents) if is_active else 0 for parents, is_active in zip(tree.parents, active, strict=True)]
         read = torch.tensor([list(range(n)) + [-1] * (logits.shape[1] - n) for n in nodes]) >= 0
         tokens = torch.cat([torch.tensor(pending)[:, None], tree.tokens.cpu()], dim=1)[read]

@@ -13,8 +13,14 @@ import torch
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, Parents
 from hf_specgen.verification.base import VerificationSession, Verifier
-from hf_specgen.verification.sampling import DraftSampler, argmax, exponential, exponential_race
-from hf_specgen.verification.siblings import child_table, tokens_of
+from hf_specgen.verification.sampling import (
+    DraftSampler,
+    argmax,
+    child_table,
+    exponential,
+    exponential_race,
+    tokens_of,
+)
 
 
 class TypicalVerifier(Verifier):
@@ -26,13 +32,6 @@ class TypicalVerifier(Verifier):
     Args:
         epsilon: a draft token with more than this probability is always accepted.
         alpha: scales the threshold where the target's distribution has high entropy.
-
-    Raises:
-        ValueError: for a parameter outside (0, 1].
-
-    Example:
-        >>> from hf_specgen.verification import TypicalVerifier
-        >>> mode = TypicalVerifier(epsilon=0.1)  # model.generate(..., candidate_generator=…, verification=mode)
     """
 
     def __init__(self, epsilon: float = 0.3, alpha: float = 0.09):
@@ -69,11 +68,9 @@ class _TypicalSession(VerificationSession):
         tokens = tokens_of(tree, table)
         plausible = p.gather(-1, tokens.clamp(min=0)) > self._settings.threshold(p).unsqueeze(-1)
         accepted = torch.where(plausible, tokens, -1)  # [batch, slots, siblings]
-        chosen = []
         decided = torch.cat([own.unsqueeze(-1), table, accepted], dim=-1).tolist()  # the one host synchronisation
-        for parents, slots in zip(tree.parents, decided, strict=True):
-            chosen.append(_deepest(parents, slots, siblings=table.shape[2]))
-        return torch.tensor(chosen)
+        rows = zip(tree.parents, decided, strict=True)
+        return torch.tensor([_deepest(parents, slots, siblings=table.shape[2]) for parents, slots in rows])
 
 
 def _deepest(parents: Parents, slots: list[list[int]], siblings: int) -> list[int]:
