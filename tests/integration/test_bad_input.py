@@ -24,6 +24,9 @@ from hf_specgen import (
 )
 from hf_specgen.verification import TypicalVerifier
 from tests.helpers import FailingOracle, RecordingStreamer, fresh_model, prompts, tiny_model
+from tests.helpers.medusa import random_heads
+from tests.helpers.paths import HEAD_FIXTURES
+from tests.helpers.stateful import CONFIGS, stateful_model
 
 NOT_A_STRATEGY = 'candidate_generator must be "auto" or a CandidateGenerator such as NgramCandidates(k=5)'
 CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -255,13 +258,51 @@ def test_refused_cache_of_the_generation_config_names_a_remedy_that_works(config
     model.generate(**settings, cache_implementation="dynamic")
 
 
-@pytest.mark.parametrize(
-    ("architecture", "message"),
-    [("gpt_neo", "builds its local attention mask inside the layers"), ("bloom", "takes no position_ids")],
-)
-def test_generate_unsupported_architecture_raises(architecture: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny_model(architecture).generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates())
+MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
+    ("gpt_neo", NgramCandidates, "builds its local attention mask inside the layers"),
+    ("bloom", NgramCandidates, "takes no position_ids"),
+    *(
+        (architecture, lambda: LayerSkipCandidates(1), "cannot draft with its own first layers")
+        for architecture in ("gemma4_text", "gpt2", "opt")
+    ),
+    *(
+        ("llama", lambda layer=layer: LayerSkipCandidates(layer), f"exit_layer must be from 1 to 1 .* got {layer}$")
+        for layer in (0, 2, 9)
+    ),
+    (
+        "llama",
+        lambda: CombinedCandidates([LayerSkipCandidates(1), LayerSkipCandidates(2)]),
+        "different ways",
+    ),
+    ("llama", lambda: DraftModelCandidates(tiny_model("llama", vocab_size=70)), "vocabulary of 70, the target of 99"),
+    ("llama", lambda: DraftModelCandidates(tiny_model("gpt2", n_positions=8)), "has 12 tokens, but the draft reads at"),
+    ("llama", lambda: DraftModelCandidates(stateful_model("lfm2")), "keeps a state"),
+    ("lfm2", lambda: LayerSkipCandidates(1), "convolutions or recurrent states"),
+    ("qwen3_next", lambda: LayerSkipCandidates(1), "convolutions or recurrent states"),
+    (
+        "llama",
+        lambda: EagleCandidates(HEAD_FIXTURES / "eagle3_original" / "head", k=2),
+        "a vocabulary of 128, but this target has 99",
+    ),
+    ("llama", lambda: MedusaCandidates(heads(num_heads=2), [[0], [0, 0], [0, 0, 0]]), "3 deep, but there are 2 heads"),
+    ("llama", lambda: MedusaCandidates(heads(num_heads=2), [[0], [99]]), "ends at 98"),
+    (
+        "llama",
+        lambda: MedusaCandidates(heads(reads_token=True, reads_path=True, own_outputs=True), [[0], [0, 0]]),
+        'use tree="auto" or a number of nodes',
+    ),
+]
+
+
+def heads(**shape: Any) -> Any:
+    return random_heads(tiny_model("llama"), **shape)
+
+
+@pytest.mark.parametrize(("architecture", "make", "words"), MISMATCHES, ids=lambda value: str(value)[:30])
+def test_strategy_that_does_not_fit_the_target_raises(architecture: str, make: Callable[[], Any], words: str) -> None:
+    target = stateful_model(architecture) if architecture in CONFIGS else tiny_model(architecture)
+    with pytest.raises(ValueError, match=words):
+        target.generate(**prompts(1), max_new_tokens=4, candidate_generator=make())
 
 
 def test_generate_attention_without_tree_mask_raises() -> None:

@@ -16,7 +16,6 @@ from hf_specgen import (
     AdaptiveDepth,
     Call,
     Candidates,
-    CombinedCandidates,
     DraftModelCandidates,
     FixedDepth,
     LayerSkipCandidates,
@@ -178,13 +177,6 @@ def test_calls_too_short_for_a_draft_same_tokens(tokens: int, batch: int) -> Non
 
 
 # Combining strategies
-
-
-def test_combined_layer_skips_at_different_layers_raise() -> None:
-    both = CombinedCandidates([LayerSkipCandidates(1), LayerSkipCandidates(2)])
-    with pytest.raises(ValueError, match="different ways"):
-        model = tiny_model("llama", num_hidden_layers=3)
-        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=both)
 
 
 # Ranks of one tensor-parallel model draft alike although their clocks differ; replicas do not wait for each other

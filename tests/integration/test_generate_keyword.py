@@ -183,11 +183,6 @@ def test_native_generator_of_the_caller_learns_of_acceptance() -> None:
     assert generator.accepted == [step.accepted for step in output.speculation.rows[0] if step.drafted]
 
 
-def test_native_generator_with_several_rows_raises() -> None:
-    with pytest.raises(ValueError, match="works on one row, got 3"):
-        tiny_model("llama").generate(**prompts(3), max_new_tokens=5, candidate_generator=RepeatingGenerator())
-
-
 # State between calls
 
 

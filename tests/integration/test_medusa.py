@@ -176,16 +176,6 @@ def test_rank_tree_of_paths() -> None:
     assert tree.drawn_in_order.ranks == (0, 1, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"), [([[0], [0, 0], [0, 0, 0]], "3 deep, but there are 2 heads"), ([[0], [99]], "ends at 98")]
-)
-def test_medusa_tree_that_does_not_fit_the_heads_raises(tree: Any, message: str) -> None:
-    model = tiny_model("llama")
-    with pytest.raises(ValueError, match=message):
-        candidates = MedusaCandidates(random_heads(model, num_heads=2), tree)
-        model.generate(**prompts(1), candidate_generator=candidates)
-
-
 def test_profile_keys_of_loaded_modules_differ_by_object() -> None:
     """Would catch: the acceptance of one set of heads, or of one exit adapter, remembered for another."""
     model = tiny_model("llama")
@@ -241,13 +231,6 @@ def test_hydra_logits_of_every_node_are_those_of_its_own_path(monkeypatch: pytes
     candidates = MedusaCandidates(hydra_heads(model, inputs), 10, policy=FixedDepth())
     assert_same_tokens(model, inputs, candidates, max_new_tokens=12)
     assert compared > 30
-
-
-def test_hydra_fixed_paths_are_refused() -> None:
-    model = tiny_model("llama")
-    candidates = MedusaCandidates(random_heads(model, **HYDRA), [[0], [0, 0]])
-    with pytest.raises(ValueError, match='use tree="auto" or a number of nodes'):
-        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
 
 
 def test_heads_that_read_the_path_read_its_first_token_too() -> None:

@@ -57,14 +57,6 @@ def test_layer_skip_adapter_after_the_model_changed_dtype_runs(adapter: str) -> 
         assert ids.shape == (1, 20)
 
 
-def test_layer_skip_adapter_of_another_layer_raises(adapter: str) -> None:
-    """Would catch: an adapter that reads the state of a layer it was not trained for."""
-    with pytest.raises(ValueError, match="trained for exit_layer=2, not 1"):
-        tiny_model("llama", num_hidden_layers=3).generate(
-            **prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(1, adapter=adapter)
-        )
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_medusa_by_folder_then_loaded_with_remembered_acceptance_same_tokens(batch: int, tmp_path: Path) -> None:
     """Would catch: acceptance remembered for 8 positions used for 4 heads. By folder k is unknown at first."""

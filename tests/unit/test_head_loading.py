@@ -287,7 +287,7 @@ def test_bind_shares_what_the_head_lacks_and_saves_none_of_it(tmp_path: Path) ->
 
 
 LAYERS = 2
-SIZES: dict[str, Any] = {
+DEEPSEEK: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -312,7 +312,7 @@ SIZES: dict[str, Any] = {
 def save_checkpoint(folder: Path, mtp_layers: int) -> None:
     """A tiny DeepSeek-V3 with MTP layers behind its own."""
     torch.manual_seed(0)
-    longer = DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=LAYERS + mtp_layers, **SIZES))
+    longer = DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=LAYERS + mtp_layers, **DEEPSEEK))
     longer.save_pretrained(folder)
     tensors = {name: torch.randn_like(value) * 0.2 for name, value in load_file(folder / "model.safetensors").items()}
     for layer in range(LAYERS, LAYERS + mtp_layers):
@@ -410,7 +410,7 @@ def test_mtp_with_wrong_tensor_raises(tmp_path: Path, part: str, value: torch.Te
 
 
 def test_mtp_of_target_without_a_name_raises() -> None:
-    target: Any = DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=LAYERS, **SIZES))
+    target: Any = DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=LAYERS, **DEEPSEEK))
     with pytest.raises(ValueError, match="name its checkpoint"):
         load_mtp(target)
 
