@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from hf_specgen.call import Call
-from hf_specgen.counters import StepRecord
+from hf_specgen.counters import RowStep, Statistics, StepRecord
 
 if TYPE_CHECKING:
     from hf_specgen.monitoring.prometheus import Counters
@@ -88,13 +88,9 @@ class SpeculationMonitor(Monitor):
                 self.window.append((depth, row.drafted, row.accepted, row.emitted))
                 if row.drafted:
                     self.histogram[row.accepted] += 1
-            sums = [
-                sum(depth for depth, _ in taken),
-                sum(r.drafted for _, r in taken),
-                sum(r.accepted for _, r in taken),
-            ]
-            means = [value / len(taken) for value in sums]
-            self.timeline.append((means[0], means[1], means[2], sum(step.seconds.values())))
+            columns = zip(*((depth, row.drafted, row.accepted) for depth, row in taken), strict=True)
+            depth, drafted, accepted = (sum(column) / len(taken) for column in columns)
+            self.timeline.append((depth, drafted, accepted, sum(step.seconds.values())))
         if self._counters is not None:
             for _, row in taken:
                 if row.drafted:
@@ -140,27 +136,24 @@ class _SpeculationMonitorSession(MonitorSession):
 
     def __init__(self, monitor: SpeculationMonitor, call: Call):
         self._monitor, self._call, self._started = monitor, call, perf_counter()
-        self._steps = self._rows = self._emitted = self._drafted = self._accepted = 0
+        self._steps, self._rows = 0, list[RowStep]()
 
     def observe(self, step: StepRecord) -> None:
-        rows = [row for row in step.rows if row is not None]
         self._steps += 1
-        self._rows += len(rows)
-        self._emitted += sum(row.emitted for row in rows)
-        self._drafted += sum(row.drafted for row in rows)
-        self._accepted += sum(row.accepted for row in rows)
+        self._rows += [row for row in step.rows if row is not None]
         self._monitor.record(self._call, step)
 
     def end(self) -> None:
+        counts = Statistics([self._rows])
         logger.info(
             "%s: %d tokens, %d steps, %.2f tokens per step, drafted %d, accepted %d (%.0f%%), %.2f s",
             self._call.drafting.name,
             sum(map(len, self._call.state.generated)),
             self._steps,
-            self._emitted / max(1, self._rows),
-            self._drafted,
-            self._accepted,
-            100 * self._accepted / max(1, self._drafted),
+            counts.tokens_per_step,
+            counts.drafted,
+            counts.accepted,
+            100 * counts.acceptance_rate,
             perf_counter() - self._started,
         )
 
