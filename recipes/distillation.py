@@ -6,12 +6,14 @@ tokens: 1 - sum_v min(p_v, q_v) <= sqrt(KL(p || q) / 2) (Pinsker; Leviathan et a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from torch.nn.functional import kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -20,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from answers import DEFAULT_GENERATION
 from common import Options, option
 from corpus import Batch, conversations
-from hf_specgen.targets.model_parts import decoder, layer_outputs, output_logits
+from hf_specgen.targets.model_parts import decoder, decoder_layers, output_logits
 from training_setup import TrainingSettings, shared_batches
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -51,6 +53,26 @@ def answers(settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase) -> D
     """The training data: batches of conversations with the answers marked."""
     rows = conversations(tokenizer, settings.data, settings.max_length, settings.streaming)
     return shared_batches(rows, settings, tokenizer.pad_token_id or 0)
+
+
+@contextmanager
+def layer_outputs(model: PreTrainedModel, exits: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Collects the states `[batch, length, hidden]` after the first E layers, for each E of `exits`, in each pass."""
+    states: dict[int, torch.Tensor] = {}
+    layers = decoder_layers(model)
+
+    def keep(exit_layer: int) -> Any:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            states[exit_layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [layers[exit_layer - 1].register_forward_hook(keep(exit_layer)) for exit_layer in exits]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from cards import push, write_card
+from custom_generate import write_custom_generate
 from hf_specgen.heads.lora import FOLDER
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.heads.medusa_formats import write_custom_generate
 from medusa_evaluation import HeadScores, eval_results, evaluation_section
 
 ADAPTER = "adapter"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -156,7 +156,7 @@ def _parameter(item: Field[Any], kind: Any) -> inspect.Parameter:
     default: Any = inspect.Parameter.empty if item.default is MISSING else item.default
     if get_origin(kind) is tuple:
         kind = list[get_args(kind)[0]]  # type: ignore[misc]
-        default = list(default)
+        default = list(cast(Any, default))
     if "choices" in about:
         kind = Literal[tuple(about["choices"])]
     limits = {"min": about["min"]} if "min" in about else {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from hf_specgen.call import Call
@@ -20,6 +21,8 @@ FORGETTING = 0.9
 """Factor by which the weight of earlier steps decreases with every step that drafts."""
 FIRST_INTERVAL, MAX_INTERVAL = 8, 64
 """Plain steps after which drafting is tried again; doubled whenever that was not faster."""
+MAX_LOSS = 0.02
+"""Fraction of the time that steps with rejected drafts may cost: where drafts are nearly free, intervals are shorter."""
 
 
 class AdaptiveDepth(Policy):
@@ -27,7 +30,7 @@ class AdaptiveDepth(Policy):
 
     The speed of drafting is the tokens of recent steps over their cost by the latency model: T(q) of the target and the
     drafter's passes, which are measured once per model (`hf_specgen.depth.calibrate`). Where it is not above that of
-    plain decoding, drafting is tried again after 8, 16, 32, … plain steps. All ranks of a tensor-parallel model use the
+    plain decoding, drafting is tried again after 8, 16, 32, … plain steps, or fewer where a rejected draft costs little. All ranks of a tensor-parallel model use the
     first rank's latencies.
 
     Args:
@@ -84,7 +87,7 @@ class DraftingSpeed:
 
     def copy(self) -> DraftingSpeed:
         """The same speed, with the weight of the prior: texts differ from call to call."""
-        return replace(self, tokens=4.0 * self.speedup, cost=4.0)
+        return DraftingSpeed(4.0 * self.speedup, 4.0)
 
 
 class AdaptiveSession(PolicySession):
@@ -103,6 +106,8 @@ class AdaptiveSession(PolicySession):
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
         if policy.latency is not None:
             self.latency = policy.latency.select(str(drafting.key[0]), drafting.negligible_cost)
+        elif drafting.negligible_cost:
+            self._speed = DraftingSpeed(max(self._speed.tokens, DraftingSpeed.tokens))
         elif self._speed.speedup <= 1 + self._margin:
             self._plain_steps = self._speed.interval
 
@@ -160,6 +165,7 @@ class AdaptiveSession(PolicySession):
         if speed.speedup <= 1 + self._margin:
             if self._is_trial:
                 speed.interval = min(2 * speed.interval, MAX_INTERVAL)
-            self._plain_steps = speed.interval
+            loss = max(0.0, (1 + self._margin) * cost - tokens)
+            self._plain_steps = min(speed.interval, ceil(loss / MAX_LOSS))
         self._is_trial = False
         memory.store(self._model, self._key, speed)

@@ -36,12 +36,7 @@ FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (
 
 
 def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The `hidden_states` indices that a head's config.json names, or None if it leaves them to the default.
-
-    Example:
-        >>> configured_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 11, 21]}})
-        (2, 12, 22)
-    """
+    """The `hidden_states` indices that a head's config.json names, or None if it leaves them to the default."""
     layers: dict[str, tuple[int, ...]] = {}
     for path, offset in FIELDS:
         ids: Any = config
@@ -60,24 +55,12 @@ def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def eagle_layers(num_layers: int) -> tuple[int, ...]:
-    """Which states EAGLE-3 reads of a target of that many layers if its config does not name them: low, middle, high.
-
-    With six layers the last two coincide, and the original implementation then reads two states.
-
-    Example:
-        >>> eagle_layers(32), eagle_layers(6)
-        ((2, 16, 29), (2, 3))
-    """
+    """Which states EAGLE-3 reads by default: low, middle, high; with six layers the last two coincide."""
     return tuple(dict.fromkeys((2, num_layers // 2, num_layers - 3)))
 
 
 def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """Which states DFlash reads if its config does not name them: spread evenly, one for each draft layer.
-
-    Example:
-        >>> block_layers(36, 5)
-        (2, 10, 18, 26, 34)
-    """
+    """Which states DFlash reads by default: spread evenly, one for each draft layer."""
     if num_draft_layers == 1:
         return (num_layers // 2 + 1,)
     step = (num_layers - 4) / (num_draft_layers - 1)
@@ -85,19 +68,12 @@ def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
 
 
 def capture_arguments(layers: Sequence[int]) -> dict[str, Any]:
-    """Arguments of the target's forward pass that make it return these hidden states, and keep no others.
-
-    Transformers captures them per call, so passes of other threads are not mixed up. Before 5.23 all states are kept.
-    """
+    """Arguments of the target's forward pass that make it return these hidden states; before 5.23 all."""
     return {"output_hidden_states": list(layers) if SELECTS_HIDDEN_STATES else True}
 
 
 def concatenate(hidden_states: Sequence[torch.Tensor | None], layers: Sequence[int]) -> torch.Tensor:
-    """The features that a head reads.
-
-    Returns:
-        `[batch, length, layers * hidden]`.
-    """
+    """The features that a head reads, `[batch, length, layers * hidden]`."""
     missing = [layer for layer in layers if hidden_states[layer] is None]
     if missing:
         raise ValueError(f"the target did not return its hidden states {missing}; pass it `capture_arguments(layers)`")

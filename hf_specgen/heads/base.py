@@ -5,8 +5,7 @@
     next token ─► bound.embed ─► embeddings ──────────┘                                   │      │
                                                               fed to the next step ◄─ hidden   output ─► bound.logits
 
-A head owns the weights of its checkpoint. Those that the checkpoint leaves out (usually the embedding, often the output
-matrix) are the target's, shared by `BoundHead`: they are neither copied nor saved.
+Weights that a checkpoint leaves out (usually the embedding) are the target's, shared by `BoundHead`.
 """
 
 from __future__ import annotations
@@ -27,32 +26,18 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """Configuration that all heads have in common: their sizes, and those of the target that they fit.
+    """Configuration that all heads have in common: their sizes, and those of the target that they fit."""
 
-    Args:
-        hidden_size: width of the states that the head passes from step to step.
-        vocab_size: the target's.
-        target_hidden_size: width of the target's hidden states.
-        num_aux_hidden_states: how many of the target's hidden states are concatenated to a feature.
-        aux_hidden_state_layers: their `hidden_states` indices; None for the format's default for the target's number
-            of layers.
-        draft_vocab_size: how many tokens the head can propose; `vocab_size` means all of them.
-        own_embeddings, own_lm_head: whether the head has its own embedding and output matrix, or uses the target's.
-        speculative_tokens: the number of draft tokens that the checkpoint recommends.
-        base_model: Hub id or path of the target that it was trained for, if known.
-        num_target_layers: number of layers of that target, if known.
-    """
-
-    hidden_size: int
-    vocab_size: int
+    hidden_size: int  # of the states passed from step to step
+    vocab_size: int  # the target's
     target_hidden_size: int
-    num_aux_hidden_states: int
-    aux_hidden_state_layers: tuple[int, ...] | None = None
-    draft_vocab_size: int
-    own_embeddings: bool = False
-    own_lm_head: bool = False
-    speculative_tokens: int | None = None
-    base_model: str | None = None
+    num_aux_hidden_states: int  # concatenated to a feature
+    aux_hidden_state_layers: tuple[int, ...] | None = None  # `hidden_states` indices; None: the default of the format
+    draft_vocab_size: int  # tokens that the head can propose
+    own_embeddings: bool = False  # else the target's
+    own_lm_head: bool = False  # else the target's
+    speculative_tokens: int | None = None  # draft tokens that the checkpoint recommends
+    base_model: str | None = None  # the target that it was trained for
     num_target_layers: int | None = None
 
     def __post_init__(self) -> None:
@@ -79,17 +64,19 @@ class HeadConfig:
 
 
 class HeadOutput(NamedTuple):
-    """The output of a head for each position, both `[batch, length, hidden]`.
-
-    `hidden` replaces the combined features in the next draft step; `output` is the input of the output matrix.
-    """
+    """States `[batch, length, hidden]`: `hidden` for the next draft step, `output` for the output matrix."""
 
     hidden: torch.Tensor
     output: torch.Tensor
 
 
 class DraftHead(nn.Module):
-    """Base class of the heads; a subclass adds its layers, `default_layers`, `combine` and `forward`."""
+    """Base class of the heads; a subclass adds its layers, `default_layers`, `combine` and `forward`.
+
+    `forward` of heads that draft step by step takes, each `[batch, length, …]`, embeddings of the tokens *after* the
+    positions, combined features (or `HeadOutput.hidden` of the parents) and positions; then a mask, True where a query
+    sees a slot of the cache (None: causal, all rows equally long), and the cache for keys and values.
+    """
 
     lm_head: nn.Module | None
     draft_to_target: torch.Tensor | None
@@ -106,10 +93,7 @@ class DraftHead(nn.Module):
         self.register_buffer("draft_to_target", torch.arange(config.draft_vocab_size) if reduced else None)
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The `hidden_states` indices that the format reads of a target with `num_layers` layers by default.
-
-        Unless a subclass says otherwise: the state after the target's final norm.
-        """
+        """The `hidden_states` indices that the format reads by default: the state after the final norm."""
         return (num_layers,)
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
@@ -121,15 +105,7 @@ class DraftHead(nn.Module):
         return draft_ids if self.draft_to_target is None else self.draft_to_target[draft_ids]
 
     def bind(self, target: PreTrainedModel, aux_hidden_state_layers: Sequence[int] | None = None) -> BoundHead:
-        """Check that the head can draft for `target`, and share the target's weights that the head lacks.
-
-        Args:
-            target: the model that the head was trained for; it is not changed.
-            aux_hidden_state_layers: `hidden_states` indices to read instead of the configured ones.
-
-        Raises:
-            ValueError: naming the first mismatch.
-        """
+        """Check that the head can draft for `target`, and share the target's weights that the head lacks."""
         return BoundHead(self, target, aux_hidden_state_layers)
 
 
@@ -185,10 +161,7 @@ class BoundHead:
         return self._lm_head(output.to(self._lm_head.weight)).to(output.device)
 
     def target_logits(self, output: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden]` of `HeadOutput.output` to `[..., vocab]` over the target's vocabulary.
-
-        Tokens that are not in the draft vocabulary get -inf.
-        """
+        """`[..., hidden]` to `[..., vocab]`; tokens that are not in the draft vocabulary get -inf."""
         logits, head = self.logits(output), self.head
         if head.draft_to_target is None:
             return logits

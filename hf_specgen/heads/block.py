@@ -1,17 +1,13 @@
 """Block heads (DFlash, JetSpec): predict a whole block of tokens in one pass from the target's hidden states.
 
-The block starts with the last known token, the anchor, followed by mask tokens. Every layer attends from the block to
-the block itself and to the *context*: one key and value per accepted position, projected directly from the target's
-features. Context entries do not depend on the head's layers, so the prefill costs a few matrix products and no
-attention:
+The block is the last known token, the anchor, and mask tokens. Every layer attends to the block and to the *context*:
+one key and value per accepted position, projected from the target's features without the head's layers:
 
     context (features of accepted positions)   |  block
     c0   c1   c2   c3                          |  x4 (anchor)  mask  mask  mask
                                                                 d5    d6    d7      d6 is predicted independently of d5
 
-DFlash attends in both directions inside the block; JetSpec only backwards, so that a pass over a block whose first
-masks have been replaced by tokens predicts the tokens after them. Block entries are dropped after each pass, context
-entries stay.
+DFlash attends in both directions inside the block, JetSpec only backwards. Block entries are dropped after each pass.
 
 Sources: DFlash (2026), https://arxiv.org/abs/2602.06036; JetSpec (2026), https://arxiv.org/abs/2606.18394.
 """
@@ -33,38 +29,22 @@ from hf_specgen.heads.layers import Attention, DecoderLayer, LayerConfig, Rotary
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """The attention pattern of one layer inside a block.
+    """The attention pattern of one layer inside a block."""
 
-    Args:
-        causal: attend only backwards inside the block; otherwise in both directions.
-        window: sliding window in positions; None for all.
-        window_from_anchor: measure the window from the anchor for the whole block, not from each position
-            (speculators).
-    """
-
-    causal: bool = False
-    window: int | None = None
-    window_from_anchor: bool = False
+    causal: bool = False  # attend only backwards inside the block
+    window: int | None = None  # sliding window in positions; None for all
+    window_from_anchor: bool = False  # one window for the whole block (speculators), not one from each position
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(HeadConfig):
-    """Configuration of `BlockHead`.
-
-    Args:
-        layer: configuration of each decoder layer.
-        attention: attention pattern of each layer; its length is the number of layers.
-        block_size: positions of a block, the anchor included.
-        mask_token_id: the input token at the positions to predict.
-        first_proposing_position: 1 if position i of a block predicts its own token and the anchor nothing (DFlash);
-            0 if position i predicts the token after it (`sample_from_anchor`).
-    """
+    """Configuration of `BlockHead`."""
 
     layer: LayerConfig
-    attention: tuple[BlockAttention, ...]
-    block_size: int
-    mask_token_id: int
-    first_proposing_position: int = 1
+    attention: tuple[BlockAttention, ...]  # of each layer
+    block_size: int  # positions, the anchor included
+    mask_token_id: int  # input at the positions to predict
+    first_proposing_position: int = 1  # 0: position i predicts the token after it (`sample_from_anchor`)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,11 +64,7 @@ class BlockConfig(HeadConfig):
 
 
 class BlockHead(DraftHead):
-    """DFlash and JetSpec heads, in the formats of their authors and of speculators.
-
-    To draft, call `extend` with the features of newly accepted positions, then `forward` over the block, then drop the
-    block's cache entries.
-    """
+    """DFlash and JetSpec heads: `extend` with accepted positions, `forward` over the block, drop its cache entries."""
 
     config: BlockConfig
 
@@ -119,17 +95,7 @@ class BlockHead(DraftHead):
         cache: Cache,
         context_lengths: Sequence[int] | None = None,
     ) -> HeadOutput:
-        """One pass over a block.
-
-        Args:
-            embeddings: `[batch, block, hidden]` of the anchor and the mask tokens, or of tokens in place of masks.
-            position_ids: `[batch, block]`; the anchor follows the last context position.
-            cache: holds the context; the block's entries are appended and have to be dropped afterwards.
-            context_lengths: the number of context entries of each row; None if it is the same for all rows.
-
-        Returns:
-            The states before and after the final norm, of all positions of the block.
-        """
+        """One pass over a block, `[batch, block, hidden]`, after a context of `context_lengths` entries in each row."""
         batch, block = embeddings.shape[:2]
         lengths = [cache.get_seq_length()] * batch if context_lengths is None else context_lengths
         equal_lengths = len(set(lengths)) == 1
@@ -149,15 +115,7 @@ class BlockHead(DraftHead):
 def block_mask(
     attention: BlockAttention, lengths: Sequence[int], block: int, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """The mask of a pass over a block, for a batch whose rows have different numbers of context entries.
-
-    Returns:
-        `[batch, 1, block, max(lengths) + block]` bool, True where a position sees a cache slot.
-
-    Example:
-        >>> block_mask(BlockAttention(causal=True, window=2, window_from_anchor=True), [3], 2).int()[0, 0].tolist()
-        [[0, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
-    """
+    """`[batch, 1, block, max(lengths) + block]` bool, True where a position sees a cache slot."""
     slots = torch.arange(max(lengths) + block, device=device)
     anchor = torch.tensor(lengths, device=device)[:, None, None]
     positions = anchor + torch.arange(block, device=device)[:, None]

@@ -1,8 +1,7 @@
 """Reads untrusted checkpoints of heads and adapters: JSON files, and tensors whose shapes are known before allocating.
 
-JSON is limited in size. Safetensors files state the shapes of their tensors in a header that is checked against the
-size of the file; pickled files are read by `torch.load(weights_only=True)`, and no tensor can take more memory than its
-file has bytes. Every problem is reported as one `ValueError` or `OSError` that names the file.
+Pickled files are read by `torch.load(weights_only=True)`, and no tensor can take more memory than its file has bytes.
+Every problem is reported as one `ValueError` or `OSError` that names the file.
 """
 
 from __future__ import annotations
@@ -148,12 +147,7 @@ def number_field(config: dict[str, Any], name: str, path: str | Path) -> int:
 
 
 class Fields:
-    """The values of an untrusted config, with defaults, each checked when it is read.
-
-    Example:
-        >>> Fields({"hidden_size": 64}, {"num_hidden_layers": 1}).integer("num_hidden_layers")
-        1
-    """
+    """The values of an untrusted config, with defaults, each checked when it is read."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self.values, self.defaults = values, defaults or {}
@@ -288,12 +282,7 @@ class Checkpoint:
 
 
 def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
-    """Read a checkpoint's config and the headers of its tensor files.
-
-    Args:
-        source: where it is.
-        wanted: which tensors are of interest; files without any are neither downloaded nor opened.
-    """
+    """Read a checkpoint's config and the headers of those tensor files that hold any of the wanted tensors."""
     path = source.file(CONFIG)
     if path is None and Path(source.path_or_id).is_dir():
         raise ValueError(f"{source} has no {CONFIG}, so it is not a checkpoint")

@@ -1,21 +1,16 @@
 """EAGLE heads: one or a few decoder layers that extrapolate the target's hidden states autoregressively.
 
-A head reads the feature of a position (hidden states of the target) together with the embedding of the *next* token,
-and predicts the token after that. Its own output replaces the feature of the next position, so it drafts chains and
-trees:
+A head reads the feature of a position (hidden states of the target) and the embedding of the *next* token, and predicts
+the token after that. Its own output replaces the feature of the next position:
 
     position          0    1    2    3  |  4    5        the target has processed x0 … x3 and chosen x4
     feature           f0   f1   f2   f3 |  h3   h4       f: the target's, h: the head's own output
     token             x1   x2   x3   x4 |  d5   d6
     prediction        ·    ·    ·    d5 |  d6   d7
 
-Only entries computed from the target's features stay in the cache. After a verification the entries computed from the
-head's own output are dropped, and the accepted tokens are processed again, now with the target's features.
-
-Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), "EAGLE-2" (2024; the
-same heads with dynamic trees) and "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
-Training-Time Test" (2025). P-EAGLE (2026, https://arxiv.org/abs/2602.01469) predicts several tokens in one pass, with a
-learned vector in place of the features that do not exist yet.
+Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), "EAGLE-2" (2024), and
+"EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025). P-EAGLE (2026,
+https://arxiv.org/abs/2602.01469) predicts several tokens in one pass, with a learned vector for unknown features.
 """
 
 from __future__ import annotations
@@ -33,29 +28,17 @@ from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmb
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(HeadConfig):
-    """Configuration of `Eagle1Head` and `Eagle3Head`.
-
-    Args:
-        layer: configuration of each decoder layer.
-        num_layers: number of decoder layers.
-        projects_features: whether a linear layer projects the features; otherwise they are used unchanged.
-        projection_bias: whether that linear layer has a bias.
-        norm_before_residual: the residual stream of the first layer starts from the normalised feature (speculators).
-        norm_before_fc: one norm over all concatenated features before the linear layer.
-        fc_norm: one norm for each of the concatenated features instead (EAGLE-3.1).
-        norm_output: pass the normalised output to the next step (EAGLE-3.1) instead of the raw one.
-        mask_token_id: the input token at positions predicted in parallel; makes the head a P-EAGLE head.
-    """
+    """Configuration of `Eagle1Head` and `Eagle3Head`."""
 
     layer: LayerConfig
     num_layers: int = 1
-    projects_features: bool = True
-    projection_bias: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    mask_token_id: int | None = None
+    projects_features: bool = True  # by a linear layer; otherwise they are used unchanged
+    projection_bias: bool = False  # of that linear layer
+    norm_before_residual: bool = False  # the first residual stream starts from the normalised feature
+    norm_before_fc: bool = False  # one norm over all concatenated features
+    fc_norm: bool = False  # one norm for each of the concatenated features (EAGLE-3.1)
+    norm_output: bool = False  # pass the normalised output to the next step (EAGLE-3.1)
+    mask_token_id: int | None = None  # input at positions predicted in parallel: a P-EAGLE head
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,7 +78,7 @@ class Eagle1Head(DraftHead):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
     ) -> HeadOutput:
-        """Arguments and result as for `Eagle3Head.forward`."""
+        """One pass; see `DraftHead.forward`."""
         states = self.fc(torch.cat((embeddings, hidden), dim=-1))
         rotary, mask = self.rotary(states, position_ids), causal_default(attention_mask, states, cache)
         for layer in self.layers:
@@ -148,19 +131,7 @@ class Eagle3Head(DraftHead):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
     ) -> HeadOutput:
-        """One pass over known positions, one draft step, or one level of a draft tree.
-
-        Args:
-            embeddings: `[batch, length, hidden]` of the token *after* each position.
-            hidden: `[batch, length, hidden]` combined features, or `HeadOutput.hidden` of the parent.
-            position_ids: `[batch, length]` the position of each feature.
-            attention_mask: `[batch, 1, length, cached + length]` bool, True where a query sees a cache slot; None is
-                causal, after a cache whose rows are equally long.
-            cache: receives the keys and values of all layers.
-
-        Returns:
-            The states for the next step and for the output matrix.
-        """
+        """One pass over known positions, one draft step, or one level of a draft tree; see `DraftHead.forward`."""
         rotary, mask = self.rotary(hidden, position_ids), causal_default(attention_mask, hidden, cache)
         first, *rest = self.layers
         states = first(embeddings, hidden, rotary, mask, cache)

@@ -22,12 +22,7 @@ class ExitHead(nn.Module):
     """A norm, then the target's output matrix, which may have a LoRA adapter.
 
     A new head computes exactly the logits of the target cut off after that layer. Its output matrix shares the target's
-    memory but is a module of its own: neither training nor loading an adapter changes the target.
-
-    Args:
-        norm: from hidden state to hidden state.
-        head: from hidden state to vocabulary.
-        exit_layer: number of target layers before the head; None if that is not decided.
+    memory, but neither training nor loading an adapter changes the target.
     """
 
     def __init__(self, norm: nn.Module, head: nn.Linear, exit_layer: int | None = None):
@@ -55,19 +50,11 @@ def save_exit_head(adapter: Any, folder: str | Path, target: PreTrainedModel, ba
 
 
 def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
-    """Load a trained head for its target. The files are not trusted: sizes are checked before anything is allocated.
+    """Load a trained head for its target. The files are not trusted: sizes are checked before allocating.
 
     Args:
         target: the model that the head was trained for; it is not changed.
         path_or_id: a folder, or a repository of the Hub, as written by `recipes/train_layer_skip.py`.
-
-    Returns:
-        the head, frozen, in the target's dtype and on the device of its output matrix.
-
-    Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if a file is damaged, or the head was trained for a target of other sizes.
-        ImportError: without peft.
     """
     source = str(path_or_id)
     config, path = _config(source)

@@ -32,18 +32,7 @@ Config = dict[str, Any]
 
 
 def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
-    """Write a head so that `load_head` and vLLM read it.
-
-    Args:
-        head: an EAGLE, P-EAGLE, DFlash or JetSpec head.
-        folder: where to; files of the same names are overwritten.
-
-    Returns:
-        the files written.
-
-    Raises:
-        ValueError: if the head is of another kind, or has an option that the format cannot express.
-    """
+    """Write an EAGLE, P-EAGLE, DFlash or JetSpec head so that `load_head` and vLLM read it; returns the files."""
     if isinstance(head, Eagle3Head):
         return _write(head, folder, speculators_eagle(head), {})
     if isinstance(head, BlockHead) and fits_speculators(head):
@@ -56,18 +45,12 @@ def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
 
 
 def export_head(head: DraftHead, folder: str | Path, to: str) -> list[Path]:
-    """Write a head in the layout that another program reads.
+    """Write a head in the layout that another program reads; returns the files.
 
     Args:
         head: an EAGLE, P-EAGLE, DFlash or JetSpec head.
         folder: where to; it must not hold a config.json yet.
         to: "eagle" (the original implementation), "sglang" (the layouts of SpecForge and z-lab) or "vllm".
-
-    Returns:
-        the files written.
-
-    Raises:
-        ValueError: for another program, or a head that its layout cannot express.
     """
     if to not in PROGRAMS:
         raise ValueError(f"unknown export {to!r}; there are {', '.join(PROGRAMS)}")

@@ -1,8 +1,8 @@
 """Gemma 4 assistants: a stack without keys and values of its own, which attends to the target's; loader and runner.
 
 Every layer reads the keys and values that the target's last full-attention layer, or its last sliding one, has in its
-cache. So the assistant needs no prefill and no cache: the same position, that of the last known token, is used for all
-draft tokens of a step, and earlier draft tokens influence later ones only through the state that is passed on.
+cache. All draft tokens of a step have the position of the last known token, and influence later ones only through the
+state that is passed on.
 
 Source: Google, "Gemma 4" (2026), as implemented by `transformers.models.gemma4_assistant`.
 """
@@ -45,21 +45,13 @@ KeysValues = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantConfig(HeadConfig):
-    """Configuration of `AssistantHead`; `hidden_size` is the target's, which the passed-on states have.
-
-    Args:
-        layers: the decoder layers, which may differ in the size of their attention heads.
-        layer_types: for each of them "full_attention" or "sliding_attention".
-        sliding_window: how many keys before the last one a sliding layer sees.
-        num_centroids: groups of tokens of which only the best are scored; None scores all tokens.
-        top_centroids: how many of the groups are scored.
-    """
+    """Configuration of `AssistantHead`; `hidden_size` is the target's, which the passed-on states have."""
 
     layers: tuple[LayerConfig, ...]
     layer_types: tuple[str, ...]
-    sliding_window: int
-    num_centroids: int | None = None
-    top_centroids: int = 0
+    sliding_window: int  # keys before the last one that a sliding layer sees
+    num_centroids: int | None = None  # groups of tokens, of which the best are scored; None: all tokens
+    top_centroids: int = 0  # how many groups are scored
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,19 +176,10 @@ class AssistantHead(DraftHead):
         padding: torch.Tensor | None = None,
         dropped: Mapping[str, int] | None = None,
     ) -> HeadOutput:
-        """One draft step.
+        """One draft step with the target's keys and values; positions are those of the last known token.
 
-        Args:
-            embeddings: `[batch, length, hidden]` the target's, of the last token of each path.
-            hidden: `[batch, length, hidden]` the target's last state, or `HeadOutput.hidden` of the step before.
-            position_ids: `[batch, length]` the position of the last known token, for all draft tokens of a step.
-            keys_values: what the target's last layer of each type has in its cache.
-            lengths: `[batch]` how many keys of each row count; None: all.
-            padding: `[batch]` how many of these, at the beginning, are padding; None: none.
-            dropped: by layer type how many of the first keys the cache has dropped; they count in `lengths`.
-
-        Returns:
-            the state for the next step, of the target's width, and that for the output matrix.
+        `lengths` and `padding` are, for each row, the keys that count and how many of the first ones are padding.
+        `dropped` is by layer type how many of the first keys the cache has dropped; they count in `lengths`.
         """
         states = self.pre_projection(torch.cat((embeddings, hidden), dim=-1))
         rotary = {name: embedding(states, position_ids) for name, embedding in self.rotary.items()}
@@ -228,10 +211,7 @@ class AssistantHead(DraftHead):
 
 
 def source_layers(target_config: PretrainedConfig) -> dict[str, int]:
-    """For each layer type the target's layer whose cached keys and values an assistant reads.
-
-    It is the last one that computes keys and values of its own.
-    """
+    """For each layer type the target's last layer with keys and values of its own, which an assistant reads."""
     config: Any = target_config.get_text_config()
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
     return {name: index for index, name in enumerate(config.layer_types[:own])}
@@ -305,11 +285,7 @@ def _layer_config(text: Fields, checkpoint: Checkpoint, names: Names, index: int
 
 
 class AssistantRunner:
-    """Runs a Gemma 4 assistant for one step: with the target's own keys and values, and no cache of its own.
-
-    All draft tokens of a step have the position of the last known token and attend to the text before it; earlier
-    draft tokens influence later ones only through the state that is passed on.
-    """
+    """Runs a Gemma 4 assistant for one step: with the target's own keys and values, and no cache of its own."""
 
     def __init__(self, bound: BoundHead, target: Target):
         self.bound, self._target = bound, target

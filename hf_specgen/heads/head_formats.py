@@ -61,10 +61,6 @@ def load_head(
 
     Returns:
         The head, on the CPU, frozen, in evaluation mode; `head.bind(target)` makes it ready to draft.
-
-    Raises:
-        FileNotFoundError: if there is no such folder or repository.
-        ValueError: if the format is unknown, or a file is damaged or inconsistent.
     """
     cache = None if cache_dir is None else str(cache_dir)
     checkpoint = open_checkpoint(Source(str(path_or_id), revision, token, subfolder, cache))
@@ -191,10 +187,7 @@ def _mask_token(fields: Fields) -> int:
 
 
 def load_speculators_block(checkpoint: Checkpoint, layers: Layers | None, dtype: torch.dtype | None) -> BlockHead:
-    """A DFlash head in the format of speculators.
-
-    Its sliding layers count their window from the anchor, and are causal unless the config specifies otherwise.
-    """
+    """A DFlash head in the format of speculators; sliding layers are causal unless configured."""
     fields = Fields(checkpoint.config)
     of_layers = layer_fields(fields.nested("transformer_layer_config").values)
     if fields.get("projector_type") not in (None, "dflash"):
@@ -218,11 +211,7 @@ def load_speculators_block(checkpoint: Checkpoint, layers: Layers | None, dtype:
 
 
 def load_zlab_block(checkpoint: Checkpoint, layers: Layers | None, dtype: torch.dtype | None) -> BlockHead:
-    """A DFlash head as z-lab publishes it, or a JetSpec head.
-
-    Sliding layers count their window from each position and are causal; `is_causal`, or JetSpec's `causal_head`,
-    decides for all layers.
-    """
+    """A DFlash head as z-lab publishes it, or a JetSpec head; `is_causal` or `causal_head` decide for all layers."""
     fields, of_layers = Fields(checkpoint.config), layer_fields(checkpoint.config)
     dflash = fields.nested("dflash_config")
     either = Fields(dflash.values, checkpoint.config)

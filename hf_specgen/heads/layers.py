@@ -1,11 +1,7 @@
 """The decoder layer of draft heads: pre-norm attention with rotary positions, then a gated MLP; and its configuration.
 
-This is the layer of Llama and Qwen3, with the options that draft checkpoints use (biases, query and key norms, an
-attention that reads a wider input than the residual stream). Keys and values go through Transformers' cache interface,
-`cache.update(key, value, layer_index)`, so a head works with any cache, including one whose rows differ in length.
-
-Sizes of a checkpoint's layers are taken from its tensors, because published configs are wrong about them and some
-programs ignore fields that others obey (`head_dim`). Where the config has the same size, it has to agree.
+This is the layer of Llama and Qwen3, with the options that draft checkpoints use. Sizes are taken from a checkpoint's
+tensors, because published configs are wrong about them; where the config has the same size, it has to agree.
 """
 
 from __future__ import annotations
@@ -57,21 +53,9 @@ class Rotary(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Sizes and options of one decoder layer.
+    """Sizes and options of one decoder layer."""
 
-    Args:
-        hidden_size: width of the residual stream.
-        intermediate_size: width of the MLP.
-        num_heads, num_kv_heads, head_dim: shape of the attention.
-        norm_eps: epsilon of every RMSNorm.
-        hidden_act: name of the MLP's activation function, as in Transformers.
-        qkv_bias, output_bias, mlp_bias: which linear layers have a bias.
-        qk_norm: whether queries and keys are normalised per head, as in Qwen3.
-        max_position_embeddings: the context length that RoPE scaling refers to.
-        rope: rotary parameters in the form of Transformers 5 (`rope_type`, `rope_theta`, …).
-    """
-
-    hidden_size: int
+    hidden_size: int  # of the residual stream
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
@@ -81,8 +65,8 @@ class LayerConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    max_position_embeddings: int = 2048
+    qk_norm: bool = False  # of each attention head, as in Qwen3
+    max_position_embeddings: int = 2048  # the context length that RoPE scaling refers to
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
     def __post_init__(self) -> None:
@@ -155,11 +139,7 @@ class Attention(nn.Module):
     def forward(
         self, states: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor:
-        """Attend from every state to the cached and the new ones, `[batch, length, hidden]`.
-
-        The mask `[batch, 1, length, cached + length]` is True where a query sees a key; None: everywhere. The cache
-        receives the new keys and values; without one, states attend to the new ones alone.
-        """
+        """Attend from every state to the cached and the new ones where the mask is True, `[batch, length, hidden]`."""
         queries = rotary.rotate(self.q_norm(self._heads(self.q_proj(states))).transpose(1, 2))
         keys, values = self.keys_values(states, rotary)
         if cache is not None:
@@ -194,15 +174,7 @@ class DecoderLayer(nn.Module):
 
 
 def causal_mask(lengths: Sequence[int], queries: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """A causal mask for a batch whose rows have different numbers of cached tokens.
-
-    Returns:
-        `[batch, 1, queries, max(lengths) + queries]` bool, True where a query sees a cache slot.
-
-    Example:
-        >>> causal_mask([2, 0], 2).int()[:, 0].tolist()
-        [[[1, 1, 1, 0], [1, 1, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]]]
-    """
+    """`[batch, 1, queries, max(lengths) + queries]` bool: a causal mask after cached tokens of each row."""
     slots = torch.arange(max(lengths) + queries, device=device)
     own = torch.tensor(lengths, device=device)[:, None] + torch.arange(queries, device=device)
     return (slots <= own[..., None])[:, None]
@@ -294,10 +266,7 @@ def count_layers(fields: Fields, names: Collection[str]) -> int:
 
 
 def read_rope(fields: Fields) -> dict[str, Any]:
-    """Rotary parameters of a config of Transformers 4 or 5, in the form of 5; without any, base 10,000.
-
-    The target's own base plays no part: EAGLE heads without `rope_theta` were trained with 10,000.
-    """
+    """Rotary parameters of a config of Transformers 4 or 5, in the form of 5; by default base 10,000, as EAGLE has."""
     config = Fields(fields.values)
     newer = config.nested("rope_parameters")
     values = {**config.nested("rope_scaling").values, **newer.values}

@@ -1,7 +1,6 @@
-"""LoRA adapters: loading any from files that are not trusted, and one for each Medusa head on the shared output matrix.
+"""LoRA adapters from files that are not trusted, and one for each Medusa head on the shared output matrix.
 
-PEFT builds modules of the sizes that a config states. So the config and the tensors' shapes are compared first, and
-PEFT receives a config of our own with the few fields that matter.
+PEFT builds modules of the sizes that a config states, so these are compared with the tensors' shapes first.
 """
 
 from __future__ import annotations
@@ -38,18 +37,7 @@ def shared_linear(matrix: nn.Linear) -> nn.Linear:
 def load_adapter(
     module: nn.Module, source: str, adapted: Sequence[str], saved: Sequence[str] = (), subfolder: str = ""
 ) -> Any:
-    """Load a LoRA adapter onto a module, after comparing its sizes with the module's.
-
-    Args:
-        module: gets the adapter; its parameters are not copied.
-        source: folder or Hub id.
-        adapted: names of the linear layers in `module` that have LoRA matrices.
-        saved: names of submodules that the adapter may hold whole (PEFT's `modules_to_save`).
-        subfolder: of `source`.
-
-    Returns:
-        the `PeftModel` around `module`.
-    """
+    """Load a LoRA adapter onto linear layers of a module, and whole submodules that it has saved; a `PeftModel`."""
     peft = _peft()
     config_path, weights_path = _adapter_files(source, subfolder)
     config = read_json(config_path)
@@ -156,11 +144,7 @@ def output_of(adapter: Any, head: int) -> nn.Module:
 
 
 def stacked_deltas(adapter: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The LoRA matrices of all heads, so that one batched product serves all of them.
-
-    Returns:
-        `[heads, hidden, rank]` and `[heads, rank, vocab]`, scaled; their product is added to the output matrix.
-    """
+    """The scaled LoRA matrices of all heads, `[heads, hidden, rank]` and `[heads, rank, vocab]`."""
     layers = [cast(Any, layer) for layer in adapter.base_model.model.heads]
     down = torch.stack([layer.lora_A["default"].weight.detach().T for layer in layers])
     up = torch.stack([layer.lora_B["default"].weight.detach().T * layer.scaling["default"] for layer in layers])

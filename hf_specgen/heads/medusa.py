@@ -2,21 +2,17 @@
 
     hidden state that predicts token t+1 ─┬─► target's output matrix ─► token t+1   (the target itself)
                                           ├─► head 0 ─► output matrix ─► token t+2
-                                          ├─► head 1 ─► output matrix ─► token t+3
                                           └─► …
 
 With `reads_path` (Hydra heads) head h also reads the draft tokens before its own, and drafts one level of a tree:
 
     that state, tokens t+1 … t+h+1 of a path ─► head h ─► output matrix ─► token t+h+2 of this path
 
-All heads share the target's output matrix unless the checkpoint has one per head. For an 8B Llama (hidden size 4,096,
-vocabulary 128,256) five output matrices have 2.6 billion parameters; five one-layer heads that share the target's have
-84 million.
+All heads share the target's output matrix unless the checkpoint has one per head.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section
-2.1, and 2.3.3 for acceptance by rank; by confidence: Li et al., "EAGLE-2" (2024), section 4.1; for `reads_token` and
-`reads_path` Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding"
-(2024), section 3.
+2.1, and 2.3.3 for acceptance by rank; by confidence: Li et al., "EAGLE-2" (2024), section 4.1; `reads_path`: Ankner et
+al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), section 3.
 """
 
 from __future__ import annotations
@@ -50,9 +46,7 @@ def confidence_bin(confidence: float) -> int:
 class Acceptance:
     """Acceptance rates of Medusa heads by confidence and rank: the prior by which draft trees are built.
 
-    Entry `[h][c][r]` is the fraction of steps in which the token of rank r of head h was accepted, of those in which
-    the head's confidence (the probability of its most likely token) was in bin c and the tokens before it were
-    accepted.
+    Entry `[h][c][r]`: how often the token of rank r of head h was accepted after accepted ones, with confidence bin c.
     """
 
     table: tuple[tuple[tuple[float, ...], ...], ...]
@@ -75,11 +69,7 @@ class Acceptance:
 
     @classmethod
     def untuned(cls, heads: int) -> Acceptance:
-        """The assumption for heads that were not measured: rank 0 is accepted with the confidence as probability.
-
-        Rank r > 0 is accepted with (1 - confidence) / 2^r, but no more than rank 0; every head is accepted 0.8 times as
-        often as the one before.
-        """
+        """The assumption for heads that were not measured: rank 0 is accepted with the confidence as probability."""
         edges = (0.0, *CONFIDENCE_EDGES, 1.0)
         confidences = [(low + high) / 2 for low, high in pairwise(edges)]
         return cls(
@@ -171,11 +161,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(PreTrainedModel):
-    """A set of Medusa heads; new heads are initialised to predict the target's own next token.
-
-    It is saved, loaded and pushed to the Hub like any Transformers model; `hf_specgen.heads.load_medusa` also reads the
-    formats of the original Medusa, TGI and vLLM.
-    """
+    """A set of Medusa heads, saved and loaded like any Transformers model; new ones predict the target's next token."""
 
     config_class = MedusaConfig
     config: MedusaConfig
@@ -202,13 +188,7 @@ class MedusaHeads(PreTrainedModel):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, tokenizer: Any = None, **shape: Any) -> MedusaHeads:
-        """New heads for a target, in float32 on its device.
-
-        Args:
-            target: the model that the heads will draft for.
-            tokenizer: its chat template becomes part of the fingerprint.
-            shape: fields of `MedusaConfig` that differ from its defaults.
-        """
+        """New heads for a target, in float32 on its device; `shape` are fields of `MedusaConfig`."""
         matrix = output_matrix(target)
         sizes: dict[str, Any] = {"hidden_size": matrix.in_features, "vocab_size": matrix.out_features}
         heads = cls(MedusaConfig(**sizes, base=fingerprint(target, tokenizer), **shape))
@@ -223,15 +203,11 @@ class MedusaHeads(PreTrainedModel):
         return cast(MedusaHeads, cast(Any, heads).to(matrix.weight.device))
 
     def forward(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """The hidden state of each head, the input of its output matrix.
+        """`[..., heads, hidden]`: the hidden state of each head, the input of its output matrix.
 
         Args:
             hidden: `[..., hidden]` the input of the target's output matrix when it predicted the next token.
-            tokens: `[..., tokens, hidden]` the target's embeddings of that next token and of those after it, for heads
-                that read tokens: one with `reads_token`, as many as there are heads with `reads_path`.
-
-        Returns:
-            `[..., heads, hidden]`.
+            tokens: `[..., tokens, hidden]` embeddings of that token and those after it, for heads that read tokens.
         """
         return torch.stack([self.head_state(head, hidden, tokens) for head in range(self.config.num_heads)], dim=-2)
 
@@ -262,21 +238,13 @@ class MedusaRunner:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of all heads, scaled and capped like the target's own.
-
-        Returns:
-            `[rows, heads, vocab]`; a shared output matrix is multiplied once for all heads.
-        """
+        """The logits of all heads, `[rows, heads, vocab]`, scaled and capped like the target's own."""
         states = self.heads(hidden.to(self._device, self._dtype), self._embedded(tokens))  # [rows, heads, hidden]
         return output_logits(self._target, states, self._outputs)
 
     @torch.no_grad()
     def head_logits(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of one head.
-
-        Returns:
-            `[nodes, vocab]`.
-        """
+        """The logits of one head, `[nodes, vocab]`."""
         state = self.heads.head_state(head, hidden.to(self._device, self._dtype), self._embedded(tokens))
         return output_logits(self._target, state, lambda states: self._output(head, states))
 

@@ -7,8 +7,7 @@
 | Medusa v2, TGI | medusa_lm_head.safetensors | `{head}.{layer}.linear.weight`, `.bias` |
 | vLLM | model.safetensors | `blocks.{head}.layers.{layer}.weight`, `.bias`; `lm_heads.{head}.weight` |
 
-In all but our own format the numbers of heads and layers are counted in the tensors: some published configs are wrong
-about them. Files are not trusted: no module is built before the tensors' names and shapes have been checked.
+In all but our own format heads and layers are counted in the tensors, which are checked before a module is built.
 """
 
 from __future__ import annotations
@@ -61,18 +60,11 @@ class MedusaCheckpoint(NamedTuple):
 
 
 def load_medusa(path_or_id: str | Path, target: PreTrainedModel | None = None) -> MedusaHeads:
-    """Load heads from a folder or a repository of the Hub.
+    """Load heads from a folder or a repository of the Hub: on the CPU, in the dtype of the file.
 
     Args:
         path_or_id: where they are.
         target: the model that they draft for; if given, the heads are checked against it before they are loaded.
-
-    Returns:
-        the heads, on the CPU, in the dtype of the file, in evaluation mode.
-
-    Raises:
-        FileNotFoundError: if there are no Medusa heads.
-        ValueError: if a file is damaged, contradicts itself, or the heads belong to another target.
     """
     config, checkpoint, names = inspect_medusa(path_or_id)
     if target is not None:
@@ -132,12 +124,7 @@ def _medusa_tensors(source: Source) -> dict[str, TensorInfo]:
 
 
 def native_names(names: Iterable[str]) -> Names:
-    """The tensors of another program's format by their names in `MedusaHeads`; other tensors are left out.
-
-    Example:
-        >>> native_names(["0.0.linear.weight", "0.1.weight", "something"])
-        {'blocks.0.layers.0.weight': '0.0.linear.weight', 'lm_heads.0.weight': '0.1.weight'}
-    """
+    """The tensors of another program's format by their names in `MedusaHeads`; other tensors are left out."""
     native: Names = {}
     for name in names:
         if match := LAYER.match(name) or VLLM_LAYER.match(name):
@@ -173,10 +160,7 @@ def _counted_config(fields: dict[str, Any], state: dict[str, Shape]) -> MedusaCo
 
 
 def _check_shapes(config: MedusaConfig, shapes: dict[str, Shape], biases_required: bool) -> None:
-    """Raise a `ValueError` unless the tensors are those of `config`.
-
-    Their numbers and width are compared first, so that a false config cannot make modules without end.
-    """
+    """Raise unless the tensors are those of `config`: first their number, so that it cannot make endless modules."""
     if config.hidden_size not in (width := shapes.get("blocks.0.layers.0.weight", ())):
         raise ValueError(f"hidden_size is {config.hidden_size}, but tensor 'blocks.0.layers.0.weight' is {width}")
     for name, part in (("num_heads", 1), ("num_layers", 3)):
@@ -200,21 +184,13 @@ def _count(names: Iterable[str], part: int) -> int:
 
 
 def export_medusa(heads: MedusaHeads, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:
-    """Write heads in another program's format.
-
-    Heads with LoRA matrices get their own output matrices: the target's, with each head's LoRA product added.
+    """Write heads in another program's format; returns the files. LoRA is merged into output matrices.
 
     Args:
         heads: as loaded.
         folder: where to; it must not hold a config.json.
         to: "medusa" (v2, or v1 if the heads have their own output matrices), "tgi" or "vllm".
         target: needed if its output matrix becomes part of the files: "vllm" with shared matrices, and heads with LoRA.
-
-    Returns:
-        the files written.
-
-    Raises:
-        ValueError: for an unknown format, heads that it cannot represent, or a missing target.
     """
     if to not in PROGRAMS:
         raise ValueError(f"unknown format {to!r}; use one of {', '.join(PROGRAMS)}")
@@ -308,36 +284,3 @@ def _vllm(
         "model.safetensors",
         tensors,
     )
-
-
-CUSTOM_GENERATE = '''\
-"""Speculative decoding with the Medusa heads in this repository; the tokens are those of plain generate()."""
-
-from functools import lru_cache
-from typing import Any
-
-HEADS = {heads!r}
-
-
-@lru_cache(maxsize=1)
-def candidates() -> Any:
-    """The heads, loaded once."""
-    try:
-        from hf_specgen import MedusaCandidates
-    except ImportError:
-        raise ImportError(f"{{HEADS}} needs hf_specgen, which is not installed: pip install hf-specgen") from None
-    return MedusaCandidates.from_pretrained(HEADS)
-
-
-def generate(model: Any, **arguments: Any) -> Any:
-    """What `model.generate(candidate_generator=...)` returns."""
-    arguments = {{name: value for name, value in arguments.items() if value is not None}}
-    return model.generate(candidate_generator=candidates(), **arguments)
-'''
-
-
-def write_custom_generate(folder: str | Path, heads: str) -> None:
-    """Write `custom_generate/generate.py` into a folder of heads."""
-    path = Path(folder) / "custom_generate" / "generate.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(CUSTOM_GENERATE.format(heads=heads), encoding="utf-8")

@@ -1,8 +1,7 @@
 """Multi-token prediction (MTP) layers, which are part of the checkpoint of some targets.
 
-An MTP layer is one more decoder layer of the target's own kind. It reads the target's last hidden state together with
-the embedding of the next token, like an EAGLE-1 head, and its output goes through the target's output matrix. Layer k
-drafts the token k + 2 places ahead from the output of layer k - 1; a single layer is applied to its own output again.
+An MTP layer is one more decoder layer of the target's own kind, with inputs as those of an EAGLE-1 head. Layer k drafts
+the token k + 2 places ahead from the output of layer k - 1; a single layer is applied to its own output again.
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2.
 """
@@ -59,11 +58,7 @@ class MTPHead(DraftHead):
         cache: Cache | None = None,
         step: int = 0,
     ) -> HeadOutput:
-        """One pass of one layer.
-
-        Returns:
-            the layer's output after its final norm, for the next step and for the output matrix alike.
-        """
+        """One pass of one layer; its output after its final norm is for the next step and for the output matrix."""
         index = step % self.config.num_layers
         layer = cast(Any, self.layers[index])
         both = torch.cat((layer.embedding_norm(embeddings), layer.hidden_norm(hidden)), dim=-1)

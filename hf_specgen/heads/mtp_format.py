@@ -5,9 +5,7 @@
 | DeepSeek-V3, GLM-4.x | `model.layers.{L + k}.…` with `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` | |
 | Qwen3-Next, Qwen3.5 | `mtp.layers.{k}.…` | `mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}` |
 
-L is the number of the target's layers; related models have the same layouts. The decoder layers are loaded by
-Transformers as a model of the target's own class with these layers only, so whatever it converts in the target's layers
-(fused experts) is converted here, too.
+The decoder layers are loaded as a model of the target's class, which converts what it converts in the target.
 """
 
 from __future__ import annotations
@@ -45,19 +43,12 @@ def load_mtp(
     token: str | bool | None = None,
     cache_dir: str | None = None,
 ) -> MTPHead:
-    """Load the MTP layers of a target from its checkpoint.
+    """Load the MTP layers of a target from its checkpoint: in its dtype, on the device of its last layer.
 
     Args:
         target: the model that is drafted for.
         path_or_id: its checkpoint; None takes where it was loaded from.
         revision, token, cache_dir: as for `from_pretrained`.
-
-    Returns:
-        the head, frozen, in the dtype of the target and on the device of its last layer.
-
-    Raises:
-        FileNotFoundError: if there is no such checkpoint.
-        ValueError: if the checkpoint has no MTP layers of a known layout, or they are incomplete.
     """
     source = path_or_id or target.config.name_or_path
     if not source:
@@ -74,10 +65,7 @@ def load_mtp(
 
 
 def has_mtp_layers(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is that of a target with MTP layers of a known layout of its own.
-
-    They are recognised by the tensor that projects embedding and state, which heads of other formats do not have.
-    """
+    """Whether a checkpoint is that of a target with MTP layers: it has a projection of embedding and state."""
     if "speculators_model_type" in checkpoint.config:
         return False
     extra = (EXTRA_LAYER.match(name) for name in checkpoint.tensors)

@@ -51,13 +51,7 @@ PREFILL_CHUNK = 512
 
 
 class HeadRunner:
-    """Base class: a head's cache in one call, and the rows that it still computes; finished rows are dropped.
-
-    Attributes:
-        cache: keys and values; the first `lengths[b]` slots of row b are of accepted tokens, others of draft nodes.
-        lengths: accepted positions of each row in the cache.
-        rows: numbers of the rows that have not been dropped; `cache` and `lengths` are of these.
-    """
+    """Base class: a head's cache in one call, whose first `lengths[b]` slots are accepted tokens, and active `rows`."""
 
     def __init__(self, bound: BoundHead, batch: int):
         self.bound, self.cache, self.lengths, self.rows = bound, RaggedCache(), [0] * batch, list(range(batch))
@@ -91,11 +85,7 @@ class HeadRunner:
 
 
 class EagleRunner(HeadRunner):
-    """Runs an EAGLE or MTP head: over accepted tokens, then over draft nodes with its own output as features.
-
-    Attributes:
-        last: the head's output at the last accepted position, both parts `[active, 1, hidden]`.
-    """
+    """Runs an EAGLE or MTP head over accepted tokens, then over draft nodes with its own output as features."""
 
     last: HeadOutput
 
@@ -109,15 +99,9 @@ class EagleRunner(HeadRunner):
         next_tokens: Sequence[Sequence[int]],
         needed: Sequence[bool] | None = None,
     ) -> HeadOutput:
-        """Run the head on new accepted positions of each row; cache entries of draft nodes are dropped.
+        """Run the head on new accepted positions: by row `[new, layers * target_hidden]`, and the next tokens.
 
-        Args:
-            features: for each row `[new, layers * target_hidden]`; rows may have different numbers of them, or none.
-            next_tokens: for each row the token after each of these positions.
-            needed: the active rows; the others are dropped, unless passes are captured. None: all.
-
-        Returns:
-            The output at the last position of each row; zeros for rows that were dropped.
+        Returns the output at the last position. Rows that are not needed are dropped, unless passes are captured.
         """
         if needed is not None and self._captured is None:  # another number of rows would be captured anew
             kept = self._drop(needed)
@@ -155,10 +139,7 @@ class EagleRunner(HeadRunner):
         self.last = HeadOutput(*last)
 
     def expand(self, tree: DraftTree, new: int) -> HeadOutput:
-        """The output at the last `new` nodes of a tree, with the head's own output at their parents as features.
-
-        The tree has all nodes since the last `extend`. Both parts are `[batch, new, hidden]`; zeros for dropped rows.
-        """
+        """The output `[batch, new, hidden]` at the last `new` nodes of a tree with all nodes since `extend`."""
         tree = tree.select(self.rows)
         first = tree.nodes - new
         parents = torch.tensor(tree.parents)[:, first:]
@@ -189,17 +170,7 @@ class ParallelRunner(HeadRunner):
         needed: Sequence[bool],
         depth: int,
     ) -> torch.Tensor:
-        """Process new accepted positions of each row, and draft the tokens after them.
-
-        Args:
-            features: for each row `[new, layers * target_hidden]`; rows may have different numbers of them.
-            next_tokens: for each row the token after each of these positions. A row without any has invalid logits.
-            needed: the active rows; the others are dropped.
-            depth: draft tokens.
-
-        Returns:
-            `[batch, depth, vocab]` logits over the target's vocabulary; zeros for rows that were dropped.
-        """
+        """Process new accepted positions as `EagleRunner.extend`, and draft after them: `[batch, depth, vocab]`."""
         self._drop(needed)
         states = [row.to(self._like) for row in self._gather(features)]
         output = self._outputs(states, [list(row) for row in self._gather(next_tokens)], depth)
@@ -233,11 +204,7 @@ class PEagleRunner(ParallelRunner):
         return output[torch.arange(len(rest), device=device)[:, None], indices.clamp(min=0)]
 
     def _pass(self, rows: Sequence[tuple[torch.Tensor, list[int]]], masked: int) -> torch.Tensor:
-        """One pass over new features and tokens of each row and `masked` positions after them, which are dropped.
-
-        Returns:
-            `[rows, new + masked, hidden]`; shorter rows are padded.
-        """
+        """One pass over new positions of each row and `masked` positions after them: `[rows, new + masked, hidden]`."""
         head: Any = self.bound.head
         unknown = head.mask_hidden[0].expand(masked, -1)
         features = pad_sequence([torch.cat([states, unknown]) for states, _ in rows], batch_first=True)
@@ -254,9 +221,6 @@ class BlockRunner(ParallelRunner):
     """Runs a block head (DFlash, JetSpec): new features extend the context, then a block is drafted after it.
 
     cache              c0 … c(n-1)  |  anchor  mask  mask  mask        c: context, from the target's features
-
-    Attributes:
-        depth: draft tokens of a block.
     """
 
     def __init__(self, bound: BoundHead, batch: int):
@@ -292,9 +256,7 @@ class HeadInputs(NamedTuple):
 class CapturedHead:
     """The passes of one EAGLE head as CUDA graphs, shared by all calls; used by one thread at a time.
 
-    A pass has many small kernels, and launching them takes most of its time: on an H100 drafting a level of a tree
-    takes 4.4 ms, and with captured passes 2.1 ms. A pass over n positions is padded to the next of the widths 1, 4, 8,
-    16, …, and captured once for each width and capacity of the cache; passes longer than 64 (the prompt) run eagerly.
+    On an H100 drafting a level of a tree takes 4.4 ms, with captured passes 2.1 ms. Passes longer than 64 run eagerly.
     """
 
     def __init__(self) -> None:

@@ -1,17 +1,13 @@
 """Attention kernels of verification steps: grouped-query attention without copies, and none of cuDNN on a GPU.
 
 In grouped-query attention `groups` query heads share one key/value head. Given a mask, Transformers' SDPA function
-first copies keys and values once per query head, so a step over several tokens writes and reads the whole cache
-`groups` times. Here the heads of a group are folded into the query length, and keys and values are not copied::
+first copies keys and values once per query head. Here the heads of a group are folded into the query length instead::
 
     query   [batch, kv_heads * groups, queries, head_dim]  ->  [batch, kv_heads, groups * queries, head_dim]
     mask    [batch, 1, queries, keys]                      ->  [batch, 1, groups * queries, keys]
 
-Attention treats the rows of a query independently, so both forms compute the same function; only rounding can differ.
-
-`grouped_attention` turns this on for the forward passes of the current thread. It changes neither a model nor its
-config: the function registered as "sdpa" in the attention interface is wrapped once, and the wrapper calls
-Transformers' own function unless the calling thread is inside the context.
+The function registered as "sdpa" in the attention interface is wrapped once; the wrapper calls Transformers' own
+function unless the calling thread is inside `grouped_attention`.
 
 Source: Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models" (2023), section 2.2.
 """
@@ -52,16 +48,10 @@ _interface = AttentionInterface()
 
 
 class grouped_attention:
-    """Use grouped attention in the forward passes of this thread.
+    """Use grouped attention in the forward passes of this thread, in layers of SDPA models where it applies.
 
-    It applies to SDPA models with grouped heads, to layers that get a mask or, on a CPU, a single query token per row.
-    Every other call takes Transformers' own function, as do all calls of other threads and compiled models. Masks must
-    not be changed in place between two layers: each is folded once and used for all layers that get the same tensor.
-
-    If another library has registered its own function under "sdpa", that function is used and this context does
-    nothing.
-
-    A class, since a generator would take longer in every step.
+    Masks must not be changed in place between two layers: each is folded once for all layers that get the same tensor.
+    A function that another library has registered under "sdpa" is left alone. A class is faster than a generator.
     """
 
     def __enter__(self) -> None:
@@ -76,10 +66,7 @@ class grouped_attention:
 def grouped_sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None = None
 ) -> torch.Tensor:
-    """Scaled dot-product attention with the query heads of each group folded into the query length.
-
-    The mask is from `fold_mask`; with None every query sees all keys. Returns `[batch, queries, heads, value_dim]`.
-    """
+    """SDPA of `[batch, heads, queries, head_dim]` with a mask of `fold_mask`; `[batch, queries, heads, value_dim]`."""
     batch, heads, queries, head_dim = query.shape
     kv_heads = key.shape[1]
     folded = query.reshape(batch, kv_heads, heads // kv_heads * queries, head_dim)
@@ -88,10 +75,7 @@ def grouped_sdpa(
 
 
 def fold_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """Repeat a mask `[batch or 1, 1, queries, keys]` for the query heads of a group, as numbers to add to the scores.
-
-    SDPA would make the same numbers of a bool mask, but again in every layer.
-    """
+    """`[batch or 1, 1, groups * queries, keys]` numbers to add to the scores, which SDPA would make in every layer."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
     keys = mask.shape[-1]
@@ -110,11 +94,7 @@ def _sdpa_attention(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`grouped_sdpa` inside `grouped_attention` where it applies, else Transformers' own function.
-
-    A graph that reads the thread's state would be compiled a second time for calls outside the context. So a compiled
-    model takes Transformers' function.
-    """
+    """`grouped_sdpa` inside `grouped_attention` where it applies, else (and in compiled models) Transformers' own."""
     folded_masks = None if torch.compiler.is_compiling() else _thread.folded_masks
     if folded_masks is None or args or not _is_foldable(module, query, key, attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
@@ -151,11 +131,7 @@ def _folded(mask: torch.Tensor, groups: int, dtype: torch.dtype, folded_masks: F
 
 
 def _register() -> None:
-    """Wrap the function registered as "sdpa" in the attention interface, if it is Transformers' own.
-
-    The wrapper is never removed: removing it while another thread looks a function up could make `get_interface` return
-    the default, the eager function.
-    """
+    """Wrap the function registered as "sdpa", for good: without any, another thread would get the eager one."""
     if _interface.get("sdpa") is sdpa_attention_forward:
         AttentionInterface.register("sdpa", _sdpa_attention)
 
@@ -170,10 +146,8 @@ class _PassesWithoutCudnn:
 def without_cudnn_attention(device: torch.device) -> Iterator[None]:
     """In this context SDPA on a GPU uses PyTorch's other kernels, unless they are all turned off.
 
-    cuDNN builds an execution plan for each new pair of query and key lengths. On an H100, where PyTorch prefers cuDNN
-    in half precision, that takes 20 to 60 ms, while a pass of 32 layers takes 24 ms; and nearly every verification step
-    has a new pair. Which kernels may be used is a setting of the process: the first of overlapping passes turns cuDNN's
-    attention off, the last one turns it on again.
+    cuDNN takes 20 to 60 ms on an H100 to plan each new pair of query and key lengths, and nearly every step has one.
+    The setting is the process's: the first of overlapping passes turns cuDNN's attention off, the last one on again.
     """
     if device.type != "cuda":
         yield

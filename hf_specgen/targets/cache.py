@@ -1,9 +1,7 @@
 """A key/value cache with a separate length for each row.
 
-Transformers' `DynamicCache` keeps all rows equally long and copies everything at each step. Here each layer is a buffer
-with some spare slots, and a number of filled slots per row. A step appends its tokens; the next step overwrites those
-that were rejected, so rows of a batch accept different numbers of tokens without re-alignment. Sliding-window layers
-drop the slots that are outside the window of every row.
+Each layer is a buffer with some spare slots, and a number of filled slots per row. A step appends its tokens; the next
+one overwrites those that were rejected. Sliding-window layers drop the slots that are outside the window of every row.
 """
 
 from __future__ import annotations
@@ -26,17 +24,10 @@ MAX_DRAFT_SLOTS = 64
 
 
 class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one layer: buffers `[batch, heads, capacity, head_dim]` and a length per row.
+    """Keys and values of one layer: buffers `[batch, heads, capacity, head_dim]` and filled slots per row, `lengths`.
 
-    Args:
-        window: sliding window of the layer, in tokens; None for full attention.
-        max_slots: the number of slots that the call can fill, if known: the buffer does not grow beyond it.
-
-    Attributes:
-        lengths: filled slots of each row, dropped ones included.
-        first: how many slots at the beginning have been dropped (sliding windows only).
-        committed: the length that later steps roll back to at least, up to `MAX_ROLLBACK`; None before the first step.
-        protected: a length that the layer must be able to roll back to, if a user owns the cache.
+    `first` slots at the beginning have been dropped (sliding windows only). Later steps roll back to `committed` slots
+    at least, up to `MAX_ROLLBACK`, and to `protected` ones if a user owns the cache.
     """
 
     is_croppable = True
@@ -177,10 +168,7 @@ class RaggedLayer(CacheLayerMixin):
 class RaggedCache(Cache):
     """The cache used for speculative decoding; also an ordinary `Cache` for any forward pass of the model.
 
-    Args:
-        windows: the sliding window of each layer, None for full attention; further layers have full attention.
-        max_slots: the number of slots that the call can fill, if known.
-        layers: the layers themselves, for models with recurrent states (`hf_specgen.targets.state_cache`).
+    `windows` are the sliding windows of the layers, None for full attention; further layers have full attention.
     """
 
     def __init__(
@@ -215,11 +203,7 @@ class RaggedCache(Cache):
         return layer.get_seq_length() if isinstance(layer, RaggedLayer) else max(self.lengths, default=0)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Always None, so that models take the path of their first pass.
-
-        They then pass their columns to `update_conv_state`, which returns the window before them, and leave out kernels
-        that overwrite the window in place.
-        """
+        """Always None: models then pass all columns to `update_conv_state`, and overwrite no window in place."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The state, for one pass, which may overwrite it; the layer keeps a copy for a rollback."""
@@ -258,8 +242,7 @@ class RaggedCache(Cache):
     def keep_accepted(self, starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
         """Of the step that began at slots `starts`, keep the pending token and the accepted path of each row.
 
-        Draft node ``i`` of row b lies in slot ``starts[b] + 1 + i``. The accepted nodes are moved to directly follow
-        the pending token, unless they lie there already (as in every chain). A row whose path is None keeps nothing.
+        Node ``i`` of row b lies in slot ``starts[b] + 1 + i``. A row whose path is None keeps nothing.
         """
         scattered = [row for row, path in enumerate(paths) if path and path[-1] != len(path) - 1]
         if scattered:
@@ -272,10 +255,7 @@ class RaggedCache(Cache):
 
     @classmethod
     def from_dynamic(cls, cache: DynamicCache, max_slots: int | None = None) -> RaggedCache:
-        """Copy a `DynamicCache`, whose rows have equal lengths; the original is left unchanged.
-
-        Its sliding-window layers contain only the window: older slots count as dropped.
-        """
+        """Copy a `DynamicCache`, whose rows are equally long; slots before its sliding windows count as dropped."""
         result = cls(max_slots=max_slots)
         layers: list[Any] = list(cache.layers)
         for index, layer in enumerate(layers):
@@ -311,10 +291,7 @@ class RaggedCache(Cache):
 
 
 def _moves(rows: list[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> torch.Tensor:
-    """`[3, moved, longest path]`: rows, source and destination slots; shorter paths get no-op moves.
-
-    One tensor, since each transfer to a GPU is waited for.
-    """
+    """`[3, moved, longest path]`: rows, source and destination slots; one tensor, since each transfer is waited for."""
     longest = max(map(len, paths))
     sources, destinations = [], []
     for row, path in zip(rows, paths, strict=True):

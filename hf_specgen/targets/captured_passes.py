@@ -1,9 +1,8 @@
 """Captured forward passes of a model (`compile="graphs"`): CUDA graphs for a few numbers of tokens, for all calls.
 
-A draft has another number of tokens in every step, and a graph has fixed shapes. So a pass over n tokens is padded to
-the next of the widths 1, 4, 8, 16, 32, …, and there is one graph for each width, number of rows and capacity of the
-cache. It reads and writes the buffers of the call's `RaggedCache` in place, so rollback and accepted paths work as
-without graphs. Before a graph is used its logits are compared with those of an ordinary pass over the same tokens.
+A pass over n tokens is padded to the next of the widths 1, 4, 8, 16, 32, …, with one graph for each width, number of
+rows and capacity of the cache, whose buffers it reads and writes. Before a graph is used its logits are
+compared with those of an ordinary pass over the same tokens.
 """
 
 from __future__ import annotations
@@ -50,11 +49,7 @@ class PassOutput:
 
 
 def captured_passes(model: PreTrainedModel) -> CapturedPasses:
-    """The captured passes of a model for one call; graphs are shared by all calls.
-
-    Raises:
-        ValueError: if the passes of the model cannot be captured.
-    """
+    """The captured passes of a model for one call, with graphs shared by all calls; raises if it has none."""
     _check_capturable(model)
     with _lock:
         by_device = _passes.setdefault(model, {})
@@ -108,16 +103,9 @@ class CapturedPasses:
         tokens: int,
         taps: tuple[int, ...] = (),
     ) -> PassOutput:
-        """One forward pass; appends its tokens to the cache.
+        """One forward pass, padded by `padded_pass`, over `tokens` columns that are appended to the cache of the call.
 
-        Args:
-            arguments: what an ordinary pass takes, padded by `padded_pass`.
-            cache: of the call. All of its layers keep all slots.
-            tokens: how many of the columns are tokens; the others are padding.
-            taps: which hidden states to return, as indices into Transformers' `hidden_states`.
-
-        Raises:
-            ValueError: if the pass cannot be captured, or computes something else than an ordinary one.
+        `taps` are the hidden states to return. Raises if the pass cannot be captured, or differs from an ordinary one.
         """
         batch, width = arguments["input_ids"].shape
         with self._lock:
@@ -247,8 +235,8 @@ def difference(reference: torch.Tensor, logits: torch.Tensor) -> float:
 def is_rounding(differences: Sequence[float], dtype: torch.dtype) -> bool:
     """Whether differences of logits at several positions, in standard deviations, are within rounding.
 
-    A token at a wrong position or a wrong mask was off by 0.03 and more on random models of 189 types. In half
-    precision the median over positions counts: single ones may differ where a router of experts has a near-tie.
+    Wrong positions or masks were off by 0.03 and more on random models of 189 types. In half precision the median
+    counts: single positions may differ where a router of experts has a near-tie.
     """
     if dtype in (torch.float32, torch.float64):
         return max(differences) <= 1e-3

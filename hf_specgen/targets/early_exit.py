@@ -1,8 +1,5 @@
 """A target for self-speculative decoding: its first layers draft, the others verify, and both share one cache.
 
-Drafting a token runs layers 0 to E-1 on it, which write their keys and values to the cache, and keeps the hidden state
-that is the input of layer E. Verification starts from those states, so the first layers run once per token.
-
     draft:   embed ─► layer 0 … E-1 ─┬─► norm ─► head ─► draft token
                                      └─ kept
     verify:                             kept ─► layer E … L-1 ─► norm ─► head ─► logits
@@ -34,11 +31,7 @@ _switching = threading.Lock()
 
 
 class EarlyExitTarget(Target):
-    """A `Target` whose first `exit_layer` layers can run separately.
-
-    Raises:
-        ValueError: if the model has no such layer, or cannot be divided.
-    """
+    """A `Target` whose first `exit_layer` layers can run separately."""
 
     reuses_drafter_states = True
 
@@ -83,11 +76,10 @@ class EarlyExitTarget(Target):
     def run_early(
         self, tokens: torch.Tensor, active: Sequence[bool] | None = None, with_logits: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the first layers on each row's last token, the root of a draft tree.
+        """Run the first layers on each row's last token, `[batch]`, the root of a draft tree.
 
-        Returns:
-            `[batch, 1, hidden]` the input of layer E, and `[batch, 1, vocab]` the logits that the model's own norm and
-            head compute from it, if `with_logits`.
+        Returns `[batch, 1, hidden]` the input of layer E, and `[batch, 1, vocab]` the model's own logits from it, if
+        wanted.
         """
         self._starts, self._active = self.cache.lengths, active
         return self._early(DraftTree.empty(len(tokens)), tokens.to(self.device)[:, None], 0, with_logits)
@@ -112,10 +104,7 @@ class EarlyExitTarget(Target):
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
     ) -> torch.Tensor:
-        """`Target.forward`, starting from the states that drafting has kept.
-
-        The first nodes of the tree must be those that the first layers have run on, in the same order.
-        """
+        """`Target.forward` from the states that drafting has kept, of the first nodes of the tree in their order."""
         if not self._states:
             return super().forward(tree, pending, active)
         states = self._take_states(tree)  # [batch, 1 + nodes, hidden]
@@ -158,11 +147,7 @@ class EarlyExitTarget(Target):
 
 
 def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
-    """The decoder layers of a model that has a layer `exit_layer`; `check_computation` tests that it can be divided.
-
-    Raises:
-        ValueError: if the layers have recurrent states, or there is no such layer.
-    """
+    """The decoder layers of a model that has a layer `exit_layer` and no recurrent state; else raises."""
     layers = decoder_layers(model)
     if keeps_state(model.config.get_text_config()):
         raise ValueError(
@@ -175,10 +160,7 @@ def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
 
 
 class ReplaceableLayers:
-    """The layers of a model, any of which can be left out of a pass.
-
-    The list is the model's own. It keeps its length, as some models look their settings up by a layer's index.
-    """
+    """The layers of a model, any of which can be left out of a pass; the list is the model's, of unchanged length."""
 
     def __init__(self, layers: nn.ModuleList):
         self._layers = layers
@@ -186,11 +168,7 @@ class ReplaceableLayers:
 
     @contextmanager
     def replaced(self, indices: range) -> Iterator[None]:
-        """Inside, these layers return their input.
-
-        Raises:
-            RuntimeError: if another thread has replaced one of them.
-        """
+        """Inside, these layers return their input; raises if another thread has replaced one of them."""
         with _switching:
             originals = [self._layers[index] for index in indices]
             if any(isinstance(layer, _PassThrough) for layer in originals):

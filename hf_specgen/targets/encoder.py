@@ -1,8 +1,4 @@
-"""Inputs of an encoder-decoder model beside the text: the encoder's outputs, its mask, and a cache in two parts.
-
-`generate` runs the encoder once. Every pass of the decoder then receives the same encoder outputs; the keys and values
-that cross-attention computes from them in the first pass stay in a cache of their own, which no rollback touches.
-"""
+"""Inputs of an encoder-decoder model beside the text: the encoder's outputs, its mask, and a cache in two parts."""
 
 from __future__ import annotations
 
@@ -19,11 +15,7 @@ from hf_specgen.targets.inputs import StepInputs
 
 
 class EncoderStepInputs(StepInputs):
-    """Makes the arguments of the decoder's passes: of an encoder-decoder, or a decoder that takes `encoder_outputs`.
-
-    Raises:
-        ValueError: for a cache that the caller of `generate` gave or chose.
-    """
+    """Makes the arguments of passes of an encoder-decoder, or a decoder that takes `encoder_outputs`."""
 
     def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]):
         given = model_kwargs.get("past_key_values")

@@ -1,10 +1,9 @@
 """CUDA graphs of forward passes: a pass is replayed in one launch. For targets, draft models and heads.
 
-On a GPU a pass over few tokens takes as long as launching its kernels one after the other: 24 ms for a model of 32
-layers on an H100, of which the GPU computes 11 with 8B parameters. A captured graph launches them all at once. It
-repeats exactly what was captured: the same kernels on the same addresses. So inputs are copied to where they were in
-the capture, keys and values stay in buffers that are used again by later calls, passes are padded to a few widths, and
-a graph is captured anew when anything else that the pass depends on has changed, see `fingerprint`.
+A pass of 32 layers takes 24 ms on an H100 to launch its kernels one by one, of which the GPU computes 11. A graph
+repeats the same kernels on the same addresses: inputs are copied to where they were in the capture, keys and values
+stay in buffers that later calls use again, and a graph is captured anew when something else has changed, see
+`fingerprint`.
 
 Source: PyTorch's documentation, "CUDA semantics", section "CUDA Graphs".
 """
@@ -36,20 +35,14 @@ Buffers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def padded_width(tokens: int) -> int:
-    """The number of tokens that a captured pass over so many tokens is padded to.
-
-    Example:
-        >>> [padded_width(tokens) for tokens in (1, 2, 5, 9, 33)]
-        [1, 4, 8, 16, 64]
-    """
+    """The number of tokens that a captured pass over so many tokens is padded to: 1, 4, 8, 16, …"""
     return 1 if tokens == 1 else max(4, 1 << (tokens - 1).bit_length())
 
 
 class StepLayer(CacheLayerMixin):
-    """Keys and values of one layer during one captured pass.
+    """Keys and values of one layer during one captured pass, written to buffers at `slots` `[batch, new]`.
 
-    Buffers `[batch, heads, capacity, head_dim]` are written to at `slots` `[batch, new]`, a tensor since they differ
-    from step to step. Attention reads the first `width` slots; the mask leaves out the unfilled ones.
+    Attention reads the first `width` slots; the mask leaves out the unfilled ones.
     """
 
     is_compileable = True
@@ -87,14 +80,10 @@ class StepLayer(CacheLayerMixin):
 
 
 class GraphMemory:
-    """The stream that graphs are captured on, and the memory that they share.
+    """The stream that graphs are captured on, None on a CPU, and the memory that they share.
 
-    cuBLAS has a workspace for each stream, which graphs use without owning it, and which PyTorch may free, for example
-    when another graph is destroyed. What is allocated in a capture lies in the pool of the graph and stays there as
-    long as any graph of the pool. So a stream has one pool, which an empty graph keeps, and nothing else runs on it.
-
-    Args:
-        stream: to capture on; None on a CPU, where tests put something else in the place of graphs.
+    PyTorch may free cuBLAS's workspace of a stream, which graphs use without owning it. What is allocated in a capture
+    stays as long as any graph of its pool. So a stream has one pool, kept by an empty graph, and runs nothing else.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None):
@@ -146,10 +135,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any
 
 
 class CapturedPass:
-    """A function on tensors that is captured in its first call, for each set of buffers, and replayed in later ones.
-
-    `function(model, inputs, buffers)` returns tensors; the shapes of its inputs never change.
-    """
+    """`function(model, inputs, buffers)`, captured in its first call for each set of buffers, then replayed."""
 
     def __init__(self, function: Callable[[Any, Any, Buffers], Any], memory: GraphMemory):
         self._function, self._memory = function, memory
@@ -230,10 +216,10 @@ class _Entry:
 
 
 class GraphBuffers:
-    """A pool of key/value buffers for the calls of one model, whose addresses stay the same.
+    """A pool of key/value buffers for the calls of one model, used again by later calls of the same shape.
 
-    A call uses the buffers of an earlier call of the same shape again, once that has ended, and copies its prompt's
-    keys and values there once. Buffers are never freed, since captured graphs use them.
+    They are never freed, since captured graphs use their addresses; a call copies its prompt's keys and values there
+    once.
     """
 
     def __init__(self) -> None:
@@ -300,11 +286,10 @@ def _static(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 def fingerprint(model: nn.Module) -> int:
-    """A hash of what a captured pass depends on beside its inputs.
+    """A hash of what a captured pass depends on beside its inputs; not of what a hook or another object refers to.
 
     These are the addresses of weights and buffers, the precision of matrix products, and of each module the class, the
-    hooks and the attributes that are numbers, texts or collections of them, such as which adapters are active. Weights
-    that change in place need no new capture. What a hook or another object refers to is not seen.
+    hooks and plain attributes, such as which adapters are active.
     """
     tensors = [*model.parameters(), *model.buffers()]
     places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]

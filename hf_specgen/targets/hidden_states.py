@@ -18,12 +18,10 @@ from hf_specgen.tree import DraftTree
 
 
 class HiddenStateTarget(Target):
-    """A `Target` that captures the hidden states `taps`, see `TargetRequirements`.
+    """A `Target` that captures the hidden states `taps` (as in `TargetRequirements`).
 
-    Attributes:
-        states: `[batch, taps * hidden]` the captured states at the position whose logits chose each row's last token.
-        pass_states: `[batch, positions, taps * hidden]` those of the last forward pass: of the prompt positions (and
-            the draft after them), or of the pending token and the draft nodes.
+    `states` `[batch, taps * hidden]` are those at the position that chose each row's last token, `pass_states`
+    `[batch, positions, taps * hidden]` those of the last forward pass.
     """
 
     states: torch.Tensor
@@ -85,14 +83,10 @@ class HiddenStateTarget(Target):
         return _columns(self.states, self._indices, taps)
 
     def committed_states(self, taps: Sequence[int]) -> list[torch.Tensor]:
-        """The captured states of the tokens that the last `commit` kept: a draft head's input after each step.
+        """The states `[kept, taps * hidden]` of each row's tokens that the last `commit` kept, for draft heads.
 
-        Args:
-            taps: which of the captured states, and in which order.
-
-        Returns:
-            For each row `[kept, taps * hidden]`: after prefill the prompt's columns (padding included) and the accepted
-            nodes; after a step the pending token and the accepted nodes; `kept` is 0 for a row that took no part.
+        After prefill these are the prompt's columns (padding included) and the accepted nodes, after a step the pending
+        token and the accepted nodes.
         """
         prompt = self.pass_states[:, : self.pass_states.shape[1] - self._step_states.shape[1]]
         return [
@@ -102,10 +96,7 @@ class HiddenStateTarget(Target):
 
     @contextmanager
     def _capturing(self) -> Iterator[list[list[torch.Tensor]]]:
-        """Capture, per tap, the states of each forward pass that this thread runs inside the context.
-
-        Other threads may run the same model at the same time: their passes also call the hooks, and are ignored.
-        """
+        """Capture, per tap, the states of each forward pass that this thread (and no other) runs inside."""
         captured: list[list[torch.Tensor]] = [[] for _ in self._taps]
         thread = threading.get_ident()
 

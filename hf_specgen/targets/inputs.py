@@ -1,9 +1,7 @@
 """The inputs of forward passes: prompt, rows and their positions, tokens of a step, and inputs beside the text.
 
-Images and audio belong to the prompt: their features lie in the cache once it has been read, and the model's own
-`prepare_inputs_for_generation` leaves them out of later passes. That method is called once, after the prompt.
-Rotary positions may have several axes (text, time, height, width): after the prompt all advance by one with each
-token, so that every row has a constant distance between its axes.
+Images and audio belong to the prompt; the model's own `prepare_inputs_for_generation` leaves them out of later passes.
+Rotary positions may have several axes: after the prompt all advance by one with each token.
 """
 
 from __future__ import annotations
@@ -111,10 +109,7 @@ class Prompt:
             )
 
     def longer(self, columns: int) -> dict[str, Any]:
-        """Positions, attention mask and `logits_to_keep` of the prompt, extended by columns for draft tokens.
-
-        Only decoder-only models draft in prefill (`Target.supports_prefill_drafts`), so the mask is `attention_mask`.
-        """
+        """Positions, attention mask and `logits_to_keep` of a decoder-only prompt, with columns for draft tokens."""
         longer: dict[str, Any] = {}
         if columns == 0:
             return longer
@@ -133,10 +128,7 @@ class Prompt:
 class RowLayout:
     """The rows of a call that are in the cache: all at first, later only those that have not been dropped.
 
-    Attributes:
-        rows: the numbers of these rows in the call, in the order of the cache.
-        prompt_slots: how many slots the prompt of each of them fills.
-        offsets: for each of them, position minus slot: negative where the prompt begins with padding.
+    `offsets` are, for each of them, position minus slot: negative where the prompt begins with padding.
     """
 
     def __init__(self, batch: int, last_position: int):
@@ -167,10 +159,7 @@ class RowLayout:
     def positions(
         self, tree: DraftTree, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
     ) -> list[list[int]]:
-        """`[rows][tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them.
-
-        `active` is of all rows of the call, `lengths` are the slots of each present row before the pending token.
-        """
+        """`[rows][tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them."""
         last, positions = self._last_position, []
         takes_part = [True] * len(lengths) if active is None else self.gather(active)
         for index, (length, offset, part) in enumerate(zip(lengths, self.offsets, takes_part, strict=True)):
@@ -185,10 +174,7 @@ class RowLayout:
         return positions
 
     def rows_to_keep(self, needed: Sequence[bool]) -> list[int] | None:
-        """The indices in the cache of the rows that are still needed; None while too few can be dropped.
-
-        Enough are a quarter, or half of the last four: in float32 on two cores three rows take longer than four.
-        """
+        """The indices in the cache of the rows still needed; None unless a quarter, or half of the last four, ended."""
         indices = [index for index, row in enumerate(self.rows) if needed[row]]
         rows, ended = len(self.rows), len(self.rows) - len(indices)
         return indices if indices and ended >= (rows / 4 if rows > 4 else rows / 2) else None
@@ -201,12 +187,7 @@ class RowLayout:
 
 
 def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:
-    """`[rows, …]` values of some rows of a batch as `[batch, …]`, with zeros for the other rows.
-
-    Example:
-        >>> spread_rows(torch.tensor([[1], [3]]), [0, 2], batch=3).tolist()
-        [[1], [0], [3]]
-    """
+    """`[rows, …]` values of some rows of a batch as `[batch, …]`, with zeros for the other rows."""
     if values.shape[0] == batch:
         return values
     result = values.new_zeros(batch, *values.shape[1:])

@@ -33,15 +33,7 @@ function, so that a tree needs no block mask of its own."""
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The positions of one verification step's tokens in the cache and in the draft tree.
-
-    Args:
-        lengths: `[batch]` cached slots of each row.
-        depths: `[batch, queries]` distance of each query token from the row's pending token (which has 0).
-        ancestors: `[batch, queries, queries]` bool, which of this step's tokens each one attends to.
-        visible: `[batch, slots]` bool, False for padding among the cached slots; None if there is none.
-        width: number of key slots.
-    """
+    """The positions of one verification step's tokens in the cache and in the draft tree."""
 
     lengths: torch.Tensor
     depths: torch.Tensor
@@ -51,11 +43,7 @@ class StepLayout:
 
 
 def full_mask(layout: StepLayout) -> torch.Tensor:
-    """Every token attends to its row's cached tokens and to its own ancestors.
-
-    Returns:
-        `[batch, 1, queries, width]` bool, True where the query attends to the key.
-    """
+    """`[batch, 1, queries, width]` bool: every token attends to its row's cached tokens and to its own ancestors."""
     node, is_node = _node_of_slot(layout)  # [batch, width]
     cached = torch.arange(layout.width, device=node.device) < layout.lengths[:, None]
     if layout.visible is not None:
@@ -88,16 +76,7 @@ def chain_mask(
     window: int | None = None,
     visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`full_mask` or `sliding_mask` of drafts that are chains: query i sees the slots 0 to `length + i`.
-
-    One mask, `[1, 1, …]`, for all rows if they are equally long and have no padding.
-
-    Example:
-        >>> chain_mask([2], 3, torch.device("cpu")).int()[0, 0]
-        tensor([[1, 1, 1, 0, 0],
-                [1, 1, 1, 1, 0],
-                [1, 1, 1, 1, 1]], dtype=torch.int32)
-    """
+    """The mask of drafts that are chains: query i sees the slots 0 to `length + i`; `[1, 1, …]` if rows are equal."""
     keys = torch.arange(max(lengths) + queries, device=device)
     if visible is None and len(set(lengths)) == 1:
         last = keys[None, None, lengths[0] :, None]
@@ -124,11 +103,7 @@ def _node_of_slot(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index of each key and query in its own root-to-node sequence; siblings share an index.
-
-    Returns:
-        keys `[batch, 1, 1, width]` and queries `[batch, 1, queries, 1]`.
-    """
+    """Keys `[batch, 1, 1, width]` and queries `[batch, 1, queries, 1]`: their indices from the root; siblings agree."""
     node, is_node = _node_of_slot(layout)
     slot = torch.arange(layout.width, device=node.device).expand_as(node)
     query = layout.lengths[:, None] + layout.depths  # [batch, queries]
@@ -146,12 +121,7 @@ def _padded(parents: tuple[int, ...], nodes: int) -> tuple[int, ...]:
 
 
 class StepMasks:
-    """Builds one mask per type of layer.
-
-    Args:
-        visible: `[batch, slots]` bool, False for padding among the slots of the prompt; None if there is none.
-        required: make a mask also where every query attends to every key.
-    """
+    """Builds one mask per type of layer; if `required`, also where every query attends to every key."""
 
     def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None, required: bool = False):
         self._config: Any = text_config(model)
@@ -170,13 +140,10 @@ class StepMasks:
         self._visible = None if self._visible is None else self._visible[list(rows)]
 
     def of_step(self, tree: DraftTree, lengths: tuple[int, ...], cached: int, first_visible: int) -> Any:
-        """The `attention_mask` argument of a forward pass over the pending token and the nodes of a tree.
+        """The `attention_mask` of a pass over the pending token and the nodes, of which the first `cached` are cached.
 
-        `lengths` are the cached slots of each row before the pending token. The first `cached` of these tokens are
-        cached already, and layers with a sliding window or chunks have dropped the first `first_visible` slots.
-
-        Returns:
-            A tensor, or one for each type of layer; None where no mask is needed.
+        A tensor, or one for each kind of layer; None where no mask is needed. Layers with a sliding window or chunks
+        have dropped the first `first_visible` slots.
         """
         # A row with fewer nodes is padded by a chain whose results are ignored.
         chains = all(parents == chain_parents(len(parents)) for parents in tree.parents)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -83,11 +82,7 @@ def has_special_layers(config: Any) -> bool:
 
 
 def is_causal_kernel(implementation: str) -> bool:
-    """Whether an attention implementation computes causal attention without a mask, as FlashAttention 2, 3 and 4.
-
-    The last query of a row then attends to all of its keys, the one before to all but one, and so on: the mask of a
-    chain, if no row has padding before its text or unfilled slots after it.
-    """
+    """Whether an attention implementation computes causal attention without a mask, as FlashAttention 2, 3, 4."""
     return "flash" in implementation and "paged" not in implementation
 
 
@@ -105,11 +100,7 @@ def decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers, first to last.
-
-    Raises:
-        ValueError: if the model has no list of as many modules as its config has layers.
-    """
+    """The decoder layers, first to last; raises if the model has no list of as many as its config states."""
     count = model.config.get_text_config().num_hidden_layers
     for child in decoder(model).children():
         if isinstance(child, nn.ModuleList) and len(child) == count:
@@ -121,11 +112,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """The normalisation between the last layer and the output matrix.
-
-    Raises:
-        ValueError: if the decoder has it under none of the known names.
-    """
+    """The normalisation between the last layer and the output matrix; raises if it has none of the known names."""
     for name in FINAL_NORMS:
         norm = getattr(decoder(model), name, None)
         if isinstance(norm, nn.Module):
@@ -134,11 +121,7 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
 
 
 def output_matrix(model: PreTrainedModel) -> nn.Linear:
-    """The output matrix, hidden state to vocabulary.
-
-    Raises:
-        ValueError: if the model has none, or one that is not a linear layer.
-    """
+    """The output matrix, hidden state to vocabulary; raises if it is not a linear layer."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear output matrix (lm_head) that a head could share")
@@ -148,16 +131,9 @@ def output_matrix(model: PreTrainedModel) -> nn.Linear:
 def output_logits(
     model: PreTrainedModel, hidden: torch.Tensor, matrix: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """The model's logits for states that its decoder returned.
+    """The model's logits, scaled and capped as by itself, for states `[..., hidden]` that its decoder returned.
 
-    Lets a caller choose positions first, so that vocabulary-sized tensors exist for those only.
-
-    Args:
-        hidden: `[..., hidden]`, from `decoder(model)(...).last_hidden_state`.
-        matrix: what takes the place of the model's own output matrix.
-
-    Returns:
-        `[..., vocab]`, scaled and capped as the model's own forward pass does.
+    `matrix` takes the place of the model's own output matrix.
     """
     config = model.config.get_text_config()
     logits = (matrix or output_matrix(model))(hidden)
@@ -169,29 +145,3 @@ def output_logits(
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         logits = cap * torch.tanh(logits / cap)
     return cast(torch.Tensor, logits)
-
-
-@contextmanager
-def layer_outputs(model: PreTrainedModel, exits: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Collects the hidden states after the first E layers, for each E of `exits`, of every forward pass inside.
-
-    Only the requested states are kept, unlike with `output_hidden_states=True`.
-
-    Yields:
-        a dictionary that a forward pass fills: E to `[batch, length, hidden]`.
-    """
-    states: dict[int, torch.Tensor] = {}
-    layers = decoder_layers(model)
-
-    def keep(exit_layer: int) -> Any:
-        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            states[exit_layer] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    handles = [layers[exit_layer - 1].register_forward_hook(keep(exit_layer)) for exit_layer in exits]
-    try:
-        yield states
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -47,10 +47,7 @@ class UncachedTokens:
     def prepend(
         self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None
     ) -> tuple[DraftTree, list[int]]:
-        """The chains of the next pass, uncached tokens, pending token and draft, and the token before each chain.
-
-        Arguments are as for `Target.forward`; the uncached tokens of an inactive row wait.
-        """
+        """The chains of the next pass, uncached tokens, pending token and draft, and the token before each chain."""
         rows = range(len(self.tokens))
         uncached = [self.tokens[row] if active is None or active[row] else [] for row in rows]
         drafts = [tokens[: len(parents)] for tokens, parents in zip(tree.tokens.tolist(), tree.parents, strict=True)]
@@ -86,11 +83,7 @@ class UncachedTokens:
         return kept
 
     def remove(self, row: int, count: int) -> int:
-        """Remove the last tokens of a row; returns by how many tokens the state must return: none, or the last pass.
-
-        Raises:
-            RuntimeError: if the state before these tokens is not kept any more.
-        """
+        """Remove the last tokens of a row; returns by how many tokens the state must return: none, or the last pass."""
         uncached, read = self.tokens[row], self._last_pass[row]
         if count <= len(uncached):
             del uncached[len(uncached) - count :]
@@ -111,8 +104,7 @@ class UncachedTokens:
     def replay_pass(self) -> tuple[DraftTree, list[int], list[list[int] | None]]:
         """The next pass without a draft, over equally many uncached tokens of each row that has any.
 
-        Returns:
-            the chains, the token before them, and of each row the nodes to keep; None for a row that has no tokens.
+        Returns the chains, the token before them, and of each row the nodes to keep.
         """
         count = min((len(uncached) for uncached in self.tokens if uncached), default=0)
         rows = [uncached[:count] or [0] * count for uncached in self.tokens]
@@ -123,16 +115,7 @@ class UncachedTokens:
 
 
 class AlignedTexts:
-    """The tokens of each row after its prompt in `texts`, and how many of them lie in the cache in `cached`.
-
-    Example:
-        >>> rows = AlignedTexts(2)
-        >>> rows.next_pass([[1, 2, 3], [6, 7, 8]])
-        (0, [[1, 2, 3], [6, 7, 8]])
-        >>> rows.commit([3, 1])
-        >>> rows.next_pass([[4], [9]])
-        (1, [[2, 3, 4], [9]])
-    """
+    """The tokens of each row after its prompt in `texts`, and how many of them lie in the cache in `cached`."""
 
     def __init__(self, batch: int):
         self.texts: list[list[int]] = [[] for _ in range(batch)]
@@ -140,11 +123,9 @@ class AlignedTexts:
         self._added = [0] * batch
 
     def next_pass(self, new: Sequence[Sequence[int] | None]) -> tuple[int, list[list[int]]]:
-        """Append tokens to the texts; None for a row that takes no part.
+        """Append tokens to the texts; returns where the pass begins, from the end of the prompt, and its tokens.
 
-        Returns:
-            Where the pass begins, counted in tokens from the end of the prompt, and its tokens of each row. A row that
-            takes no part has some too, since the pass overwrites its slots.
+        A row that takes no part has None, but tokens too, since the pass overwrites its slots.
         """
         for row, tokens in enumerate(new):
             self.texts[row] += tokens or ()

@@ -24,28 +24,19 @@ OUTPUT_STATE = -1
 
 @dataclass(frozen=True)
 class TargetRequirements:
-    """What a strategy needs from the target's forward passes.
+    """What a strategy needs from the target's forward passes: hidden states, or layers that run separately.
 
     Args:
-        taps: hidden states to capture, as indices into Transformers' `hidden_states` tuple: 0 the embeddings, i the
-            output of layer i - 1, the number of layers the state after the final norm; `OUTPUT_STATE` the input of the
-            output matrix, which for a prompt may be the last position alone.
+        taps: indices into Transformers' `hidden_states`; `OUTPUT_STATE` for the input of the output matrix, which for a
+            prompt may be the last position alone.
         exit_layer: number of first layers that run separately to draft; None if not needed.
-
-    Example:
-        >>> TargetRequirements(taps=(2, 4)) | TargetRequirements(taps=(4, 6))
-        TargetRequirements(taps=(2, 4, 6), exit_layer=None)
     """
 
     taps: tuple[int, ...] = ()
     exit_layer: int | None = None
 
     def __or__(self, other: TargetRequirements) -> TargetRequirements:
-        """Both requirements together.
-
-        Raises:
-            ValueError: for two different exit layers, or an exit layer beside taps.
-        """
+        """Both requirements together; raises for two different exit layers, or an exit layer beside taps."""
         exits = {self.exit_layer, other.exit_layer} - {None}
         taps = (*self.taps, *(tap for tap in other.taps if tap not in self.taps))
         if len(exits) > 1 or (exits and taps):
@@ -73,11 +64,7 @@ def make_target(
     model_kwargs: dict[str, Any],
     compile: Compile = False,
 ) -> Target:
-    """The target of one call, with captured passes if `compile` is "graphs".
-
-    Raises:
-        ValueError: if the model cannot provide what is required, or its passes cannot be captured.
-    """
+    """The target of one call, with captured passes if `compile` is "graphs"; raises if it cannot be made."""
     if "encoder_outputs" in model_kwargs:
         if requirements.taps or requirements.exit_layer is not None:
             check_decoder_only(model, "this strategy")
@@ -152,11 +139,7 @@ class CommonLengthTarget(Target):
         self.cache.set_lengths([slot + length for slot in self._layout.prompt_slots])
 
     def _replay(self, new: list[list[int]], results: int, active: Sequence[bool] | None) -> torch.Tensor:
-        """One pass over what is not cached of the rows that take part, and tokens that are appended to each row.
-
-        Returns:
-            `[batch, results, vocab]` logits after each of the new tokens; the last ones repeated in shorter rows.
-        """
+        """One pass over uncached tokens and `new` ones: `[batch, results, vocab]` logits after each of the new."""
         present = set(self.rows)
         takes_part = [row in present and (active is None or active[row]) for row in range(self.batch)]
         start, reads = self._rows.next_pass(

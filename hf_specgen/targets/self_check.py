@@ -1,10 +1,9 @@
 """Checks once per model that verification computes what plain `generate` computes, and refuses the model otherwise.
 
-No interface guarantees that a model places tokens by `position_ids`, respects a 4-D mask, keeps all its state in the
-cache, or can be divided at a layer. So a short text is decoded twice, token by token and with a draft and a rollback,
-and the logits are compared; for a prompt with images or audio, and for an encoder-decoder, the prompt of the call is.
-
-The two rows of the text, as a tree; where only chains can be verified the draft is t1, t2 and the wrong token::
+No interface guarantees that a model places tokens by `position_ids`, respects a 4-D mask, or keeps all its state in the
+cache. So a short text, or the call's prompt if there is more than text, is decoded twice: token by token, and with a
+draft and a rollback. The two rows as a tree; where only chains can be verified the draft is t1, t2 and the wrong
+token::
 
     row 0  . . a b c d │ t0 ─┬─ wrong              pending t0, nodes (wrong, t1, t2); t1 and t2 are accepted in row 0
     row 1  e f g h i j │ t0 ─┴─ t1 ── t2           and t1 alone in row 1, so that the next step is ragged
@@ -56,13 +55,8 @@ def check_computation(
 ) -> None:
     """Raise unless the model, run as `requirements` says, computes what plain `generate` computes.
 
-    The result is cached by model, exit layer, dtype, device, attention implementation, training mode and names of the
-    inputs beside text; for a model that reads an encoder also by its masks, and whether there are several rows. A check
-    that failed is not cached, nor one in which plain decoding gave NaN, +inf or nothing but -inf: `generate` itself
-    reports those. The prompt of the call may be left out where it is text.
-
-    Raises:
-        ValueError: if there is no such exit layer, or the model computes something else, or fails.
+    The result is cached; not that of a check that failed, or in which plain decoding gave NaN, +inf or nothing but
+    -inf, which `generate` itself reports. The prompt of the call may be left out where it is text.
     """
     if requirements.exit_layer is not None:
         divisible_layers(model, requirements.exit_layer)  # a layer that does not exist is no failure of the check
@@ -191,12 +185,7 @@ def compare(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Decode a prompt, as prepared by `generate`, both ways; a cache among its arguments is copied.
-
-    Raises:
-        DifferenceError: if the logits differ by more than rounding does.
-        UndecidedError: if plain decoding gives nothing to compare with.
-    """
+    """Decode a prompt, as prepared by `generate`, both ways; raises `DifferenceError` or `UndecidedError`."""
     given = model_kwargs.get("past_key_values")
     if given is not None and given.get_seq_length() == 0 and not isinstance(given, EncoderDecoderCache):
         given = None
@@ -281,10 +270,7 @@ def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torc
 
 
 def _prompt(model: PreTrainedModel) -> torch.Tensor:
-    """`[2, tokens]` ids spread over the vocabulary, without the special tokens that the config names.
-
-    Six tokens per row, or fewer where the model's position table has no more for them and the processed ones.
-    """
+    """`[2, tokens]` ids spread over the vocabulary, without special tokens; at most six per row."""
     config = model.config.get_text_config()
     length = max(1, min(6, last_position(config, (0,)) + 1 - (STEPS - 1)))
     special = {

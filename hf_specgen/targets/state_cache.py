@@ -1,8 +1,7 @@
 """Cache layers of models that keep more than keys and values: convolutions, recurrent states, keys of an indexer.
 
-A convolution reads the last few columns of its input. A `StateLayer` keeps some more of them, so that each row's window
-can be cut again where its accepted tokens end. A recurrent state mixes all that was read: it can only return to where
-the last pass began. `hf_specgen.targets.replay` then processes the accepted tokens again, in front of the next draft.
+A `StateLayer` keeps more columns than a convolution's window, so that it can be cut again where accepted tokens end. A
+recurrent state can only return to where the last pass began; `hf_specgen.targets.replay` processes tokens again.
 """
 
 from __future__ import annotations
@@ -54,10 +53,7 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def protected(self) -> int | None:
-        """A length that the layer must be able to return to, if a user owns the cache; None if there is none.
-
-        It is set when the layer has that length: what the layer holds then is saved.
-        """
+        """A length that a user's cache must be able to return to, set when it has that length; None: none."""
         return None if self._saved is None else min(self._saved["lengths"])
 
     @protected.setter
@@ -101,11 +97,7 @@ class StateLayer(LinearAttentionLayer):
         return recurrent_states
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Return to these lengths.
-
-        Raises:
-            RuntimeError: if a window was not kept for so long, or for a recurrent state that was not kept there.
-        """
+        """Return to these lengths; raises if a window or a recurrent state was not kept there."""
         removed = [now - length for now, length in zip(self.lengths, lengths, strict=True)]
         if not any(removed):
             return

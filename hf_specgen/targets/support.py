@@ -1,8 +1,7 @@
 """Which models can verify a draft tree, by their configuration; the others are refused with the reason.
 
-What a model must do: place tokens by `position_ids`, take a 4-D attention mask, and keep all its state in the cache, so
-that it can be rolled back when a draft token is rejected. What the configuration does not show is checked by
-`hf_specgen.targets.self_check`.
+A model must place tokens by `position_ids`, take a 4-D attention mask, and keep all its state in the cache. What the
+configuration does not show is checked by `hf_specgen.targets.self_check`.
 """
 
 from __future__ import annotations
@@ -114,13 +113,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tokens: float) -> None:
-    """Raise if rotary frequencies change within the text: draft tokens after that position change earlier scores.
-
-    Args:
-        model: the target.
-        first_positions: where the first generated token of each row stands.
-        new_tokens: how many there may be.
-    """
+    """Raise if rotary frequencies change within the text: draft tokens after that position change earlier scores."""
     for kind, edge in _frequency_changes(text_config(model)):
         within = max(first_positions) + new_tokens <= edge
         if within or (kind == "longrope" and min(first_positions) > edge):
@@ -147,10 +140,7 @@ def position_table(config: Any) -> int:
 
 
 def slot_limit(model: PreTrainedModel) -> int:
-    """How many cache slots the model can attend to, if its layers hold a causal mask of a fixed size, as in GPT-Neo.
-
-    Positions do not limit a draft tree there: several of its nodes have the same one.
-    """
+    """How many cache slots the model can attend to, if its layers hold a causal mask of a fixed size, as in GPT-Neo."""
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module))
     shapes = [buffer.shape for layers in islice(lists, 1) for buffer in layers[0].buffers() if buffer.dim() == 4]
     return min((shape[-1] for shape in shapes if shape[-1] == shape[-2] > 1), default=2**31)

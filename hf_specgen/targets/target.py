@@ -24,17 +24,9 @@ from hf_specgen.tree import DraftTree
 
 
 class Target:
-    """A causal language model with a per-row cache.
+    """A causal language model with a per-row cache; arguments as prepared by `generate`, `input_ids` left-padded.
 
-    Args:
-        model: the target.
-        input_ids: `[batch, prompt]`, left-padded.
-        generation_config: as prepared by `generate`.
-        model_kwargs: as prepared by `generate`: attention mask, positions, cache and whatever else forward takes.
-        captured: the captured passes of the model; None to run steps eagerly. The prefill is always eager.
-
-    Raises:
-        ValueError: for a cache or inputs that speculative decoding, or a captured pass, does not support.
+    `captured` are the captured passes of the model, None to run steps eagerly; the prefill is always eager.
     """
 
     reuses_drafter_states: bool = False
@@ -101,10 +93,9 @@ class Target:
         return plain and self.prompt.takes_drafts(max(self.cache.lengths, default=0))
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
-        """Run the model on the prompt and chains of draft tokens that were proposed from it; the tree may be empty.
+        """Run the model on the prompt, and on chains of draft tokens that were proposed from the prompt alone.
 
-        Returns:
-            `[batch, 1 + nodes, vocab]` logits: after the last prompt token, then after each node.
+        Returns `[batch, 1 + nodes, vocab]` logits: after the last prompt token, then after each node.
         """
         before = self.cache.lengths or (0,) * self.batch
         logits = self.prompt.run(self.model, self._past_key_values, draft)[:, -1 - draft.nodes :]
@@ -121,15 +112,10 @@ class Target:
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
     ) -> torch.Tensor:
-        """Run the model on the pending tokens and a draft.
+        """Run the model on the pending tokens, which are not cached yet, and a draft.
 
-        Args:
-            tree: the draft.
-            pending: the last token of each row, which is not in the cache yet.
-            active: the rows of which `commit` may keep something; all if left out.
-
-        Returns:
-            `[batch, 1 + nodes, vocab]` logits: after the pending token, then after each node.
+        Returns `[batch, 1 + nodes, vocab]` logits. `active` are the rows of which `commit` may keep something; None:
+        all.
         """
         if (uncached := self._recurrent) is not None:
             if max(map(len, uncached.tokens)) > MAX_UNCACHED:
@@ -162,16 +148,9 @@ class Target:
             self.cache.keep_accepted(self._starts, self._layout.gather(kept))
 
     def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
-        """Run the model on further nodes of a tree whose root and first nodes are cached: for draft models.
+        """Run the model on the last `new` nodes of a tree whose root and first nodes are cached: for draft models.
 
-        The root is the last token in the cache before the first `grow` of a tree. `commit` then keeps a path.
-
-        Args:
-            tree: all nodes so far, of which the last `new` ones are processed.
-            active: the rows of which `commit` may keep something; all if left out.
-
-        Returns:
-            `[batch, new, vocab]` logits after each of them.
+        The root is the last token in the cache before the first `grow` of a tree. Returns `[batch, new, vocab]` logits.
         """
         inputs = {"input_ids": tree.tokens[:, tree.nodes - new :].to(self.device)}
         cached = 1 + tree.nodes - new
@@ -191,16 +170,7 @@ class Target:
         active: Sequence[bool] | None,
         cached: int = 0,
     ) -> Any:
-        """One pass of the model, or of a part of it, over the pending token and the nodes of a tree.
-
-        Args:
-            module: what to run; captured passes run the model.
-            tree, inputs, active: of all rows; dropped rows take no part.
-            cached: how many of the pending token and the first nodes are in the cache already; `inputs` has the others.
-
-        Returns:
-            the module's output for the rows that are present.
-        """
+        """One pass of a module over a tree but its first `cached` tokens, for the rows that are present."""
         tree, inputs = self._layout.select(tree, inputs)
         new = 1 + tree.nodes - cached
         if self._captured is not None:
@@ -270,10 +240,7 @@ class Target:
 class CallCache:
     """The cache of a call, and the one that the caller of `generate` gave, if any.
 
-    Args:
-        given: the cache that `generate` passes on; None if there is none.
-        config: of the model's text part.
-        keeps_all: whether sliding-window layers keep the slots outside of their window too, as captured passes need.
+    With `keeps_all` sliding-window layers keep the slots outside of their window, as captured passes need.
     """
 
     def __init__(self, given: Any, config: Any, generation_config: GenerationConfig, keeps_all: bool):

@@ -32,7 +32,7 @@ def requested_depths(rank: int, store: str) -> Requested:
         is_cheap = rank % model.tp_size == 0 if layout != "apart" else rank == 0
         clock = Clock()
         target: Any = Target(clock, lambda q, slope=0.01 if is_cheap else 0.9: 1 + slope * (q - 1))
-        with mock.patch.object(calibrate, "perf_counter", clock):
+        with mock.patch.object(calibrate, "thread_time", clock):
             session = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
             session.prefilled(target)
         steps = 100 + 50 * replica if layout == "replicas" else 100  # replicas take different numbers of steps

@@ -27,9 +27,9 @@ from agreement import replay_steps
 from cards import write_card
 from common import Options, parse_config
 from corpus import LengthGroupedBatches, collate, encode_row
-from distillation import draft_states, kl_sum, target_states
+from distillation import draft_states, kl_sum, layer_outputs, target_states
 from hf_specgen.heads import ExitHead, load_exit_head
-from hf_specgen.targets.model_parts import decoder, layer_outputs, output_logits
+from hf_specgen.targets.model_parts import decoder, output_logits
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import printed_by, run_in_ranks

@@ -81,13 +81,13 @@ def test_adaptive_depth_before_latencies_are_known_drafts_nothing() -> None:
 
 def test_adaptive_depth_remembers_the_speed_of_earlier_calls() -> None:
     model = Model()
-    first = AdaptiveDepth().start(depth_call(model=model))
+    first = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
     first.latency = STEEP
     run(first, 60, [0])
-    second = AdaptiveDepth().start(depth_call(model=model))
+    second = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
     second.latency = STEEP
     assert [depth for (depth,) in run(second, 8, [0])] == [0] * 8, "drafting was slower in the first call"
-    given = AdaptiveDepth(FLAT).start(depth_call(model=model))
+    given = AdaptiveDepth(FLAT).start(depth_call(model=model, negligible_cost=False))
     assert given.depths([99]) != [0], "with a given latency equal calls make the same drafts"
     memory.clear()
 

@@ -41,4 +41,4 @@ def test_draft_rows_limits_follow_the_size(
     call = make_call(make_state([[1], [2]]))
     draft, trees = draft_rows(call, size, [0, 5], search, is_prefill)  # type: ignore[arg-type]
     assert limits == [SearchLimits(nodes, min_probability, is_chain or is_prefill)] * 2
-    assert draft.parents == ((), (-1,)) and draft.joint == ((), (0.5,)) and len(trees) == 2
+    assert draft.parents == ((), (-1,)) and draft.probability == ((), (0.5,)) and len(trees) == 2

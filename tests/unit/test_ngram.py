@@ -63,10 +63,10 @@ def test_best_first_of_votes_agrees_with_the_reference(
     """Would catch: a wrong probability, a node that is not among the most probable, a child before its parent."""
     tree, expected = tree_of(text, depth, SearchLimits(nodes, min_probability))
     paths = paths_of(tree)
-    assert tree.path_probability == pytest.approx([expected[path] for path in paths])
+    assert tree.probability == pytest.approx([expected[path] for path in paths])
     probable = [value for value in sorted(expected.values(), reverse=True) if value > min_probability]
     assert len(set(paths)) == len(paths) == min(nodes, len(probable))
-    assert tree.path_probability == pytest.approx(probable[:nodes])
+    assert tree.probability == pytest.approx(probable[:nodes])
 
 
 @thorough
@@ -75,7 +75,7 @@ def test_best_first_chain_agrees_with_the_reference(text: list[int], depth: int)
     """Would catch: a token that is not the most probable one after the path so far, or a wrong probability of it."""
     tree, expected = tree_of(text, depth, CHAIN)
     paths = paths_of(tree)
-    for path, value in zip(paths, tree.path_probability, strict=True):
+    for path, value in zip(paths, tree.probability, strict=True):
         siblings = [other for one, other in expected.items() if one[:-1] == path[:-1]]
         assert value == pytest.approx(expected[path]) == pytest.approx(max(siblings))
     assert tree.parents == [*range(-1, len(paths) - 1)]
@@ -102,7 +102,7 @@ def test_draft_of_a_tree_frequent_tokens_follow_where_occurrences_leave_doubt() 
     tree = RowText([5, 6, 5, 6, 5, 7, 9], MatchOdds()).propose(2, SearchLimits(20))
     assert tree.tokens[0] == 5 and outcomes(tree, [5], MatchOdds())[0][0] == FREQUENT
     assert {tree.tokens[node] for node, parent in enumerate(tree.parents) if parent == 0} == {6, 7}
-    assert tree.path_probability == sorted(tree.path_probability, reverse=True)
+    assert tree.probability == sorted(tree.probability, reverse=True)
 
 
 def test_draft_of_a_tree_after_a_frequent_token_copies_without_a_gap() -> None:
@@ -163,11 +163,11 @@ def test_observe_of_a_session_learns_for_its_model_only() -> None:
     state = make_state([[1, 2, 3, 4, 1, 2, 3]])
     candidates = NgramCandidates(k=2)
     session = candidates.start(make_call(state, candidates=candidates))
-    before = session.draft([1]).joint
+    before = session.draft([1]).probability
     state.append(0, [9])
     session.observe(VerificationResult([[]], [[9]], [0]))
     session.end()
-    assert candidates.start(make_call(make_state([[1, 2, 3, 4, 1, 2, 3]]))).draft([1]).joint == before
+    assert candidates.start(make_call(make_state([[1, 2, 3, 4, 1, 2, 3]]))).draft([1]).probability == before
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_draft_with_min_ngram_ignores_shorter_matches() -> None:
 def test_propose_with_max_ngram_counts_longer_matches_as_that_long() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6]
     short, long = (RowText(text, MatchOdds(), max_ngram=most).propose(1, CHAIN) for most in (1, 64))
-    assert short.tokens == long.tokens == [7] and short.path_probability < long.path_probability
+    assert short.tokens == long.tokens == [7] and short.probability < long.probability
 
 
 def test_draft_of_rows_uses_their_own_texts() -> None:

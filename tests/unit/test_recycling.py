@@ -192,9 +192,9 @@ def test_recycled_tree_agrees_with_the_reference(seed: int, depth: int, count: i
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         assert parent < node
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
-        assert tree.path_probability[node] == pytest.approx(expected[paths[-1]])
+        assert tree.probability[node] == pytest.approx(expected[paths[-1]])
     assert len(set(paths)) == len(paths)
-    assert tree.path_probability == pytest.approx(sorted(expected.values(), reverse=True)[:count])
+    assert tree.probability == pytest.approx(sorted(expected.values(), reverse=True)[:count])
 
 
 # The strategy

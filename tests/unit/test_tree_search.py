@@ -20,7 +20,7 @@ def descending(values: list[float]) -> list[float]:
     return [value / max(1.0, sum(ordered)) for value in ordered]
 
 
-def parallel_head_trees(heads: list[list[float]], size: int) -> float:
+def marginal_trees(marginals: list[list[float]], size: int) -> float:
     """Slow reference: the highest expected length of all trees of at most `size` nodes, by trying every one."""
 
     def best(places: list[tuple[int, ...]], left: int) -> float:
@@ -28,27 +28,27 @@ def parallel_head_trees(heads: list[list[float]], size: int) -> float:
         if not places or not left:
             return 0.0
         path, *others = places
-        below = [(*path, rank) for rank in range(len(heads[len(path)]))] if len(path) < len(heads) else []
-        probability = float(np.prod([heads[depth][rank] for depth, rank in enumerate(path)]))
-        return max(best(others, left), probability + best([*others, *below], left - 1))
+        below = [(*path, rank) for rank in range(len(marginals[len(path)]))] if len(path) < len(marginals) else []
+        joint = float(np.prod([marginals[depth][rank] for depth, rank in enumerate(path)]))
+        return max(best(others, left), joint + best([*others, *below], left - 1))
 
-    return best([(rank,) for rank in range(len(heads[0]))], size)
+    return best([(rank,) for rank in range(len(marginals[0]))], size)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(probabilities, min_size=1, max_size=3), st.integers(1, 5))
-def test_of_parallel_heads_any_size_has_the_highest_expected_length(heads: list[list[float]], size: int) -> None:
+def test_of_parallel_heads_any_size_has_the_highest_expected_length(marginals: list[list[float]], size: int) -> None:
     """Would catch: a heap that forgets siblings or children, so that likelier nodes are left out."""
-    ranks = min(map(len, heads))
-    heads = [descending(values[:ranks]) for values in heads]
-    tokens = np.arange(len(heads) * ranks).reshape(1, len(heads), ranks)
-    builder = TreeBuilder.of_parallel_heads([len(heads)], tokens, np.array([heads]), nodes=size)
-    assert builder.probability[0].sum() == pytest.approx(parallel_head_trees(heads, size), rel=1e-6)
+    ranks = min(map(len, marginals))
+    marginals = [descending(values[:ranks]) for values in marginals]
+    tokens = np.arange(len(marginals) * ranks).reshape(1, len(marginals), ranks)
+    builder = TreeBuilder.of_parallel_heads([len(marginals)], tokens, np.array([marginals]), nodes=size)
+    assert builder.probability[0].sum() == pytest.approx(marginal_trees(marginals, size), rel=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 4), st.integers(1, 12))
-def test_best_expanded_trees_are_connected_and_most_likely(seed: int, rows: int, width: int, size: int) -> None:
+def test_best_expanded_trees_are_connected_and_most_likely(seed: int, rows: int, beam: int, size: int) -> None:
     """Would catch: a node chosen without its parent, a depth limit that is ignored, fillers with a probability."""
     random = np.random.default_rng(seed)
     limits = random.integers(0, 4, rows)
@@ -56,7 +56,7 @@ def test_best_expanded_trees_are_connected_and_most_likely(seed: int, rows: int,
     builder = TreeBuilder(limits.tolist())
     builder.add_root(_proposals(random, rows, 1))
     for _ in range(3):
-        nodes = builder.frontier(width)
+        nodes = builder.frontier(beam)
         if not nodes.shape[1]:
             break
         builder.add(nodes, _proposals(random, rows, nodes.shape[1]))
@@ -106,48 +106,48 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
     latency = curve(draft_token, slope).at(1, 100)
     builder = TreeBuilder([6])
     builder.add_root(Proposals(np.arange(4).reshape(1, 1, 4), np.array([[[0.5, 0.2, 0.1, 0.05]]])))
-    size = TreeSize(None, latency=latency)
+    shape = TreeSize(None, latency=latency)
     spent = latency.drafter.draft([1])
-    while width := size.width(builder):
-        nodes = builder.frontier(width)
+    while beam := shape.width(builder):
+        nodes = builder.frontier(beam)
         chances = np.broadcast_to(np.array([0.5, 0.2, 0.1, 0.05]), (1, nodes.shape[1], 4))
         builder.add(nodes, Proposals(np.zeros((1, nodes.shape[1], 4), dtype=int), chances))
-        spent += latency.drafter.seconds_of(nodes.shape[1])
-    tokens = 1 + np.concatenate([[0.0], np.cumsum(builder.sorted_probability(64)[0])])
-    rates = [count / (latency.target.seconds_of(1.0 + nodes) + spent) for nodes, count in enumerate(tokens)]
-    assert size.nodes(builder) == int(np.argmax(rates))
+        spent += latency.drafter.draft([nodes.shape[1]])
+    joint = builder.sorted_probability(64)[0]
+    rates = [(1 + joint[:n].sum()) / (latency.target.seconds_of(1.0 + n) + spent) for n in range(len(joint) + 1)]
+    assert shape.nodes(builder) == int(np.argmax(rates))
 
 
-@pytest.mark.parametrize("probability", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
+@pytest.mark.parametrize("joint", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
 @pytest.mark.parametrize("drafting", [0.0, 0.5])
 def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
-    probability: list[list[float]], drafting: float
+    joint: list[list[float]], drafting: float
 ) -> None:
     """Would catch: rows added up at the wrong nodes, the passes of the drafter forgotten or counted twice."""
     latency = curve(0.05, 0.1).at(1, 100)
     rates = []
-    for count in range(max(map(len, probability)) + 1):
-        tokens = len(probability) + sum(sum(row[:count]) for row in probability)
-        rates.append(tokens / (latency.target.seconds_of(len(probability) * (1.0 + count)) + drafting))
-    size = TreeSize(None, latency=latency, rows=len(probability))
-    assert size.best_size(probability, drafting) == int(np.argmax(rates))
+    for count in range(max(map(len, joint)) + 1):
+        tokens = len(joint) + sum(sum(row[:count]) for row in joint)
+        rates.append(tokens / (latency.target.seconds_of(len(joint) * (1.0 + count)) + drafting))
+    count = TreeSize(None, latency=latency, rows=len(joint)).best_size(joint, drafting)
+    assert count == int(np.argmax(rates))
 
 
 def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
-    """Would catch: one size for all texts. Long certain chains stay thin, uncertain text gets short and wide."""
+    """Would catch: one shape for all texts. Long certain chains stay thin, uncertain text gets short and wide."""
     depths, widths = [], []
     for first in (0.97, 0.3):
         chances = np.array([first, *[(1 - first) / 4] * 3])
         builder = TreeBuilder([16])
         builder.add_root(Proposals(np.arange(4).reshape(1, 1, 4), chances[None, None]))
-        size = TreeSize(None, latency=curve(0.05, 0.002).at(1, 100))
-        while width := size.width(builder):
-            nodes = builder.frontier(width)
+        shape = TreeSize(None, latency=curve(0.05, 0.002).at(1, 100))
+        while beam := shape.width(builder):
+            nodes = builder.frontier(beam)
             if not nodes.shape[1]:
                 break
             chance = np.broadcast_to(chances, (1, nodes.shape[1], 4))
             builder.add(nodes, Proposals(np.zeros((1, nodes.shape[1], 4), dtype=int), chance))
-        _, ((*kept,),) = builder.best(size.nodes(builder))
+        _, ((*kept,),) = builder.best(shape.nodes(builder))
         depths.append(int(builder.depth[0, kept].max()))
         widths.append(len(kept) / depths[-1])
     assert depths[0] > depths[1] + 3
@@ -169,9 +169,9 @@ def test_fastest_size_with_a_drafter_that_costs_nothing_stops() -> None:
     """Would catch: passes without end, since each promises a little more."""
     builder, passes = TreeBuilder([10_000]), 0
     builder.add_root(Proposals(np.arange(8).reshape(1, 1, 8), np.full((1, 1, 8), 0.12)))
-    size = TreeSize(None, latency=curve(0.0, 0.0).at(1, 100))
-    while width := size.width(builder):
-        nodes = builder.frontier(width)
+    shape = TreeSize(None, latency=curve(0.0, 0.0).at(1, 100))
+    while beam := shape.width(builder):
+        nodes = builder.frontier(beam)
         builder.add(
             nodes, Proposals(np.zeros((1, nodes.shape[1], 8), dtype=int), np.full((1, nodes.shape[1], 8), 0.12))
         )
