@@ -185,15 +185,7 @@ class _Origin(NamedTuple):
 
 
 class _RowSearch:
-    """The children of every node of the merged tree of one row.
-
-    Args:
-        drafts: of the members, those of networks last.
-        first_network: the number of the first network's draft.
-        row: the row.
-        last_token: of the row.
-        recycling: extends the tree where no network has proposed children; None for no extension.
-    """
+    """The children of every node of the merged tree of one row."""
 
     def __init__(
         self,
@@ -316,10 +308,5 @@ def _merge_row(
 
 @cache
 def default_candidates() -> Candidates:
-    """A strategy that needs no files and no training: n-grams and Token Recycling, with what it has learnt so far.
-
-    Example:
-        >>> default_candidates().negligible_draft_cost
-        True
-    """
+    """A strategy that needs no files and no training: n-grams and Token Recycling, with what it has learnt so far."""
     return CombinedCandidates()

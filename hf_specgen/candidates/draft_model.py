@@ -186,14 +186,7 @@ class DraftModelCandidates(Candidates):
 
 
 class DraftModelSession(AutoregressiveSession):
-    """Drafts for one call with a model that has the target's tokenizer.
-
-    Args:
-        call: the call.
-        draft: the draft model.
-        reader: runs its forward passes.
-        k, tree, confidence_threshold: as for `DraftModelCandidates`; a model that cannot read trees drafts chains.
-    """
+    """Drafts for one call with a model that has the target's tokenizer."""
 
     def __init__(
         self,
@@ -271,12 +264,7 @@ def _auto_class(target: PreTrainedModel | None) -> Any:
 
 
 def _without_wrapper(model: Any) -> PreTrainedModel:
-    """The model inside a PEFT or `torch.compile` wrapper. Adapters such as LoRA are layers inside of it.
-
-    Raises:
-        TypeError: if there is no model.
-        ValueError: for prefix or prompt tuning, which is a part of the wrapper.
-    """
+    """The model inside a PEFT or `torch.compile` wrapper. Adapters such as LoRA are layers inside of it."""
     model = compat.unwrapped(model)
     if isinstance(model, PreTrainedModel):
         return model
@@ -343,9 +331,6 @@ def have_same_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> boo
 
     The sizes of their embedding tables are no criterion, since tables are padded: Qwen models have tables of 151,936
     and 152,064 rows for one tokenizer.
-
-    Raises:
-        ValueError: if the tokenizers cannot be loaded while the sizes of the tables differ.
     """
     if draft is target or draft.name_or_path == target.name_or_path != "":
         return True
