@@ -36,7 +36,7 @@ def supports_logits_to_keep(model: PreTrainedModel) -> bool:
 
 
 def mask_length(config: GenerationConfig) -> int:
-    """Columns of the attention mask that `generate` built, which it does not pass on; else -1. Symbol: `_mask_length`."""
+    """Columns of the attention mask that `generate` built, not passed on; else -1. Symbol: `_mask_length`."""
     return int(getattr(config, "_mask_length", -1))
 
 

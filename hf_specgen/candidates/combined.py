@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree, check_tree
+from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
@@ -64,8 +64,7 @@ class CombinedCandidates(Candidates):
                 raise TypeError(f"CombinedCandidates takes strategies such as NgramCandidates(), got {strategy!r}")
         super().__init__("auto", policy, max_k=max(strategy.k for strategy in strategies))
         self.strategies = tuple(strategies)
-        self.tree = check_tree(tree, self.k)
-        self.adaptive_tree = self.tree == "auto"
+        self._set_tree(tree, self.k)
         self.negligible_draft_cost = all(strategy.negligible_draft_cost for strategy in strategies)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
@@ -83,7 +82,7 @@ class CombinedCandidates(Candidates):
 
     def __repr__(self) -> str:
         tree = "" if self.tree == "auto" else f", tree={self.tree!r}"
-        return f"CombinedCandidates({list(self.strategies)}{tree}{self._show_policy()})"
+        return f"CombinedCandidates({list(self.strategies)}{tree}{self._show()})"
 
 
 class _CombinedSession(DraftSession):

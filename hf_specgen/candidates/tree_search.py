@@ -11,17 +11,18 @@ al., "Sequoia" (2024), section 3, for the best tree of a given size.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, zip_longest
 from math import isqrt
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.base import DraftCall, Tree
+from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, Tag, best_first
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency
 from hf_specgen.tree import DraftTree, Parents
@@ -345,6 +346,36 @@ def draft_rows(
     trees = [search(row, limits) for row in range(len(depths))]
     nodes = limit.best_size([tree.probability for tree in trees]) if limit.is_fastest else limits.nodes
     return draft_of(trees, nodes), trees
+
+
+class SearchSession(DraftSession, Generic[Tag]):
+    """Base class of sessions that search the tree of each row, without a forward pass."""
+
+    passes = ()
+
+    def __init__(self, call: DraftCall, k: int, size: Tree):
+        super().__init__(call)
+        self._k, self._size = k, size
+        self._trees: list[SearchTree[Tag]] = []
+
+    @abstractmethod
+    def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Tag]:
+        """The most probable tree of a row."""
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths, is_prefill=False)
+
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths, is_prefill=True)
+
+    def _draft(self, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
+        depths = [min(self._k, depth) for depth in max_depths]
+
+        def search(row: int, limits: SearchLimits) -> SearchTree[Tag]:
+            return self.search(row, depths[row], limits) if depths[row] else SearchTree()
+
+        draft, self._trees = draft_rows(self.call, self._size, depths, search, is_prefill)
+        return draft
 
 
 def draft_of(trees: Sequence[SearchTree[Any]], nodes: int) -> DraftTree:
