@@ -22,7 +22,7 @@ FORGETTING = 0.9
 FIRST_INTERVAL, MAX_INTERVAL = 8, 64
 """Plain steps after which drafting is tried again; doubled whenever that was not faster."""
 MAX_LOSS = 0.02
-"""Fraction of the time that steps with rejected drafts may cost: where drafts are nearly free, intervals are shorter."""
+"""Fraction of the time that rejected drafts may cost: where they cost little, intervals are shorter."""
 
 
 class AdaptiveDepth(Policy):
@@ -30,8 +30,8 @@ class AdaptiveDepth(Policy):
 
     The speed of drafting is the tokens of recent steps over their cost by the latency model: T(q) of the target and the
     drafter's passes, which are measured once per model (`hf_specgen.depth.calibrate`). Where it is not above that of
-    plain decoding, drafting is tried again after 8, 16, 32, … plain steps, or fewer where a rejected draft costs little. All ranks of a tensor-parallel model use the
-    first rank's latencies.
+    plain decoding, drafting is tried again after 8, 16, 32, … plain steps, or fewer where a rejected draft costs
+    little. All ranks of a tensor-parallel model use the first rank's latencies.
 
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead: nothing is then measured, and
