@@ -6,14 +6,14 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
+from functools import lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from hf_specgen.call import Call
 from hf_specgen.counters import RowStep, Statistics, StepRecord
 
-if TYPE_CHECKING:
-    from hf_specgen.monitoring.prometheus import Counters
+PREFIX = "spec_decode_num_"
+"""Of the names of counters for Prometheus, as in vLLM."""
 
 logger = logging.getLogger("hf_specgen")
 
@@ -158,13 +158,40 @@ class _SpeculationMonitorSession(MonitorSession):
         )
 
 
+class Counters:
+    """Prometheus counters of this process in the default registry, which appends `_total` to each name."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter
+
+        self._drafts = Counter(f"{PREFIX}drafts", "Drafts that the target verified.")
+        self._drafted = Counter(f"{PREFIX}draft_tokens", "Draft tokens that the target verified.")
+        self._accepted = Counter(f"{PREFIX}accepted_tokens", "Draft tokens that were accepted.")
+        self._by_position = Counter(
+            f"{PREFIX}accepted_tokens_per_pos", "Drafts in which this position was accepted.", ["position"]
+        )
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count one draft of one row."""
+        self._drafts.inc()
+        self._drafted.inc(drafted)
+        self._accepted.inc(accepted)
+        for position in range(accepted):
+            self._by_position.labels(position=str(position)).inc()
+
+
+@lru_cache(maxsize=1)
+def _process_counters() -> Counters:
+    """The counters of this process: Prometheus registers each name once."""
+    return Counters()
+
+
 def _counters(wanted: bool | None) -> Counters | None:
     if wanted is False:
         return None
     try:
-        from hf_specgen.monitoring.prometheus import counters
+        return _process_counters()
     except ImportError as error:
         if wanted is None:
             return None
         raise ImportError("counters need prometheus_client: pip install 'hf-specgen[monitor]'") from error
-    return counters()

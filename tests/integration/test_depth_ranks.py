@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_specgen.depth import AdaptiveDepth, calibrate
-from hf_specgen.depth.ranks import from_first_rank, lockstep_group
+from hf_specgen.depth.calibrate import from_first_rank, lockstep_group
 from tests.helpers.depth import Clock, Model, Target, depth_call, run
 from tests.helpers.processes import run_in_ranks
 
