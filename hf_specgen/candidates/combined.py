@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree, check_tree
+from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
@@ -64,8 +64,7 @@ class CombinedCandidates(Candidates):
                 raise TypeError(f"CombinedCandidates takes strategies such as NgramCandidates(), got {strategy!r}")
         super().__init__("auto", policy, max_k=max(strategy.k for strategy in strategies))
         self.strategies = tuple(strategies)
-        self.tree = check_tree(tree, self.k)
-        self.adaptive_tree = self.tree == "auto"
+        self._set_tree(tree, self.k)
         self.negligible_draft_cost = all(strategy.negligible_draft_cost for strategy in strategies)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
@@ -83,7 +82,7 @@ class CombinedCandidates(Candidates):
 
     def __repr__(self) -> str:
         tree = "" if self.tree == "auto" else f", tree={self.tree!r}"
-        return f"CombinedCandidates({list(self.strategies)}{tree}{self._show_policy()})"
+        return f"CombinedCandidates({list(self.strategies)}{tree}{self._show()})"
 
 
 class _CombinedSession(DraftSession):
@@ -185,15 +184,7 @@ class _Origin(NamedTuple):
 
 
 class _RowSearch:
-    """The children of every node of the merged tree of one row.
-
-    Args:
-        drafts: of the members, those of networks last.
-        first_network: the number of the first network's draft.
-        row: the row.
-        last_token: of the row.
-        recycling: extends the tree where no network has proposed children; None for no extension.
-    """
+    """The children of every node of the merged tree of one row."""
 
     def __init__(
         self,
@@ -316,10 +307,5 @@ def _merge_row(
 
 @cache
 def default_candidates() -> Candidates:
-    """A strategy that needs no files and no training: n-grams and Token Recycling, with what it has learnt so far.
-
-    Example:
-        >>> default_candidates().negligible_draft_cost
-        True
-    """
+    """A strategy that needs no files and no training: n-grams and Token Recycling, with what it has learnt so far."""
     return CombinedCandidates()

@@ -118,7 +118,7 @@ class MedusaCandidates(Candidates):
         return MedusaRunner(heads.to(device=weight.device, dtype=weight.dtype).eval(), model, lora)
 
     def __repr__(self) -> str:
-        return f"MedusaCandidates({self._name!r}, tree={self.tree!r}{self._show_policy()})"
+        return f"MedusaCandidates({self._name!r}, tree={self.tree!r}{self._show()})"
 
 
 class MedusaSession(IndependentHeadsSession):

@@ -2,7 +2,8 @@
 
 T(q) is measured after the prefill of the first adaptive call, on the call's own cache: passes over chains of a few
 sizes, which are rolled back. Together they take at most the time of ten plain steps. The cost of a drafter's pass is
-taken from its first drafts. Both are kept as long as the model; decisions then follow from the text alone.
+taken from its first drafts. Both are kept as long as the model; decisions then follow from the text alone. All ranks of
+a tensor-parallel model use what the first rank measured.
 """
 
 from __future__ import annotations
@@ -136,10 +137,9 @@ class DrafterTimer:
 
 
 def lockstep_group(model: Any) -> Any:
-    """The process group whose ranks run every step of the model together; None if there is no such group.
+    """The tensor-parallel process group of a model, whose ranks run every step together; None if there is none.
 
-    Only the tensor-parallel group of the model's device mesh is meant. Replicas of the model, as under
-    `accelerate launch`, take different numbers of steps and must not wait for each other.
+    Replicas of the model, as under `accelerate launch`, take different numbers of steps and must not wait.
     """
     size = getattr(model, "tp_size", None) or 1
     if size == 1 or not (dist.is_available() and dist.is_initialized()):

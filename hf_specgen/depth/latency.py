@@ -128,8 +128,8 @@ class LatencyModel:
     Example:
         >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
         >>> step = model.at(rows=2, context=300)
-        >>> [round(step.target.seconds_of(tokens), 4) for tokens in (2, 18)]  # two rows: plain, and 8 draft tokens each
-        [0.0102, 0.0142]
+        >>> [round(step.target.seconds_of(tokens), 5) for tokens in (2, 18)]  # two rows: plain, and 8 draft tokens each
+        [0.01025, 0.01425]
     """
 
     buckets: tuple[Bucket, ...]
