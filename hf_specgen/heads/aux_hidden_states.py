@@ -1,17 +1,8 @@
 """Auxiliary hidden states: which states of the target a head reads, counted as Transformers counts `hidden_states`.
 
 Index 0 is the embedding, index i the output of layer i - 1, and the last index the state after the final norm. Formats
-count differently; only this file converts them:
-
-| field of config.json | written by | index |
-|---|---|---|
-| `eagle_aux_hidden_state_layer_ids` | speculators, vLLM (eagle3, peagle) | id |
-| `eagle_config.eagle_aux_hidden_state_layer_ids` | SGLang, SpecForge, ModelOpt | id + 1 |
-| `aux_hidden_state_layer_ids` | speculators (dflash) | id |
-| `dflash_config.target_layer_ids` | z-lab DFlash, JetSpec | id + 1 |
-| `target_layer_ids` | DeepSpec | id + 1 |
-
-A wrong index never changes the generated text, but the draft tokens are accepted less often.
+count differently; only this file converts them. A wrong index never changes the generated text, but the draft tokens
+are accepted less often.
 """
 
 from __future__ import annotations
@@ -27,12 +18,13 @@ from packaging.version import Version
 SELECTS_HIDDEN_STATES = Version(transformers.__version__) >= Version("5.23")
 
 FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (
-    (("eagle_aux_hidden_state_layer_ids",), 0),
-    (("eagle_config", "eagle_aux_hidden_state_layer_ids"), 1),
-    (("aux_hidden_state_layer_ids",), 0),
-    (("dflash_config", "target_layer_ids"), 1),
-    (("target_layer_ids",), 1),
+    (("eagle_aux_hidden_state_layer_ids",), 0),  # speculators, vLLM (eagle3, peagle)
+    (("eagle_config", "eagle_aux_hidden_state_layer_ids"), 1),  # SGLang, SpecForge, ModelOpt
+    (("aux_hidden_state_layer_ids",), 0),  # speculators (dflash)
+    (("dflash_config", "target_layer_ids"), 1),  # z-lab DFlash, JetSpec
+    (("target_layer_ids",), 1),  # DeepSpec
 )
+"""Fields of config.json that name layers, and what to add to their numbers."""
 
 
 def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:

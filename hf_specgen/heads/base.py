@@ -10,9 +10,9 @@ Weights that a checkpoint leaves out (usually the embedding) are the target's, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -109,6 +109,9 @@ class DraftHead(nn.Module):
         return BoundHead(self, target, aux_hidden_state_layers)
 
 
+Head = TypeVar("Head", bound=DraftHead)
+
+
 class BoundHead:
     """A head together with the target that it drafts for; see `DraftHead.bind`."""
 
@@ -193,8 +196,16 @@ def _checked_layers(head: DraftHead, num_layers: int, layers: Sequence[int] | No
     return tuple(layers)
 
 
-def load_tensors(head: DraftHead, checkpoint: Checkpoint, names: Names, dtype: torch.dtype | None = None) -> None:
-    """Load a checkpoint's tensors into a head that was built on the "meta" device."""
+def build_head(
+    head_class: Callable[[Any], Head],
+    config: HeadConfig,
+    checkpoint: Checkpoint,
+    names: Names,
+    dtype: torch.dtype | None,
+) -> Head:
+    """A head with a checkpoint's tensors, of which names, shapes and dtypes are checked before they are read."""
+    with torch.device("meta"):
+        head = head_class(config)
     expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
     missing, unknown = sorted(expected.keys() - names.keys()), sorted(names.keys() - expected.keys())
     if missing:
@@ -218,7 +229,7 @@ def load_tensors(head: DraftHead, checkpoint: Checkpoint, names: Names, dtype: t
     if head.draft_to_target is not None:
         state["draft_to_target"] = _draft_to_target(checkpoint, head.config.draft_vocab_size, head.config.vocab_size)
     head.load_state_dict(state, assign=True)
-    head.eval().requires_grad_(False)
+    return head.eval().requires_grad_(False)
 
 
 def _check_tensor(name: str, info: TensorInfo, expected: torch.Tensor) -> None:

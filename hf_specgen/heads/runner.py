@@ -2,13 +2,6 @@
 
 The cache keeps only entries computed from the target's features. Entries of draft nodes are appended after them and
 dropped before the next accepted tokens are processed with the features that the target has computed for them.
-
-    position           i-1      i             i+1            i+2
-    feature            f(i-1)   f(i)          h(i)           h(i+1)       f: the target's, h: the head's own output
-    token embedded     t(i)     t(i+1)        draft node     its child
-                       extend ──────────────┤ expand ─────────────────►
-
-Source: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), section 3.1.
 """
 
 from __future__ import annotations
@@ -155,20 +148,12 @@ class EagleRunner(HeadRunner):
         self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
         return HeadOutput(*map(self._scatter, output))
 
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden]` of `HeadOutput.output` to `[..., vocab]`; see `BoundHead.target_logits`."""
-        return self.bound.target_logits(output)
-
 
 class ParallelRunner(HeadRunner):
     """Base class of runners of heads that draft all tokens in the pass over new accepted positions, or in one after."""
 
     def draft(
-        self,
-        features: Sequence[torch.Tensor],
-        next_tokens: Sequence[Sequence[int]],
-        needed: Sequence[bool],
-        depth: int,
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool], depth: int
     ) -> torch.Tensor:
         """Process new accepted positions as `EagleRunner.extend`, and draft after them: `[batch, depth, vocab]`."""
         self._drop(needed)

@@ -9,7 +9,7 @@ import torch
 from hf_specgen.heads.gemma_assistant import source_layers
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.medusa_formats import load_medusa
-from hf_specgen.heads.mtp_format import load_mtp
+from hf_specgen.heads.mtp import load_mtp
 from tests.helpers.head_fixtures import Comparison, Fixture
 from tests.helpers.head_runs import Rounds, captured_features
 from tests.helpers.head_sessions import Assistant, Autoregressive, LayeredMTP, RaggedCache

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
 
-from hf_specgen.heads.mtp_format import load_mtp
+from hf_specgen.heads.mtp import load_mtp
 from tests.helpers.head_sessions import LayeredMTP
 
 LAYERS = 2
