@@ -153,9 +153,9 @@ class AssistantHead(DraftHead):
         hidden: torch.Tensor,
         position_ids: torch.Tensor,
         keys_values: KeysValues,
-        lengths: torch.Tensor | None = None,
-        padding: torch.Tensor | None = None,
-        dropped: Mapping[str, int] | None = None,
+        lengths: torch.Tensor,
+        padding: torch.Tensor,
+        dropped: Mapping[str, int],
     ) -> HeadOutput:
         """One draft step with the target's keys and values; positions are those of the last known token.
 
@@ -164,31 +164,17 @@ class AssistantHead(DraftHead):
         """
         states = self.pre_projection(torch.cat((embeddings, hidden), dim=-1))
         rotary = {name: embedding(states, position_ids) for name, embedding in self.rotary.items()}
-        first = dict.fromkeys(rotary, 0) if dropped is None else dropped
-        masks = {name: self._mask(name, keys_values[name][0], lengths, padding, first[name]) for name in rotary}
+        masks = {}
+        for name in rotary:
+            slots = dropped[name] + torch.arange(keys_values[name][0].shape[2], device=lengths.device)
+            visible = (slots < lengths[:, None]) & (slots >= padding[:, None])
+            if name == "sliding_attention":
+                visible &= slots >= lengths[:, None] - 1 - self.config.sliding_window
+            masks[name] = visible[:, None, None]
         for layer, name in zip(self.layers, self.config.layer_types, strict=True):
             states = layer(states, rotary[name], keys_values[name], masks[name])
         output = self.norm(states)
         return HeadOutput(self.post_projection(output), output)
-
-    def _mask(
-        self,
-        layer_type: str,
-        keys: torch.Tensor,
-        lengths: torch.Tensor | None,
-        padding: torch.Tensor | None,
-        first: int,
-    ) -> torch.Tensor:
-        """`[batch, 1, 1, keys]` bool; `first` keys before these were dropped."""
-        batch, _, width, _ = keys.shape
-        ends = torch.full((batch,), first + width, device=keys.device) if lengths is None else lengths.to(keys.device)
-        slots = first + torch.arange(width, device=keys.device)
-        visible = slots < ends[:, None]
-        if padding is not None:
-            visible = visible & (slots >= padding[:, None])
-        if layer_type == "sliding_attention":
-            visible = visible & (slots >= ends[:, None] - 1 - self.config.sliding_window)
-        return visible[:, None, None]
 
 
 def source_layers(target_config: PretrainedConfig) -> dict[str, int]:
