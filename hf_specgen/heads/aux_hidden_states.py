@@ -7,15 +7,8 @@ are accepted less often.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import torch
-import transformers
-from packaging.version import Version
-
-# Earlier versions count a list of indices without the embedding.
-SELECTS_HIDDEN_STATES = Version(transformers.__version__) >= Version("5.23")
 
 FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (
     (("eagle_aux_hidden_state_layer_ids",), 0),  # speculators, vLLM (eagle3, peagle)
@@ -57,17 +50,3 @@ def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
         return (num_layers // 2 + 1,)
     step = (num_layers - 4) / (num_draft_layers - 1)
     return tuple(round(1 + layer * step) + 1 for layer in range(num_draft_layers))
-
-
-def capture_arguments(layers: Sequence[int]) -> dict[str, Any]:
-    """Arguments of the target's forward pass that make it return these hidden states; before 5.23 all."""
-    return {"output_hidden_states": list(layers) if SELECTS_HIDDEN_STATES else True}
-
-
-def concatenate(hidden_states: Sequence[torch.Tensor | None], layers: Sequence[int]) -> torch.Tensor:
-    """The features that a head reads, `[batch, length, layers * hidden]`."""
-    missing = [layer for layer in layers if hidden_states[layer] is None]
-    if missing:
-        raise ValueError(f"the target did not return its hidden states {missing}; pass it `capture_arguments(layers)`")
-    states: Any = [hidden_states[layer] for layer in layers]
-    return torch.cat(states, dim=-1)

@@ -7,9 +7,6 @@
 | P-EAGLE | speculators `peagle` | | |
 | DFlash | speculators `dflash` | | z-lab |
 | JetSpec | z-lab | | z-lab |
-
-A head with an option that a format cannot express is refused. Embeddings and output matrices that belong to the target
-are not written.
 """
 
 from __future__ import annotations

@@ -9,9 +9,6 @@
 | DFlash of z-lab, JetSpec | a Qwen3 config with `dflash_config` | `fc`, `hidden_norm`, `layers.*` |
 | speculators `dflash` | nested, with `transformer_layer_config` | the same |
 | Gemma 4 assistant | `text_config` | `model.layers.*` without keys and values |
-
-Which optional tensors there are (biases, norms, embeddings, output matrix) is seen in the file; what only a config can
-specify (`norm_before_residual`, `norm_output`) is read from it.
 """
 
 from __future__ import annotations

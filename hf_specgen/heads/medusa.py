@@ -1,8 +1,7 @@
 """Medusa heads: small networks that predict the tokens after the next one from the target's last hidden state.
 
     hidden state that predicts token t+1 ─┬─► target's output matrix ─► token t+1   (the target itself)
-                                          ├─► head 0 ─► output matrix ─► token t+2
-                                          └─► …
+                                          └─► head 0 ─► output matrix ─► token t+2; head 1 ─► …
 
 With `reads_path` (Hydra heads) head h also reads the draft tokens before its own, and drafts one level of a tree:
 
@@ -38,7 +37,6 @@ RANKS = 10
 """Tokens of each head that are counted: the tenth of head 0 of the embedded heads is accepted in about 1% of steps."""
 
 
-Fingerprint = dict[str, Any]
 COMPARED = {
     "model_type": "architecture",
     "hidden_size": "hidden size",
@@ -102,7 +100,7 @@ class Acceptance:
         return Acceptance(tuple(tuple(row[:ranks] for row in bins) for bins in self.table))
 
 
-def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> Fingerprint:
+def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> dict[str, Any]:
     """What is stored with heads to recognise their target."""
     matrix = output_matrix(model)
     return {
@@ -124,7 +122,7 @@ def chat_template_hash(tokenizer: Any) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def other_chat_template(base: Fingerprint | None, tokenizer: Any) -> str | None:
+def other_chat_template(base: dict[str, Any] | None, tokenizer: Any) -> str | None:
     """A warning if the heads were trained with another chat template than this tokenizer's, else None."""
     trained = (base or {}).get("chat_template")
     if trained is None or trained == chat_template_hash(tokenizer):

@@ -8,8 +8,6 @@ the token k + 2 places ahead from the output of layer k - 1; a single layer is a
 | DeepSeek-V3, GLM-4.x | `model.layers.{L + k}.…` with `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` | |
 | Qwen3-Next, Qwen3.5 | `mtp.layers.{k}.…` | `mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}` |
 
-The decoder layers are loaded as a model of the target's class, which converts what it converts in the target.
-
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2.
 """
 
@@ -32,8 +30,7 @@ from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
 from hf_specgen.heads.layers import causal_default
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-"""Modules around the decoder layer, by their names in DeepSeek-V3: the norms of embedding and state, the projection of
-both, the final norm."""
+"""Norms of embedding and state, projection of both and final norm, by their names in DeepSeek-V3."""
 EXTRA_LAYER = re.compile(r"^(?P<prefix>(?:.+\.)?layers)\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
 MTP_LAYER = re.compile(r"^(?:.+\.)?mtp\.(?P<part>.+)$")
 MTP_BLOCK = re.compile(r"^layers\.(?P<layer>\d{1,6})\.(?P<part>.+)$")

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from hf_specgen.heads.aux_hidden_states import block_layers, concatenate, configured_layers, eagle_layers
+from hf_specgen.heads.aux_hidden_states import block_layers, configured_layers, eagle_layers
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_mask
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding, causal_mask
@@ -212,8 +212,3 @@ def test_eagle_layers_of_a_target(layers: int, expected: tuple[int, ...]) -> Non
 )
 def test_block_layers_of_a_target(layers: int, draft_layers: int, expected: tuple[int, ...]) -> None:
     assert block_layers(layers, draft_layers) == expected
-
-
-def test_concatenate_states_that_were_not_captured_raises() -> None:
-    with pytest.raises(ValueError, match=r"did not return its hidden states \[1\]"):
-        concatenate((torch.zeros(1, 2, 4), None), (0, 1))
