@@ -32,8 +32,7 @@ from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantHead
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.mtp import MTPHead
-from hf_specgen.heads.mtp_format import load_mtp
+from hf_specgen.heads.mtp import MTPHead, load_mtp
 from hf_specgen.heads.runner import BlockRunner, PEagleRunner
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix

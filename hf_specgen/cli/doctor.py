@@ -36,10 +36,10 @@ from hf_specgen.evaluation.workloads import (
     torch_dtype,
 )
 from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
-from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.head_formats import holds_medusa, load_head
+from hf_specgen.heads.medusa import check_heads
 from hf_specgen.heads.medusa_formats import inspect_medusa
-from hf_specgen.heads.mtp_format import has_mtp_layers
+from hf_specgen.heads.mtp import has_mtp_layers
 from hf_specgen.targets.support import check_model
 
 MARGIN = 1.05

@@ -24,8 +24,8 @@ from hf_specgen.evaluation.workloads import (
     read_prompts,
     strategies,
 )
-from hf_specgen.heads.compatibility import other_chat_template
 from hf_specgen.heads.lora import copy_lora
+from hf_specgen.heads.medusa import other_chat_template
 from hf_specgen.heads.medusa_formats import load_medusa
 
 
