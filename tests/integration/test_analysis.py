@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.harness.analysis import estimated_alpha, expected_accepted, expected_speedup, optimal_k, speedup_limit
 from benchmarks.workloads.domains import CATALOGUE, DomainError, load_domain, names_of
 from hf_specgen.counters import RowStep, Statistics
-from hf_specgen.depth import CostCurve, calibrate
+from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.cost import measure_cost_curve
 from tests.helpers import tiny_model
 
@@ -122,24 +122,6 @@ def test_measured_curve_runs_the_passes_it_says() -> None:
         handle.remove()
     assert shapes == [(3, 12)] + 3 * [(3, 1), (3, 2), (3, 8)]
     assert (curve.queries, curve.context, curve.batch) == ((1, 2, 8), 12, 3)
-
-
-def test_curve_is_the_median_of_what_passes_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that a pass over q tokens moves by q seconds, and by 100 on the first turn and one other."""
-    model, now, passes = tiny_model("llama"), 0.0, 0
-
-    def tick(_, inputs, __) -> None:
-        nonlocal now, passes
-        queries, passes = inputs[0].shape[1], passes + 1
-        now += 100 if passes in (2, 3, 6, 7) else queries
-
-    monkeypatch.setattr(calibrate, "thread_time", lambda: now)
-    handle = model.get_input_embeddings().register_forward_hook(tick)
-    try:
-        curve = measure_cost_curve(model, queries=(1, 4), context=4, repeats=3)
-    finally:
-        handle.remove()
-    assert curve.seconds == (1, 4)
 
 
 @pytest.mark.parametrize(

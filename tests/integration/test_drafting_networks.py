@@ -158,6 +158,16 @@ def test_draft_model_confidence_threshold_shortens_drafts_row_by_row() -> None:
     assert len(depths) > 1, "some drafts must be shortened and some not"
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_draft_model_equal_to_target_rejection_sampling_accepts_nearly_all(batch: int) -> None:
+    """p / q is 1 except for rounding."""
+    model = llama()
+    candidates = DraftModelCandidates(model, k=4)
+    arguments = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "verification": "rejection"}
+    model.generate(**prompts(batch), **arguments, candidate_generator=candidates)
+    assert candidates.speculation is not None and candidates.speculation.acceptance_rate > 0.99
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
     """At depth 0 the draft is never run, not even on the prompt, and the target runs once per token."""

@@ -3,12 +3,9 @@
 import random
 from typing import Any
 
-import hypothesis
 import pytest
-from hypothesis import strategies as st
 
 from benchmarks import metrics
-from hf_specgen.counters import Statistics
 from hf_specgen.evaluation.measure import speedup_interval
 
 pytest.importorskip("evaluate", reason="the metrics need evaluate")
@@ -67,17 +64,6 @@ def test_bad_metric_input() -> None:
         metrics.load("acceptance_rate").compute(drafted=[2], accepted=[3])
     with pytest.raises(ValueError, match="one number per step"):
         metrics.load("mean_accepted_length").compute(drafted=[2], accepted=[1], emitted=[1, 2])
-
-
-@hypothesis.given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
-def test_counts_agree_with_counting_by_hand(steps: list[tuple[int, int]]) -> None:
-    steps = [(max(pair), min(pair)) for pair in steps]
-    counts = Statistics.of_steps([d for d, _ in steps], [a for _, a in steps])
-    for position in range(1, 10):
-        if position <= len(counts.drafted_per_position):
-            assert counts.drafted_per_position[position - 1] == sum(d >= position for d, _ in steps)
-            assert counts.accepted_per_position[position - 1] == sum(a >= position for _, a in steps)
-    assert counts.tokens_per_step == pytest.approx(sum(a + 1 for _, a in steps) / len(steps))
 
 
 def test_interval_covers_the_truth() -> None:

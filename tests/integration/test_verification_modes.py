@@ -1,13 +1,11 @@
 """The verification modes inside `generate`: stops, scores, batches, processors, and a draft that equals the target."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from hf_specgen import Call, Candidates, DraftSession, DraftTree
 from tests.helpers import Oracle, PrefixReader, RowWisePrefixReader, prompts, tiny_model
 from tests.helpers.comparison import plain_output
 
@@ -24,72 +22,6 @@ def arguments_of(kind: str) -> dict[str, Any]:
     arguments = dict(PROCESSORS[kind])
     processor = arguments.pop("processor", None)
     return {**arguments, "logits_processor": LogitsProcessorList([processor()])} if processor else arguments
-
-
-class TargetAsDraft(Candidates):
-    """Drafts with the target itself, read from the start in every step: sampled as the verification mode asks.
-
-    Args:
-        model: the target.
-        temperature: of the draft.
-    """
-
-    def __init__(self, model: Any, temperature: float = 1.0, k: int = 3):
-        super().__init__(k)
-        self.model, self.temperature = model, temperature
-
-    def start(self, call: Call) -> DraftSession:
-        return _TargetAsDraftSession(self, call)
-
-
-class _TargetAsDraftSession(DraftSession):
-    def __init__(self, settings: TargetAsDraft, call: Call):
-        super().__init__(call)
-        self._settings = settings
-
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        state, verification = self.call.state, self.call.verification
-        assert verification is not None
-        texts = [prompt + tokens for prompt, tokens in zip(state.prompts, state.generated, strict=True)]
-        drafts: list[list[int]] = [[] for _ in texts]
-        q = []
-        for depth in range(self._settings.k):
-            logits = [self._settings.model(torch.tensor([text])).logits[0, -1] for text in texts]
-            scores = torch.stack(logits) / self._settings.temperature
-            q.append(scores.softmax(dim=-1))
-            steps = [len(tokens) + depth for tokens in state.generated]
-            drawn = verification.sample_draft(scores, steps).tolist()
-            for text, draft, token in zip(texts, drafts, drawn, strict=True):
-                text.append(token)
-                draft.append(token)
-        chains = DraftTree.chains([draft[:depth] for draft, depth in zip(drafts, budget, strict=True)])
-        kept = torch.stack(q, dim=1)[:, : chains.nodes] if verification.wants_q else None
-        return DraftTree(chains.tokens, chains.parents, kept)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("verification", ["exact", "rejection"])
-@pytest.mark.parametrize("do_sample", [False, True])
-@torch.no_grad()
-def test_draft_equal_to_target_is_accepted(batch: int, verification: str, do_sample: bool) -> None:
-    """Would catch: draft noise of another step or row than the target's; q or residual of a neighbouring node."""
-    model, inputs = tiny_model("llama"), prompts(batch)
-    common = {"max_new_tokens": 24, "do_sample": do_sample, "eos_token_id": [7, 50], "pad_token_id": 0}
-    if do_sample:
-        common |= {"temperature": 0.5, "top_k": 0}
-    torch.manual_seed(3)
-    plain = model.generate(**inputs, **common)
-    torch.manual_seed(3)
-    draft = TargetAsDraft(model, temperature=0.5 if do_sample else 1.0)
-    output = model.generate(
-        **inputs, **common, candidate_generator=draft, verification=verification, return_dict_in_generate=True
-    )
-    statistics = output.speculation
-    assert statistics.drafted > 5
-    if verification == "exact" or not do_sample:
-        assert torch.equal(plain, output.sequences)
-    for row, length in enumerate(statistics.lengths):  # all accepted: k + 1 tokens a step
-        assert len(statistics.rows[row]) == -(-length // 4)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
