@@ -186,15 +186,15 @@ def test_readme_shows_the_recorded_results(tmp_path: Path) -> None:
 def test_headings_of_tables() -> None:
     machine = {"processor": "P", "threads": 2, "gpu": None}
     origin = {"commit": f"{'0123456789' * 4}+changes", "versions": {"torch": "1", "transformers": "2"}}
-    origin |= {"machine": machine, "argv": ["run.py", "--out", "x"]}
+    origin |= {"machine": machine, "argv": ["__main__.py", "micro", "loop"]}
     section = {"section": "loop", "repeats": 2, "rows": [{"a": 1.0}] * 30, "seconds": 90.0, "provenance": origin}
     text = recorded(section)
-    assert "`python -m benchmarks.core loop --repeats 2`: commit 012345678901 with changes, " in text
+    assert "`python -m benchmarks micro loop`: commit 012345678901 with changes, " in text
     assert "2 threads, 1.5 minutes" in text and "<details><summary>all 30 rows</summary>\n\n| a |" in text
     domains = [{"domain": name, "a": 1.0} for name in [*"xyz" * 10, "all"]]
     assert "\n| all | 1.00 |\n\n<details>" in recorded({**section, "rows": domains})
     of_suite = {"notes": [], "tables": {"cost": [{"a": 1.0}]}, "provenance": origin}
-    assert "`python benchmarks/run.py --out x`" in recorded(of_suite) and "<details>" not in recorded(of_suite)
+    assert "<details>" not in recorded(of_suite)
     module = {**origin, "argv": ["__main__.py", "suite", "heads"]}
     assert "`python -m benchmarks suite heads`" in recorded({**of_suite, "provenance": module})
 
