@@ -1,7 +1,5 @@
 """Command-line options, and markers and order of the tests by folder; the fixtures are in `tests.helpers.fixtures`."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import os

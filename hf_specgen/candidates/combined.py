@@ -117,9 +117,9 @@ class _CombinedSession(DraftSession):
         """Pass the outcome on to every member as one of its own draft."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
             for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
-                key = tree.tags[node].recycled
-                if self._recycling is not None and key is not None:
-                    self._recycling.count(key, accepted)
+                recycled = tree.tags[node].recycled
+                if self._recycling is not None and recycled is not None:
+                    self._recycling.count(*recycled, accepted)
         for (session, _), draft in zip(self._members, self._drafts, strict=True):
             # After a prefill without drafts only members that use more than the outcome of a draft are called.
             if not self._is_prefill or draft.nodes or session.top_tokens or self._has_drafted:
@@ -176,12 +176,12 @@ class _CombinedSession(DraftSession):
 
 class _Origin(NamedTuple):
     """Where a token comes from: the node of each draft that it stands for, None where a draft does not have it; and for
-    one of `RecyclingSession.candidate_tokens` its key.
+    one of `RecyclingSession.candidate_tokens` its key, and the probability that copied text leaves to these tokens.
     """
 
     token: int
     nodes: tuple[int | None, ...]
-    recycled: tuple[int, int] | None = None
+    recycled: tuple[tuple[int, int], float] | None = None
 
 
 class _RowSearch:
@@ -225,16 +225,16 @@ class _RowSearch:
                 nodes[number] = child
                 proposals[token] = (acceptance if has_network else 1 - (1 - before) * (1 - acceptance)), nodes
         total = sum(value for value, _ in proposals.values())
-        scale = 1 / max(1.0, total)
-        found = [(token, scale * value, _Origin(token, tuple(nodes))) for token, (value, nodes) in proposals.items()]
-        if self._recycling is not None and not has_network:
-            nowhere, rest = (None,) * len(origin.nodes), max(0.0, 1 - total)
-            found += [
-                (candidate, rest * acceptance, _Origin(candidate, nowhere, key))
-                for candidate, acceptance, key in self._recycling.candidate_tokens(origin.token)
-                if candidate not in proposals
-            ]
-        return sorted(found, key=lambda child: -child[1])
+        scale, rest, recycled = 1 / max(1.0, total), max(0.0, 1 - total), []
+        if self._recycling is not None and not has_network and rest:
+            nowhere = (None,) * len(origin.nodes)
+            for token, acceptance, key in self._recycling.candidate_tokens(origin.token):
+                if token in proposals:
+                    proposals[token] = proposals[token][0] + rest * acceptance, proposals[token][1]
+                else:
+                    recycled.append((token, rest * acceptance, _Origin(token, nowhere, (key, rest))))
+        copied = [(token, scale * value, _Origin(token, tuple(nodes))) for token, (value, nodes) in proposals.items()]
+        return sorted(copied + recycled, key=lambda child: -child[1])
 
 
 def _children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:

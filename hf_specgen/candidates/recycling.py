@@ -228,9 +228,9 @@ class RecyclingSession(DraftSession):
         keys = [(min(rank, RANKS - 1), index) for rank, index in enumerate(bins)]
         return [(candidate, float(acceptance[key]), key) for candidate, key in zip(tokens, keys, strict=True)]
 
-    def count(self, key: tuple[int, int], accepted: bool) -> None:
-        """Count the outcome of one of `candidate_tokens`."""
-        self._calibration.count(*key, accepted)
+    def count(self, key: tuple[int, int], weight: float, accepted: bool) -> None:
+        """Count the outcome of one of `candidate_tokens`, to which others left so much probability."""
+        self._calibration.count(*key, accepted, weight)
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance by rank and confidence, and learn the successors of every input token of the step."""

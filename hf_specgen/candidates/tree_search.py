@@ -311,14 +311,14 @@ def _target_seconds(target: CostCurve, rows: int, nodes: int) -> tuple[Floats, f
 
     Each node adds its path probability to the tokens of a step, of which there is at least one for each row.
     """
-    seconds = target.by_tokens(rows * np.arange(1.0, nodes + 2))
+    seconds = np.array([target.seconds_of(rows * (1 + count)) for count in range(nodes + 1)])
     return seconds, max(MIN_GAIN, float((np.diff(seconds) / seconds[1:]).min()))
 
 
 @lru_cache(maxsize=64)
 def _drafter_seconds(drafter: DraftLatency, rows: int, widths: int) -> tuple[Floats, float]:
     """Seconds of the drafter's pass by the nodes of each row, from 1 on; and of the pass over its last token."""
-    passes = np.maximum.accumulate(drafter.by_tokens(rows * np.arange(1.0, widths + 1)))
+    passes = np.maximum.accumulate([drafter.seconds_of(rows * (1 + width)) for width in range(widths)])
     return passes, drafter.draft([rows])
 
 

@@ -1,7 +1,5 @@
 """Tests of a GPU: skipped where there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

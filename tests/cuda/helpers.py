@@ -1,7 +1,5 @@
 """Tiny models and prompts on a GPU, and the comparison with plain `generate` there."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

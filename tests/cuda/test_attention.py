@@ -1,20 +1,12 @@
 """Attention kernels of a GPU: FlashAttention, flex attention, and SDPA with grouped heads in bfloat16."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 
 import pytest
 import torch
 
-from hf_specgen import (
-    Candidates,
-    DraftModelCandidates,
-    LayerSkipCandidates,
-    MedusaCandidates,
-    NgramCandidates,
-)
+from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from tests.cuda.helpers import draft, inputs, model, same_tokens
 from tests.helpers import SAMPLING
 from tests.helpers.medusa import random_heads

@@ -1,7 +1,5 @@
 """Passes captured as CUDA graphs: the tokens of plain `generate`, call after call."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

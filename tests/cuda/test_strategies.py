@@ -1,7 +1,5 @@
 """The tokens of plain `generate` on a GPU: strategies, batches, sampling, devices of the weights."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -10,10 +10,8 @@ A long run is divided among processes by the number of the first case, and its c
     python -m tests.fuzz --cases 5000 --seed 2 --start 5000 --record 2.json
     python -m tests.fuzz --merge 1.json 2.json
 
-The exit code is 1 if any case differs from plain `generate()` (known defects aside, see `known_defects.py`).
+The exit code is 1 if any case differs from plain `generate()`.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -40,7 +38,6 @@ from tests.fuzz.checks import Difference
 from tests.fuzz.comparison import Outcome
 from tests.fuzz.device import device, use_device
 from tests.fuzz.draw import draw
-from tests.fuzz.known_defects import known_defect
 from tests.fuzz.models import ARCHITECTURES, TESTED
 from tests.fuzz.report import Report
 from tests.fuzz.run import run
@@ -68,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.case is not None:
         outcome = run_safely(Case.from_json(options.case))
         console.print(_summary(outcome), soft_wrap=True, markup=False)
-        return int(outcome.status == "different" and known_defect(outcome.case, outcome.differences) is None)
+        return int(outcome.status == "different")
     report = _run_many(options, console)
     for table in report.tables():
         console.print(table)
@@ -166,11 +163,7 @@ def minimal(outcome: Outcome) -> Outcome:
 
     def fails(case: Case) -> bool:
         other = run_safely(case)
-        return (
-            other.status == "different"
-            and known_defect(case, other.differences) is None
-            and any(difference.kind == kind for difference in other.differences)
-        )
+        return other.status == "different" and any(difference.kind == kind for difference in other.differences)
 
     return run_safely(shrink(outcome.case, fails))
 

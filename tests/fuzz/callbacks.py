@@ -1,7 +1,5 @@
 """Objects that `generate` calls: processors, stopping criteria, a streamer, and the faults that they raise."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

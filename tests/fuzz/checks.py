@@ -1,7 +1,5 @@
 """Comparisons between a speculative call and plain `generate`, and of a model before and after a call."""
 
-from __future__ import annotations
-
 import random
 import traceback
 from collections.abc import Iterator, Sequence

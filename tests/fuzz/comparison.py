@@ -1,7 +1,5 @@
 """Both sides of a case, under the same seed: turn by turn, and what a fault in the middle leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterable

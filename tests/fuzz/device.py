@@ -1,7 +1,5 @@
 """The device that the models of all cases are on."""
 
-from __future__ import annotations
-
 import torch
 
 _device = torch.device("cpu")

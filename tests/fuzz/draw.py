@@ -1,23 +1,11 @@
 """Draws a case from a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any, TypeVar
 
-from tests.fuzz.cases import (
-    BROKEN_LOGITS,
-    COMBINED,
-    CRITERIA,
-    FAULTS,
-    GROUPS,
-    OPTIONS,
-    OWN_TARGETS,
-    PROCESSORS,
-    Case,
-)
+from tests.fuzz.cases import BROKEN_LOGITS, COMBINED, CRITERIA, FAULTS, GROUPS, OPTIONS, OWN_TARGETS, PROCESSORS, Case
 from tests.fuzz.models import REFUSED, STATEFUL, TESTED, UNTESTED, VOCAB
 
 T = TypeVar("T")

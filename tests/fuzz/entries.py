@@ -1,7 +1,5 @@
 """How a case asks for speculation: as an argument, through `custom_generate`, or attached to the model."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads that know a text: fitted to what plain `generate` wrote, so that their drafts are often accepted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

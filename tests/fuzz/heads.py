@@ -1,7 +1,5 @@
 """Random draft heads for any target, and sessions whose scores are raised for the tokens that will be generated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from typing import Any

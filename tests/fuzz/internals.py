@@ -7,8 +7,6 @@
 - `MUTATIONS`: faults in the package itself that the random tester must find.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

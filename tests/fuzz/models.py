@@ -1,7 +1,5 @@
 """Tiny random models of every decoder architecture in Transformers that can be built small."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import cache, lru_cache
@@ -105,10 +103,7 @@ UNTESTED = {
 }
 """Architectures that nobody chose for a test: each must end in identical tokens or in a refusal."""
 
-REFUSED = {
-    **_architectures("bloom mpt mamba rwkv"),
-    **_architectures("minimax", "lf"),
-}
+REFUSED = {**_architectures("bloom mpt mamba rwkv"), **_architectures("minimax", "lf")}
 """Architectures whose state is kept outside of a cache, or whose positions cannot be given."""
 
 STATEFUL = {name: Architecture() for name in stateful.CONFIGS if name not in TESTED}

@@ -1,7 +1,5 @@
 """Files with the counts of a run, written while it runs, and their sum over several processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Counts over many cases, and the tables that show them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -11,9 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from tests.fuzz.comparison import Outcome
-from tests.fuzz.known_defects import known_defect
 
-STATUSES = ("same", "refused", "raised", "rounding", "known", "different")
+STATUSES = ("same", "refused", "raised", "rounding", "different")
 
 
 @dataclass
@@ -40,7 +37,7 @@ class Row:
 
 
 class Report:
-    """Sums outcomes up: by strategy, by architecture, refusals and errors by reason, known defects by name."""
+    """Sums outcomes up: by strategy, by architecture, refusals and errors by reason."""
 
     def __init__(self) -> None:
         self.total = Row()
@@ -48,20 +45,14 @@ class Report:
         self.by_architecture: defaultdict[str, Row] = defaultdict(Row)
         self.refusals: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
-        self.known: Counter[str] = Counter()
         self.faults_raised = 0
         self.failures: list[Outcome] = []
 
     def add(self, outcome: Outcome) -> str:
-        """Count an outcome; returns its status, in which a known defect is no difference."""
+        """Count an outcome; returns its status."""
         case, status = outcome.case, outcome.status
         if status == "different":
-            defect = known_defect(case, outcome.differences)
-            if defect is None:
-                self.failures.append(outcome)
-            else:
-                status = "known"
-                self.known[f"{defect.name}: {defect.description}"] += 1
+            self.failures.append(outcome)
         if status == "refused":
             self.refusals[_without_names(outcome.reason)] += 1
         if status == "raised":
@@ -79,7 +70,7 @@ class Report:
     def tables(self) -> Iterable[Table]:
         yield _counts("strategy", self.by_strategy, self.total)
         yield _counts("architecture", self.by_architecture, self.total)
-        reasons = {"refusals": self.refusals, "errors of both sides": self.errors, "known defects": self.known}
+        reasons = {"refusals": self.refusals, "errors of both sides": self.errors}
         for title, counter in reasons.items():
             if counter:
                 table = Table("cases", "reason", title=title)
@@ -94,7 +85,6 @@ class Report:
             "faults_raised": self.faults_raised,
             "refusals": dict(self.refusals.most_common()),
             "errors_of_both_sides": dict(self.errors.most_common()),
-            "known_defects": dict(self.known.most_common()),
             "failures": [outcome.case.to_json() for outcome in self.failures],
             "by_strategy": {name: row.to_dict() for name, row in sorted(self.by_strategy.items())},
             "by_architecture": {name: row.to_dict() for name, row in sorted(self.by_architecture.items())},

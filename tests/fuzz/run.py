@@ -1,7 +1,5 @@
 """Runs a case and says what came of it."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

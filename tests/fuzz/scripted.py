@@ -1,7 +1,5 @@
 """Drafters that know the answer or nothing, and a policy of any depths; written as an extension author would."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Protocol

@@ -1,7 +1,5 @@
 """What a case gives to `generate`: prompts, settings, processors, stopping criteria, streamer."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import product
 from random import Random

@@ -1,7 +1,5 @@
 """Reduces a failing case to a minimal one: field by field is made simpler, as long as the case still fails alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any

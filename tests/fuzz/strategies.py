@@ -1,7 +1,5 @@
 """The strategy objects of a case."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Context managers around a call: what is broken, switched or limited as long as it runs."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Runs one case in several threads at once."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tokenizers of the tiny models: one character a token, so that any text can be encoded again; others for drafts."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import lru_cache
 from pathlib import Path

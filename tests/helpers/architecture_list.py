@@ -3,8 +3,6 @@
 python -m tests.helpers.architecture_list          # writes tests/assets/architectures.json and docs/architectures.md
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One small benchmark run with all parts, for several test files."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls without a model, for tests of single sessions."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """Stands in for CUDA graphs on a CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

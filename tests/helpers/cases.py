@@ -1,7 +1,5 @@
 """Parameters that several test files combine: processors, and oracles of every accuracy."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Comparison with plain `generate`: the same tokens, and the random generator in the same state."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +12,7 @@ from hf_specgen import Candidates, SpeculativeOutput, Statistics
 from tests.helpers.models import SHARED
 
 SEED = 11
-SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20},
-}
+SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20}}
 END: dict[str, Any] = {"eos_token_id": list(range(30, 40)), "pad_token_id": 0}
 
 

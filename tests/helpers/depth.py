@@ -1,7 +1,5 @@
 """Calls and targets without a model, for tests of depth policies."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """EAGLE heads for tests of the strategy: those of the fixtures, and a target that a head predicts partly."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny random encoder-decoder models, and inputs for their encoders."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fixtures: the embedded model, a profile directory of its own for every test, and one test for each fixture folder."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import threading

@@ -6,8 +6,6 @@ Each trial is a row of one large batch. The distribution of a token is known giv
 are compared separately for each previous token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 

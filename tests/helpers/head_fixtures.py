@@ -1,7 +1,5 @@
 """Ground truth for draft heads: folders with a checkpoint and the numbers that its original implementation computes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -45,8 +43,9 @@ INPUTS = {
 }
 """Last part of the names of tensors that are inputs of the head, or record how these were produced."""
 
-NOT_DRAFTING = ("training_forward.step", "shared_kv.")
-"""What no drafter computes: later steps of a training forward without a cache, and states handed over by the target."""
+NOT_DRAFTING = ("training_forward.step", "shared_kv.", ".tree.")
+"""What no drafter here computes: later steps of a training forward without a cache, states handed over by the target,
+and the original's trees, which are chosen by another rule."""
 
 
 @dataclass

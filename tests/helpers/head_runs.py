@@ -1,14 +1,12 @@
 """Runs a head of each format on the inputs of its fixtures, and compares it with its original implementation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
 from hf_specgen.heads.head_formats import load_head
 from tests.helpers.head_fixtures import Comparison, Fixture
-from tests.helpers.head_sessions import Autoregressive, Block, Parallel, dynamic_tree
+from tests.helpers.head_sessions import Autoregressive, Block, Parallel
 
 Rows = list[torch.Tensor]
 
@@ -99,32 +97,6 @@ def run_autoregressive(fixture: Fixture, prompts: list[str], comparison: Compari
             keys, values = session.keys_values(0, row)
             rounds.check(number, row, "draft_kv.key", keys)
             rounds.check(number, row, "draft_kv.value", values)
-    for prompt in prompts:
-        run_tree(fixture, prompt, bound, comparison)
-
-
-def run_tree(fixture: Fixture, prompt: str, bound: Any, comparison: Comparison) -> None:
-    """The dynamic tree of both rounds; it is drafted for one row at a time, as the original does."""
-    if not fixture.names(f"{prompt}.round1.tree."):
-        return
-    rounds, session = Rounds(fixture, [prompt], bound, comparison), Autoregressive(bound, 1)
-    shape = fixture.expected["tree"]
-    for number in (1, 2):
-        features, tokens = rounds.inputs(number, "tree.")
-        session.read(features, tokens)
-        root = int(fixture.get(f"{prompt}.round{number}.tree.next_token"))
-        tree = dynamic_tree(session, root, shape["total_token"], shape["depth"], shape["top_k"])
-        paths = [tree.path(node) for node in range(len(tree.tokens))]
-        mask = torch.zeros(len(paths), len(paths))
-        for node, path in enumerate(paths):
-            mask[node, path] = 1
-        rounds.check(number, 0, "tree.tokens", torch.tensor(tree.tokens))
-        rounds.check(number, 0, "tree.depth", torch.tensor([len(path) - 1 for path in paths]))
-        rounds.check(number, 0, "tree.mask", mask)
-        name = f"{prompt}.round{number}.tree.retrieve_indices"
-        expected = {tuple(node for node in row if node >= 0) for row in fixture.get(name).tolist()}
-        assert {tuple(paths[leaf]) for leaf in tree.leaves} == expected
-        comparison.compared.add(name)
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """As `head_runs`, for heads that only exist inside their targets' families: MTP layers, Gemma assistants, Medusa."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ A session holds a head's cache for a batch of rows of different lengths. It read
 features, drafts, and drops what it drafted, as a drafter inside the decoding loop has to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,69 +86,6 @@ class Autoregressive:
         """What the cache holds of a row, each `[1, kv_heads, length, head_dim]`."""
         held = self.cache.layers[layer]
         return tuple(states[row : row + 1, :, : self.lengths[row]] for states in (held.keys, held.values))
-
-
-@dataclass
-class Tree:
-    """A drafted tree of one row, with its root (the last known token) as node 0."""
-
-    tokens: list[int]
-    parents: list[int]
-
-    def path(self, node: int) -> list[int]:
-        """The nodes from the root down to `node`."""
-        path = [node]
-        while path[0] != 0:
-            path.insert(0, self.parents[path[0]])
-        return path
-
-    @property
-    def leaves(self) -> list[int]:
-        return [node for node in range(len(self.tokens)) if node not in self.parents]
-
-
-def dynamic_tree(session: Autoregressive, root: int, total_tokens: int, depth: int, top_k: int) -> Tree:
-    """The dynamic tree of EAGLE-2, of a session with one row.
-
-    Level by level the `top_k` best nodes, by the product of the draft probabilities along their paths, are continued
-    with `top_k` tokens each. Of all nodes that were scored, the best `total_tokens - 1` and the root are the tree.
-    """
-    bound, (length,) = session.bound, session.lengths
-    scored: list[tuple[float, int, int]] = []  # score, token, parent as an index into this list (-1: the root)
-    slots: dict[int, int] = {}  # node -> its place among the drafted cache slots
-    hidden_of: dict[int, torch.Tensor] = {}
-
-    def continue_node(node: int, score: float, output: torch.Tensor, hidden: torch.Tensor) -> list[int]:
-        hidden_of[node] = hidden
-        best = torch.log_softmax(bound.logits(output), dim=-1).topk(top_k)
-        tokens = bound.target_ids(best.indices).tolist()
-        first = len(scored)
-        scored.extend((score + gain, token, node) for gain, token in zip(best.values.tolist(), tokens, strict=True))
-        return list(range(first, first + top_k))
-
-    def ancestors(node: int) -> list[int]:
-        return [] if node < 0 else [*ancestors(scored[node][2]), node]
-
-    frontier = continue_node(-1, 0.0, session.last[0].output, session.last[0].hidden)
-    for level in range(depth):
-        first_slot = length + len(slots)
-        slots.update({node: len(slots) + place for place, node in enumerate(frontier)})
-        mask = torch.zeros(1, 1, top_k, first_slot + top_k, dtype=torch.bool)
-        mask[..., :length] = True
-        for place, node in enumerate(frontier):
-            mask[0, 0, place, [length + slots[ancestor] for ancestor in ancestors(node)]] = True
-        tokens = torch.tensor([[scored[node][1] for node in frontier]])
-        hidden = torch.stack([hidden_of[scored[node][2]] for node in frontier])[None]
-        output = session.run(hidden, tokens, [length + level], mask, same=True)
-        children = []
-        for place, node in enumerate(frontier):
-            children += continue_node(node, scored[node][0], output.output[0, place], output.hidden[0, place])
-        frontier = sorted(children, key=lambda node: -scored[node][0])[:top_k]
-    session.cache.set_lengths(session.lengths)
-    best = sorted(range(len(scored)), key=lambda node: -scored[node][0])[: total_tokens - 1]
-    place_of = {-1: 0} | {node: place for place, node in enumerate(sorted(best), start=1)}
-    kept = sorted(best)
-    return Tree([root, *(scored[node][1] for node in kept)], [-1, *(place_of[scored[node][2]] for node in kept)])
 
 
 class Parallel(Autoregressive):

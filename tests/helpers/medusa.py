@@ -1,7 +1,5 @@
 """Medusa heads for tiny models: random ones, and ones that were fitted to the model's own output."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tiny random models of every tested architecture, and prompts for them."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import cache

@@ -1,16 +1,10 @@
 """Tiny random models that read images or audio beside text, and prompts for them."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForImageTextToText,
-    Qwen2AudioForConditionalGeneration,
-)
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, Qwen2AudioForConditionalGeneration
 
 from tests.helpers.models import VOCAB
 

@@ -1,7 +1,5 @@
 """N-gram drafts for a text, without a model."""
 
-from __future__ import annotations
-
 from hf_specgen import NgramCandidates
 from hf_specgen.tree import Parents
 from tests.helpers.calls import AMPLE, make_call, make_state

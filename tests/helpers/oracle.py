@@ -1,7 +1,5 @@
 """A strategy that proposes the tokens of plain `generate` with an adjustable accuracy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

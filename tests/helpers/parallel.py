@@ -1,7 +1,5 @@
 """Heads that draft all depths at once, for tests: recorded sessions, and drafts of which a known part is accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

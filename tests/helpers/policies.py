@@ -1,7 +1,5 @@
 """Policies that mix plain steps with drafts of different depths."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hf_specgen import Call, Policy, PolicySession

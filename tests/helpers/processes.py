@@ -1,7 +1,5 @@
 """Calls in processes of their own, forked from the test's process, in which everything is imported already."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

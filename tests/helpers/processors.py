@@ -1,7 +1,5 @@
 """Logits processors of each kind that the decoding loop treats differently."""
 
-from __future__ import annotations
-
 import torch
 from transformers import LogitsProcessor
 

@@ -1,7 +1,5 @@
 """Helpers of the recipe tests: a tiny target with a few conversations, short runs, runs as a script."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

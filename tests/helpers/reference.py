@@ -3,8 +3,6 @@
 The constants are those of the package, so that changing their values breaks no test; the algorithms are written anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

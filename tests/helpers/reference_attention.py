@@ -1,7 +1,5 @@
 """Grouped-query attention, one query and one head at a time, in float64."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Rejection sampling at one slot, in plain Python without tensors: written to be verified by reading."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 Distribution = list[float]

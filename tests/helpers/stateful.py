@@ -1,7 +1,5 @@
 """Tiny random models with convolutions, recurrent states and indexed attention."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every strategy in the forms that differ in the loop, with a target that accepts a part of its draft tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple

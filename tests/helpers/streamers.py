@@ -1,7 +1,5 @@
 """A streamer that records what it receives."""
 
-from __future__ import annotations
-
 import torch
 from transformers.generation.streamers import BaseStreamer
 

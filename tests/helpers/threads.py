@@ -1,7 +1,5 @@
 """Many threads that generate with one model and shared strategy objects; every text is checked."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """`hf_specgen.attach`: every `generate` of a model speculates, wrapped or copied too, or falls back with a reason."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -14,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, StaticCache, pipeline
 from transformers.generation.logits_process import LogitsProcessor
@@ -100,15 +98,6 @@ def test_attached_block_restores_what_was_attached_before(model: Any) -> None:
         raise KeyError
     generate(model)
     assert hf_specgen.statistics(model).calls == 2
-
-
-def test_attach_replaces_what_was_attached(model: Any) -> None:
-    hf_specgen.attach(model, NgramCandidates())
-    generate(model)
-    hf_specgen.attach(model, DraftModelCandidates(tiny_model("llama"), k=2))
-    assert hf_specgen.statistics(model).calls == 0
-    generate(model)
-    assert hf_specgen.statistics(model).drafted > 0
 
 
 def test_keyword_of_a_call_takes_precedence(model: Any) -> None:
@@ -211,18 +200,6 @@ def test_distributed_data_parallel_keeps_the_strategy(model: Any) -> None:
     finally:
         dist.destroy_process_group()
     assert "_hf_specgen_attachment" not in vars(model)
-
-
-@pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
-def test_peft_prompt_learning_same_tokens(model: Any, kind: Any) -> None:
-    """Would catch: virtual tokens that the speculative loop does not know. A refusal is right as well."""
-    torch.manual_seed(1)
-    tuned = get_peft_model(model, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
-    expected = generate(tuned)
-    hf_specgen.attach(tuned, NgramCandidates(k=4))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="a strategy is attached")
-        assert torch.equal(generate(tuned), expected)
 
 
 def test_model_whose_parameters_are_sharded_falls_back(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,14 +323,6 @@ def test_unsupported_cache_falls_back_and_streams_the_prompt_once(model: Any) ->
     assert torch.equal(ids, expected) and again.chunks == seen.chunks and again.ended == 1
 
 
-def test_streamer_of_an_attached_model_receives_what_plain_generate_streams(model: Any) -> None:
-    expected, seen = RecordingStreamer(), RecordingStreamer()
-    generate(model, 1, streamer=expected)
-    hf_specgen.attach(model, NgramCandidates())
-    generate(model, 1, streamer=seen)
-    assert seen.chunks == expected.chunks and seen.ended == 1
-
-
 def test_reasons_that_differ_in_a_number_warn_once(model: Any) -> None:
     hf_specgen.attach(model, NgramCandidates())
     with pytest.warns(UserWarning, match="instead of 2") as caught:
@@ -392,18 +361,7 @@ def test_error_during_generation_is_raised_and_not_repeated(model: Any) -> None:
     assert hf_specgen.statistics(model).calls == 0
 
 
-def test_invalid_argument_raises_what_plain_generate_raises(model: Any) -> None:
-    hf_specgen.attach(model, NgramCandidates())
-    with pytest.raises(ValueError, match="nonsense"):
-        generate(model, 1, nonsense=3)
-
-
 # Bad input
-
-
-def test_attach_to_a_model_that_can_never_speculate_raises() -> None:
-    with pytest.raises(ValueError, match="BloomForCausalLM takes no position_ids"):
-        hf_specgen.attach(fresh_model("bloom"), "auto")
 
 
 def test_strategy_in_a_generation_config_raises_and_names_attach(model: Any) -> None:

@@ -1,7 +1,5 @@
 """Calls of an attached model: inner calls, settings of one call, threads, functions that hold the model."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from typing import Any

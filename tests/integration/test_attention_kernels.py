@@ -3,8 +3,6 @@
 FlashAttention does not run on a CPU: a stand-in computes what it does, and refuses what it does not take.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """`AutoCandidates`: every format leads to its strategy, and every other folder to a reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -57,14 +55,3 @@ def test_auto_mtp_of_speculators_raises(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"speculators_model_type": "mtp"}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"in the format of speculators, which has no strategy; use MTPCandidates\(\)"):
         AutoCandidates.from_pretrained(tmp_path)
-
-
-def test_auto_missing_folder_raises() -> None:
-    with pytest.raises(FileNotFoundError):
-        AutoCandidates.from_pretrained("no/such/folder/at/all")
-
-
-def test_auto_list_of_strategies_raises() -> None:
-    """What merged strategies under this name is called `CombinedCandidates`."""
-    with pytest.raises(TypeError, match=r"use CombinedCandidates\(\[...\]\)"):
-        AutoCandidates([])

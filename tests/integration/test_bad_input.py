@@ -1,14 +1,11 @@
 """Bad input raises an error that names the argument, its value and the remedy, and leaves the model as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import (
@@ -25,9 +22,11 @@ from hf_specgen import (
     attach,
     speculate,
 )
-from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.verification import TypicalVerifier
-from tests.helpers import FailingOracle, Oracle, RecordingStreamer, fresh_model, prompts, tiny_model
+from tests.helpers import FailingOracle, RecordingStreamer, fresh_model, prompts, tiny_model
+from tests.helpers.medusa import random_heads
+from tests.helpers.paths import HEAD_FIXTURES
+from tests.helpers.stateful import CONFIGS, stateful_model
 
 NOT_A_STRATEGY = 'candidate_generator must be "auto" or a CandidateGenerator such as NgramCandidates(k=5)'
 CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -246,10 +245,6 @@ def test_generate_wrong_positional_arguments_raises(more: tuple, named: dict, me
         model.generate(prompts(1)["input_ids"], *more, **named, max_new_tokens=4, **how)
 
 
-def test_draft_model_path_is_a_folder() -> None:
-    assert repr(DraftModelCandidates(Path("folder"), k=2)) == repr(DraftModelCandidates("folder", k=2))
-
-
 @pytest.mark.parametrize(
     ("configured", "named"), [("static", "StaticCache"), ("offloaded", "an offloaded DynamicCache")]
 )
@@ -263,24 +258,51 @@ def test_refused_cache_of_the_generation_config_names_a_remedy_that_works(config
     model.generate(**settings, cache_implementation="dynamic")
 
 
-def test_refused_offloaded_cache_names_the_remedy() -> None:
-    cache = DynamicCache(offloading=True)
-    with pytest.raises(ValueError, match="not with an offloaded DynamicCache; leave past_key_values out"):
-        tiny_model("llama").generate(
-            **prompts(1), max_new_tokens=4, past_key_values=cache, candidate_generator=NgramCandidates()
-        )
+MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
+    ("gpt_neo", NgramCandidates, "builds its local attention mask inside the layers"),
+    ("bloom", NgramCandidates, "takes no position_ids"),
+    *(
+        (architecture, lambda: LayerSkipCandidates(1), "cannot draft with its own first layers")
+        for architecture in ("gemma4_text", "gpt2", "opt")
+    ),
+    *(
+        ("llama", lambda layer=layer: LayerSkipCandidates(layer), f"exit_layer must be from 1 to 1 .* got {layer}$")
+        for layer in (0, 2, 9)
+    ),
+    (
+        "llama",
+        lambda: CombinedCandidates([LayerSkipCandidates(1), LayerSkipCandidates(2)]),
+        "different ways",
+    ),
+    ("llama", lambda: DraftModelCandidates(tiny_model("llama", vocab_size=70)), "vocabulary of 70, the target of 99"),
+    ("llama", lambda: DraftModelCandidates(tiny_model("gpt2", n_positions=8)), "has 12 tokens, but the draft reads at"),
+    ("llama", lambda: DraftModelCandidates(stateful_model("lfm2")), "keeps a state"),
+    ("lfm2", lambda: LayerSkipCandidates(1), "convolutions or recurrent states"),
+    ("qwen3_next", lambda: LayerSkipCandidates(1), "convolutions or recurrent states"),
+    (
+        "llama",
+        lambda: EagleCandidates(HEAD_FIXTURES / "eagle3_original" / "head", k=2),
+        "a vocabulary of 128, but this target has 99",
+    ),
+    ("llama", lambda: MedusaCandidates(heads(num_heads=2), [[0], [0, 0], [0, 0, 0]]), "3 deep, but there are 2 heads"),
+    ("llama", lambda: MedusaCandidates(heads(num_heads=2), [[0], [99]]), "ends at 98"),
+    (
+        "llama",
+        lambda: MedusaCandidates(heads(reads_token=True, reads_path=True, own_outputs=True), [[0], [0, 0]]),
+        'use tree="auto" or a number of nodes',
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "message"),
-    [
-        ("gpt_neo", "builds its local attention mask inside the layers"),
-        ("bloom", "takes no position_ids"),
-    ],
-)
-def test_generate_unsupported_architecture_raises(architecture: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny_model(architecture).generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates())
+def heads(**shape: Any) -> Any:
+    return random_heads(tiny_model("llama"), **shape)
+
+
+@pytest.mark.parametrize(("architecture", "make", "words"), MISMATCHES, ids=lambda value: str(value)[:30])
+def test_strategy_that_does_not_fit_the_target_raises(architecture: str, make: Callable[[], Any], words: str) -> None:
+    target = stateful_model(architecture) if architecture in CONFIGS else tiny_model(architecture)
+    with pytest.raises(ValueError, match=words):
+        target.generate(**prompts(1), max_new_tokens=4, candidate_generator=make())
 
 
 def test_generate_attention_without_tree_mask_raises() -> None:
@@ -291,21 +313,6 @@ def test_generate_attention_without_tree_mask_raises() -> None:
 
 
 # After an exception
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_exception_in_draft_leaves_model_configs_and_given_cache_unchanged(architecture: str) -> None:
-    """Would catch: a config changed for the call and not restored; a half-written cache of the caller."""
-    model, inputs = tiny_model(architecture), prompts(2)
-    expected = model.generate(**inputs, max_new_tokens=30)
-    config, generation_config = model.config.to_dict(), model.generation_config.to_dict()
-    cache = DynamicCache(config=model.config)
-    failing = FailingOracle(expected[:, 12:])
-    with pytest.raises(RuntimeError, match="the draft session failed"):
-        model.generate(**inputs, max_new_tokens=30, past_key_values=cache, candidate_generator=failing)
-    assert cache.get_seq_length() == 0
-    assert model.config.to_dict() == config and model.generation_config.to_dict() == generation_config
-    assert torch.equal(model.generate(**inputs, max_new_tokens=30), expected)
 
 
 def test_exception_in_second_turn_leaves_ragged_cache_of_first_unchanged() -> None:
@@ -321,14 +328,4 @@ def test_exception_in_second_turn_leaves_ragged_cache_of_first_unchanged() -> No
         model.generate(first.sequences, **arguments, candidate_generator=FailingOracle(expected[:, 17:]))
     assert first.past_key_values.lengths == lengths
     ours = model.generate(first.sequences, **arguments, candidate_generator=NgramCandidates())
-    assert torch.equal(ours, expected)
-
-
-def test_exception_in_first_call_leaves_empty_ragged_cache_usable() -> None:
-    model, inputs, cache = tiny_model("llama"), prompts(1), RaggedCache()
-    expected = model.generate(**inputs, max_new_tokens=20)
-    arguments = {**inputs, "max_new_tokens": 20, "past_key_values": cache}
-    with pytest.raises(RuntimeError, match="the draft session failed"):
-        model.generate(**arguments, candidate_generator=FailingOracle(expected[:, 12:]))
-    ours = model.generate(**arguments, candidate_generator=Oracle(expected[:, 12:], 0.5))
     assert torch.equal(ours, expected)

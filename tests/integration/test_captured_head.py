@@ -1,7 +1,5 @@
 """EAGLE heads whose passes are captured as graphs draft what they draft otherwise."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 from typing import Any

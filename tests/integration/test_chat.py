@@ -1,8 +1,5 @@
 """`hf-specgen chat`: the same answers with every strategy, coloured as they were drafted, over several turns."""
 
-from __future__ import annotations
-
-import copy
 import io
 import re
 from typing import Any
@@ -46,12 +43,6 @@ def test_streamed_pieces_are_the_answer_and_mark_accepted_draft_tokens(conversat
     accepted = sum(is_accepted for _, is_accepted in pieces)
     assert 0 < accepted <= answer.speculation.accepted
     assert "tokens/s" in answer.status() and "% accepted" in answer.status()
-
-
-def test_streamed_pieces_of_plain_generation_mark_nothing(conversation: Conversation) -> None:
-    answer, pieces = ask(conversation, EDIT, None)
-    assert "".join(text for text, _ in pieces) == answer.text and not any(marked for _, marked in pieces)
-    assert "accepted" not in answer.status()
 
 
 def test_streamer_marks_the_accepted_tokens_of_each_step(tokenizer: Any) -> None:
@@ -145,16 +136,6 @@ def test_again_with_a_strategy_that_cannot_be_used_keeps_the_answer(conversation
 )
 def test_command_prints_one_answer(conversation: Conversation, line: str, message: str) -> None:
     assert message in dialogue(conversation, line)
-
-
-def test_lone_surrogate_is_no_traceback(conversation: Conversation) -> None:
-    assert "/s" in dialogue(conversation, "caf\udce9?") and conversation.messages[0]["content"] == "caf??"
-
-
-def test_chat_template_that_raises_is_one_sentence(conversation: Conversation, tokenizer: Any) -> None:
-    conversation.tokenizer = copy.deepcopy(tokenizer)
-    conversation.tokenizer.chat_template = "{{ raise_exception('no chats') }}"
-    assert "no chats" in dialogue(conversation, "Hello") and conversation.messages == []
 
 
 def test_new_forgets_the_conversation_but_not_the_system_prompt(reference_model: Any, tokenizer: Any) -> None:

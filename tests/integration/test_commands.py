@@ -1,20 +1,12 @@
 """All commands: bad input is one sentence and exit code 2, without a traceback; what several of them share."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from hf_specgen.cli import settings
 from hf_specgen.cli.app import app
-from hf_specgen.heads import load_medusa
 from hf_specgen.version import __version__
-from tests.helpers.medusa import random_heads
 from tests.helpers.paths import DRAFT_LM, REFERENCE_LM
 
 MODEL = str(REFERENCE_LM)
@@ -81,27 +73,3 @@ def test_chat_template_that_raises_is_named(tmp_path: Path) -> None:
 
 def test_version_is_printed() -> None:
     assert run("--version") == f"hf-specgen {__version__}"
-
-
-def test_piped_output_is_not_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    assert settings.terminal().width == 200
-    monkeypatch.setenv("COLUMNS", "80")
-    assert settings.terminal().width == Console().width == 80
-
-
-@pytest.mark.parametrize("to", ["medusa", "tgi", "vllm"])
-def test_export_writes_every_format_of_medusa_heads(to: str, reference_model: Any, tmp_path: Path) -> None:
-    random_heads(reference_model, num_heads=2).save_pretrained(tmp_path / "heads")
-    command = ["export", str(tmp_path / "heads"), "--to", to, "--output", str(tmp_path / "out")]
-    run(*command, "--target", MODEL)
-    assert load_medusa(tmp_path / "out", reference_model).config.num_heads == 2
-    assert "unknown format 'onnx'" in run(*command[:3], "onnx", *command[4:], exit_code=2)
-
-
-def test_demo_json_needs_no_file_yet(tmp_path: Path) -> None:
-    file = tmp_path / "demo.json"
-    settings.check_writable(file)
-    file.write_text(json.dumps({}))
-    settings.check_writable(file)
-    settings.check_writable(None)

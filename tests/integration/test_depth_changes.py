@@ -1,35 +1,38 @@
 """Policies change how many steps a text takes, never its tokens: plain steps may come anywhere between drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specgen import (
     AdaptiveDepth,
     Call,
     Candidates,
-    CombinedCandidates,
     DraftModelCandidates,
     FixedDepth,
     LayerSkipCandidates,
     MedusaCandidates,
-    MovingWindow,
     NgramCandidates,
     Policy,
     PolicySession,
     Schedule,
     StepRecord,
 )
-from hf_specgen.depth import CostCurve, DisableWhen, LatencyModel
+from hf_specgen.depth import CostCurve, LatencyModel, calibrate
+from hf_specgen.depth.calibrate import from_first_rank, lockstep_group
 from tests.helpers import Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
+from tests.helpers.depth import Clock, Model, Target, depth_call, run
 from tests.helpers.medusa import random_heads
 from tests.helpers.policies import Irregular
+from tests.helpers.processes import run_in_ranks
 
 FREE_TOKENS = LatencyModel.from_curves(CostCurve((1, 32), (0.010, 0.0101), 256, 1))
 """Verifying 32 tokens takes about as long as verifying one."""
@@ -86,12 +89,6 @@ def test_adaptive_depth_rejected_drafts_of_expensive_tokens_stop() -> None:
     assert statistics.drafts < 20
 
 
-def test_adaptive_depth_accepted_drafts_of_free_tokens_continue() -> None:
-    oracle = partial(Oracle, accuracy=0.95, k=5, policy=AdaptiveDepth(FREE_TOKENS))
-    statistics = assert_same_tokens(tiny_model("llama"), prompts(1), oracle, max_new_tokens=120)
-    assert statistics.tokens_per_step > 3
-
-
 def test_adaptive_depth_with_given_latency_repeats() -> None:
     """Would catch: decisions that depend on the measured time of a step, or on an earlier call."""
     model = tiny_model("llama")
@@ -101,11 +98,6 @@ def test_adaptive_depth_with_given_latency_repeats() -> None:
         statistics = assert_same_tokens(model, prompts(3), candidates, max_new_tokens=40)
         depths.append([[step.depth for step in row] for row in statistics.rows])
     assert depths[0] == depths[1]
-
-
-@pytest.mark.parametrize("name", ["ngram", "tree", "draft", "skip"])
-def test_strategy_with_k_has_fixed_depth(name: str) -> None:
-    assert strategy(name, k=5).policy == FixedDepth()
 
 
 # Policies by rule
@@ -122,42 +114,6 @@ def depths_used(policy: Policy, accuracy: float = 1.0, batch: int = 1, **argumen
 @pytest.mark.parametrize(("batch", "depth"), [(1, 8), (3, 4), (6, 2), (9, 0)])
 def test_schedule_by_batch_limits_the_depth(batch: int, depth: int) -> None:
     assert max(map(max, depths_used(Schedule({1: 8, 3: 4, 5: 2, 8: 0}), batch=batch, max_new_tokens=20))) == depth
-
-
-def test_schedule_by_context_limits_the_depth_of_long_texts() -> None:
-    depths = depths_used(Schedule(by_context={0: 6, 40: 1}))[0]
-    assert depths[0] == 6 and depths[-2] == 1
-
-
-def test_moving_window_accepted_drafts_become_deeper() -> None:
-    depths = depths_used(MovingWindow(start=1), accuracy=1.0)[0][:-1]
-    assert depths[0] == 1 and max(depths) > 4 and depths == sorted(depths)
-
-
-def test_moving_window_rejected_drafts_become_shallower() -> None:
-    depths = depths_used(MovingWindow(), accuracy=0.0)[0]
-    assert depths[0] == 8 and min(depths[:30]) == 1
-
-
-@pytest.mark.parametrize(
-    ("policy", "arguments", "deepest"),
-    [
-        (DisableWhen(1.0), {"do_sample": True, "temperature": 1.3}, 0),
-        (DisableWhen(1.0), {"temperature": 1.3}, 8),  # greedy: the temperature has no effect
-        (
-            DisableWhen(1.0, otherwise=MovingWindow(start=2)),
-            {"do_sample": True, "temperature": 0.5, "max_new_tokens": 3},
-            2,
-        ),
-        (DisableWhen(new_tokens_below=61), {}, 0),
-        (DisableWhen(new_tokens_below=60), {}, 8),
-    ],
-    ids=["hot", "greedy", "cool", "short", "long"],
-)
-def test_disable_when_its_condition_holds_drafts_nothing(
-    policy: Policy, arguments: dict[str, Any], deepest: int
-) -> None:
-    assert max(depths_used(policy, **arguments)[0]) == deepest
 
 
 # Policies of the caller's own
@@ -223,8 +179,67 @@ def test_calls_too_short_for_a_draft_same_tokens(tokens: int, batch: int) -> Non
 # Combining strategies
 
 
-def test_combined_layer_skips_at_different_layers_raise() -> None:
-    both = CombinedCandidates([LayerSkipCandidates(1), LayerSkipCandidates(2)])
-    with pytest.raises(ValueError, match="different ways"):
-        model = tiny_model("llama", num_hidden_layers=3)
-        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=both)
+# Ranks of one tensor-parallel model draft alike although their clocks differ; replicas do not wait for each other
+
+
+Requested = dict[str, list[list[int]]]
+
+
+def requested_depths(rank: int, store: str) -> Requested:
+    """In a rank of its own: the depths of every step, by layout of the four ranks."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    requested = {}
+    for layout in ("one mesh", "replicas", "apart"):
+        model = Model()
+        if layout != "apart":
+            dims, names = {"one mesh": ((4,), ("tp",)), "replicas": ((2, 2), ("dp", "tp"))}[layout]
+            model.tp_size, model._device_mesh = dims[-1], init_device_mesh("cpu", dims, mesh_dim_names=names)
+        replica = rank // model.tp_size
+        # Verification is cheap on the first rank, expensive on the others: alone, they would decide differently.
+        is_cheap = rank % model.tp_size == 0 if layout != "apart" else rank == 0
+        clock = Clock()
+        target: Any = Target(clock, lambda q, slope=0.01 if is_cheap else 0.9: 1 + slope * (q - 1))
+        with mock.patch.object(calibrate, "thread_time", clock):
+            session = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
+            session.prefilled(target)
+        steps = 100 + 50 * replica if layout == "replicas" else 100  # replicas take different numbers of steps
+        requested[layout] = run(session, steps, [2])
+        dist.barrier()
+    dist.destroy_process_group()
+    return requested
+
+
+@pytest.fixture(scope="module")
+def requested(tmp_path_factory: pytest.TempPathFactory) -> list[Requested]:
+    """The depths of every step by rank and layout of the ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_in_ranks(requested_depths, [(rank, str(folder / "store")) for rank in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups"), [("one mesh", [[0, 1, 2, 3]]), ("replicas", [[0, 1], [2, 3]]), ("apart", [])]
+)
+def test_ranks_of_one_model_decide_alike_and_replicas_do_not_wait(
+    requested: list[Requested], layout: str, groups: list[list[int]]
+) -> None:
+    """B7: agreement on the world group makes replicas wait for each other, so that one never returns."""
+    depths = [of_rank[layout] for of_rank in requested]
+    for group in groups:
+        assert all(depths[rank] == depths[group[0]] for rank in group)
+    if not groups:
+        assert depths[0] != depths[1]
+    assert max(depth for (depth,) in depths[0]) > 3
+
+
+def test_model_of_one_process_needs_no_agreement() -> None:
+    assert lockstep_group(None) is None
+    assert lockstep_group(SimpleNamespace(tp_size=None)) is None
+    assert lockstep_group(SimpleNamespace(tp_size=4)) is None, "nothing was initialised, so there are no other ranks"
+    assert from_first_rank("value", None) == "value"
+
+
+def test_model_whose_ranks_are_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
+    with pytest.raises(ValueError, match="spread over 2 of 8 processes, but has no device mesh"):
+        lockstep_group(SimpleNamespace(tp_size=2, _device_mesh=None))

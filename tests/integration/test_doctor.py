@@ -1,7 +1,5 @@
 """`hf-specgen doctor`: static checks of good and broken models, heads and drafts, and its measurements."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -18,13 +16,10 @@ from hf_specgen.cli import doctor
 from hf_specgen.cli.app import app
 from hf_specgen.cli.doctor import Report, Speed, blueprint, examine
 from hf_specgen.cli.settings import DoctorSettings
-from hf_specgen.depth import CostCurve
-from hf_specgen.evaluation.measure import Interval, Sample, Total
+from hf_specgen.evaluation.measure import Sample, Total
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
-from hf_specgen.heads.medusa_formats import export_medusa
 from tests.helpers import tiny_model
 from tests.helpers.head_fixtures import find_fixtures
-from tests.helpers.medusa import random_heads
 
 MODEL, DRAFT, HEADS = str(EMBEDDED_MODEL), str(EMBEDDED_DRAFT), str(EMBEDDED_HEADS)
 FIXTURES = {one.folder.name: one for one in find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")}
@@ -161,16 +156,6 @@ def test_medusa_heads_are_checked_by_their_tensors(tmp_path: Path) -> None:
     assert results(checked(heads=str(tmp_path)))["heads"] == "bad"
 
 
-@pytest.mark.parametrize("to", ["medusa", "tgi", "vllm"])
-@pytest.mark.parametrize("own_outputs", [False, True])
-def test_medusa_heads_of_every_format_that_can_be_loaded_are_good(
-    to: str, own_outputs: bool, reference_model: Any, tmp_path: Path
-) -> None:
-    heads = random_heads(reference_model, num_heads=2, own_outputs=own_outputs)
-    export_medusa(heads, tmp_path / "heads", to, reference_model)
-    assert results(checked(heads=str(tmp_path / "heads")))["heads"] == "good"
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["eagle3_original", "dflash_zlab", "speculators_peagle_llama"])
 def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None:
@@ -180,12 +165,6 @@ def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None
     assert not any(finding.result == "bad" for finding in found)
     others = doctor.heads(str(fixture.head_folder), blueprint(DRAFT, "float32"))
     assert any(one.result == "bad" and "made for a target" in one.meaning for one in others)
-
-
-@pytest.mark.parametrize(("ratio", "result"), [(1.2, "good"), (1.7, "warning"), (2.5, "warning")])
-def test_verification_cost_by_ratio(ratio: float, result: str) -> None:
-    curve = CostCurve((1, 8, 16), (0.01, 0.01 * ratio, 0.03), 128, 1)
-    assert doctor.verification_cost(curve).result == result
 
 
 def total(seconds: float, accepted: int = 5, drafted: int = 10, steps: int = 25, calls: int = 4) -> Total:
@@ -227,10 +206,3 @@ def test_recommend_by_speed(ngrams: Total, draft: Total, code: str, reason: str)
 )
 def test_slow_strategy_is_explained(measured: Total, explanation: str) -> None:
     assert explanation in doctor.speed("x", Speed.of(measured, PLAIN)).meaning
-
-
-def test_numbers_and_differences_are_reported() -> None:
-    measured = Speed(total(1.0), Interval(1.5, 1.2, 1.8)).to_dict()
-    assert (measured["speedup_low"], measured["speedup_high"]) == (1.2, 1.8)
-    for exact, result in ((True, "bad"), (False, "warning")):
-        assert doctor.same_tokens({"n-grams": Total(identical=False)}, exact).result == result

@@ -1,7 +1,5 @@
 """Every code block of README and documentation runs, page by page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Draft trees of draft models and layer skip: the tokens of plain generate, in every shape and mode."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -106,18 +104,6 @@ def test_trees_exact_verification_gives_the_tokens_of_plain_generate(
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_trees_with_processors_that_read_the_text_give_the_tokens_of_plain_generate(
-    target: Any, draft: Any, batch: int
-) -> None:
-    """Would catch: processors applied with the prefix of another branch."""
-    settings = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "do_sample": True}
-    plain, noise = generate(target, **inputs(batch), **settings)
-    candidates = DraftModelCandidates(draft, k=5, tree=12)
-    ours, our_noise = generate(target, **inputs(batch), candidate_generator=candidates, **settings)
-    assert torch.equal(plain.sequences, ours.sequences) and noise == our_noise
-
-
 def test_trees_accept_more_tokens_per_step_than_a_chain_of_the_same_depth(target: Any, draft: Any) -> None:
     """Would catch: a tree whose further branches are never accepted, which would be verified for nothing."""
     tokens_per_step = []
@@ -139,24 +125,6 @@ def test_fixed_k_drafts_a_chain(target: Any, draft: Any) -> None:
     steps = candidates.speculation.rows[0]
     assert steps[0].drafted == 5
     assert all(step.drafted == step.depth <= 5 for step in steps)
-
-
-@pytest.mark.parametrize("tree", [0, -1, True, "best", 2.5])
-def test_tree_that_is_no_size_raises_a_value_error(tree: Any) -> None:
-    """Would catch: a wrong setting that is taken for a size."""
-    with pytest.raises(ValueError, match="tree must be"):
-        DraftModelCandidates("org/small-model", tree=tree)
-
-
-def test_same_latency_profile_gives_the_same_drafts_twice(target: Any, draft: Any) -> None:
-    """Would catch: decisions that depend on how long steps take."""
-    counts = []
-    for _ in range(2):
-        candidates = DraftModelCandidates(draft, policy=AdaptiveDepth(LATENCY))
-        generate(llama(2, 0), **inputs(1), do_sample=True, candidate_generator=candidates)
-        assert candidates.speculation is not None
-        counts.append([(step.drafted, step.depth) for step in candidates.speculation.rows[0]])
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("tree", [6, "auto"])

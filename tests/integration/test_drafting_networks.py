@@ -3,26 +3,22 @@
 Every architecture is tried in `tests/slow/test_architectures.py`.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_specgen import Candidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
 from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
 from hf_specgen.heads.exit_head import exit_layer_of
 from tests.helpers import (
-    END,
     SAMPLING,
     assert_same_tokens,
     perturbed_copy,
-    plain_and_speculative,
     prompts,
     shared_draft,
     tiny_model,
@@ -41,24 +37,6 @@ def llama() -> Any:
 def strategy(kind: str, k: int = 4) -> Candidates:
     """A draft model or layer skip for tiny llama, of which some draft tokens are accepted."""
     return DraftModelCandidates(shared_draft(llama()), k=k) if kind == "draft" else LayerSkipCandidates(2, k)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 1.3}, END], ids=["greedy", "repetition", "eos"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_network_partial_acceptance_same_tokens_in_two_turns(batch: int, arguments: dict, kind: str) -> None:
-    """Would catch: rejected keys and values left in the cache that the second turn continues from."""
-    model, inputs, candidates = llama(), prompts(batch), strategy(kind)
-    plain, ours = plain_and_speculative(model, inputs, candidates, max_new_tokens=28, **arguments)
-    assert torch.equal(plain, ours.sequences)
-    again = torch.cat([plain, torch.full((batch, 2), 9)], dim=1)
-    more = torch.ones(batch, again.shape[1] - 12, dtype=torch.long)
-    second = {"input_ids": again, "attention_mask": torch.cat([inputs["attention_mask"], more], dim=1)}
-    cache = {"past_key_values": ours.past_key_values}
-    continued = model.generate(**second, max_new_tokens=8, **cache, candidate_generator=candidates)
-    if arguments is not END:  # with EOS the padding between the turns counts as text in one of the two calls
-        assert 0 < ours.speculation.accepted < ours.speculation.drafted
-        assert torch.equal(continued, model.generate(**second, max_new_tokens=8))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -180,56 +158,6 @@ def test_draft_model_confidence_threshold_shortens_drafts_row_by_row() -> None:
     assert len(depths) > 1, "some drafts must be shortened and some not"
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_network_rejection_sampling_accepts_and_repeats_under_a_seed(batch: int, kind: str) -> None:
-    model, candidates = llama(), strategy(kind)
-    arguments = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "verification": "rejection"}
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(6)
-        runs.append(model.generate(**prompts(batch), **arguments, candidate_generator=candidates))
-        assert candidates.speculation is not None and candidates.speculation.accepted > 0
-    assert torch.equal(*runs)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_draft_model_equal_to_target_rejection_sampling_accepts_nearly_all(batch: int) -> None:
-    """p / q is 1 except for rounding."""
-    model = llama()
-    candidates = DraftModelCandidates(model, k=4)
-    arguments = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.8, "verification": "rejection"}
-    model.generate(**prompts(batch), **arguments, candidate_generator=candidates)
-    assert candidates.speculation is not None and candidates.speculation.acceptance_rate > 0.99
-
-
-class _FailingHead(torch.nn.Module):
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("the head failed")
-
-
-def test_layer_skip_exception_while_drafting_leaves_model_unchanged() -> None:
-    """Transformers' own early exit leaves the model truncated here."""
-    model, inputs = llama(), prompts(1)
-    expected = model.generate(**inputs, max_new_tokens=10)
-    layers, config = list(model.model.layers), model.config.to_dict()
-    with pytest.raises(RuntimeError, match="the head failed"):
-        model.generate(**inputs, max_new_tokens=10, candidate_generator=LayerSkipCandidates(2, adapter=_FailingHead()))
-    assert list(model.model.layers) == layers and model.config.to_dict() == config
-    assert torch.equal(model.generate(**inputs, max_new_tokens=10), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_network_second_call_equals_the_first(kind: str) -> None:
-    """Would catch: a state of the call kept in the strategy."""
-    model, candidates = llama(), strategy(kind)
-    counts = []
-    for _ in range(2):
-        statistics = assert_same_tokens(model, prompts(2), candidates, max_new_tokens=20)
-        counts.append([[step.accepted for step in row] for row in statistics.rows])
-    assert counts[0] == counts[1]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
     """At depth 0 the draft is never run, not even on the prompt, and the target runs once per token."""
@@ -249,12 +177,6 @@ def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
 
 
 # Settings
-
-
-@pytest.mark.parametrize("architecture", ["gemma4_text", "gpt2", "opt"])
-def test_layer_skip_indivisible_architecture_raises(architecture: str) -> None:
-    with pytest.raises(ValueError, match="cannot draft with its own first layers"):
-        tiny_model(architecture).generate(**prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(1))
 
 
 @pytest.mark.parametrize(
@@ -281,41 +203,6 @@ def test_draft_model_profile_keys_differ_by_model_and_dtype() -> None:
     half.name_or_path = "draft"
     drafts = [one, three, half, copy.deepcopy(half).float()]
     assert len({DraftModelCandidates(draft, k=2).profile_key() for draft in [*drafts, *drafts]}) == 4
-
-
-def test_draft_model_profile_keys_differ_by_how_it_is_loaded() -> None:
-    settings: list[dict[str, Any]] = [
-        {},
-        {"dtype": torch.float16},
-        {"device": "cpu"},
-        {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
-    ]
-    assert len({DraftModelCandidates("draft", k=2, **given).profile_key() for given in [*settings, *settings]}) == 4
-
-
-def test_draft_model_profile_key_is_the_same_once_it_is_loaded() -> None:
-    candidates = DraftModelCandidates(str(DRAFT_LM), k=2)
-    before = candidates.profile_key()
-    candidates._load(None)
-    assert candidates.profile_key() == before
-
-
-def test_layer_skip_bad_k_raises() -> None:
-    with pytest.raises(ValueError, match="k must be at least 1, got -1"):
-        LayerSkipCandidates(2, k=-1)
-
-
-@pytest.mark.parametrize("exit_layer", [0, 3, 9])
-def test_layer_skip_exit_layer_out_of_range_raises(exit_layer: int) -> None:
-    with pytest.raises(ValueError, match=f"^exit_layer must be from 1 to 2 .* got {exit_layer}$"):
-        llama().generate(**prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(exit_layer))
-
-
-def test_draft_model_other_vocabulary_raises() -> None:
-    model = llama()
-    other = LlamaForCausalLM(LlamaConfig(**model.config.to_dict() | {"vocab_size": 70, "num_hidden_layers": 1}))
-    with pytest.raises(ValueError, match="vocabulary of 70, the target of 99"):
-        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(other))
 
 
 # Loading
@@ -347,16 +234,6 @@ def test_draft_model_loaded_in_int8_same_tokens(reference_model: Any, tokenizer:
     ours = reference_model.generate(ids, max_new_tokens=30, candidate_generator=candidates)
     assert torch.equal(ours, reference_model.generate(ids, max_new_tokens=30))
     assert candidates.speculation is not None and candidates.speculation.accepted > 0
-
-
-def test_draft_model_given_by_folder_same_tokens(reference_model: Any, tmp_path: Path, tokenizer: Any) -> None:
-    reference_model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
-    candidates = DraftModelCandidates(str(tmp_path), k=3, dtype="float32")
-    ours = reference_model.generate(ids, max_new_tokens=13, candidate_generator=candidates)
-    assert torch.equal(ours, reference_model.generate(ids, max_new_tokens=13))
-    assert candidates.speculation is not None and candidates.speculation.steps == 4
 
 
 def test_layer_skip_adapter_given_as_a_path_is_the_folder_of_that_name(reference_model: Any, tokenizer: Any) -> None:

@@ -1,20 +1,11 @@
 """Encoder-decoder targets give the tokens, scores and cache of plain `generate`."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    WhisperForCausalLM,
-)
+from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList, WhisperForCausalLM
 
 from hf_specgen import (
     Candidates,
@@ -27,12 +18,11 @@ from hf_specgen import (
     RecyclingCandidates,
     Statistics,
     attach,
-    detach,
     statistics,
 )
 from hf_specgen.heads import MedusaConfig, MedusaHeads
 from hf_specgen.targets import requirements
-from tests.helpers import SAMPLING, PrefixReader, RecordingStreamer, perturbed_copy, shared_draft, tiny_model
+from tests.helpers import SAMPLING, PrefixReader, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import SEED
 from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder, run_both
@@ -122,13 +112,6 @@ def test_outputs_are_those_of_plain_generate(kind: str, make_processors: Any) ->
             torch.testing.assert_close(got.values, expected.values, atol=1e-4, rtol=1e-4)
 
 
-class StopAfter(StoppingCriteria):
-    """Stops row b after `3 + 2 * b` columns."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        return torch.tensor([input_ids.shape[1] >= 3 + 2 * row for row in range(len(input_ids))])
-
-
 @pytest.mark.parametrize("kind", ["t5", "whisper"])
 @pytest.mark.parametrize("verification", ["rejection", "typical"])
 def test_other_verification_modes_sample(kind: str, verification: str) -> None:
@@ -141,19 +124,6 @@ def test_other_verification_modes_sample(kind: str, verification: str) -> None:
     assert draft.speculation is not None and draft.speculation.drafted > 0
     if verification == "rejection":  # p / q is 1 up to rounding
         assert draft.speculation.accepted == draft.speculation.drafted
-
-
-def test_criteria_and_streamer_receive_the_columns_of_plain_generate() -> None:
-    streams = [RecordingStreamer(), RecordingStreamer()]
-    model, inputs = encoder_decoder("bart"), encoder_inputs("bart", 3)
-    arguments = {"max_new_tokens": 12, "stopping_criteria": [StopAfter()], "eos_token_id": 98, "pad_token_id": 0}
-    plain, ours, _ = run_both(model, inputs, ORACLES["always"], **arguments)
-    assert plain.sequences.tolist() == ours.sequences.tolist()
-    inputs = encoder_inputs("bart", 1)
-    plain_ids = model.generate(**inputs, max_new_tokens=12, streamer=streams[0])
-    oracle = ORACLES["always"](plain_ids[:, 1:])
-    model.generate(**inputs, max_new_tokens=12, streamer=streams[1], candidate_generator=oracle)
-    assert streams[0].chunks == streams[1].chunks and streams[1].ended == 1
 
 
 @pytest.mark.parametrize("kind", ["t5", "whisper"])
@@ -173,13 +143,6 @@ def test_rows_that_end_are_dropped_with_their_encoder_outputs(kind: str) -> None
     handle.remove()
     assert plain.tolist() == ours.tolist()
     assert min(sizes) < 4
-
-
-def test_several_sequences_of_one_input_are_those_of_plain_generate() -> None:
-    arguments = {"num_return_sequences": 2, "max_new_tokens": 14, **SAMPLING["sampled"]}
-    draft = DraftModelCandidates(shared_draft(encoder_decoder("t5")), k=3)
-    assert assert_same("t5", encoder_inputs("t5", 2), draft, **arguments).accepted > 0
-    assert assert_same("t5", encoder_inputs("t5", 2), NgramCandidates(k=3), **arguments).drafted > 0
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
@@ -380,18 +343,6 @@ def test_model_that_ignores_positions_is_refused_in_batches() -> None:
 # Attached strategies and Whisper's own `generate`
 
 
-def test_attached_strategy_speculates_and_falls_back() -> None:
-    model, inputs = fresh_encoder_decoder("t5"), encoder_inputs("t5", 2)
-    plain = model.generate(**inputs, max_new_tokens=8)
-    beams = model.generate(**inputs, max_new_tokens=8, num_beams=2)
-    attach(model, NgramCandidates(k=3))
-    assert model.generate(**inputs, max_new_tokens=8).tolist() == plain.tolist()
-    with pytest.warns(UserWarning, match="runs without speculation"):
-        assert model.generate(**inputs, max_new_tokens=8, num_beams=2).tolist() == beams.tolist()
-    assert statistics(model).calls == 1
-    detach(model)
-
-
 def transcriber() -> Any:
     """A random Whisper with the settings that its `generate` needs for timestamps and languages."""
     model = copy.deepcopy(encoder_decoder("whisper"))
@@ -418,10 +369,7 @@ WHISPER: dict[str, tuple[int, dict[str, Any]]] = {
     "long": (100, {"return_timestamps": True}),
     "segments": (100, {"return_timestamps": True, "return_segments": True}),
     "previous": (100, {"return_timestamps": True, "condition_on_prev_tokens": True}),
-    "fallback": (
-        40,
-        {"temperature": (0.0, 0.6), "logprob_threshold": -1.0, "compression_ratio_threshold": 1.35},
-    ),
+    "fallback": (40, {"temperature": (0.0, 0.6), "logprob_threshold": -1.0, "compression_ratio_threshold": 1.35}),
 }
 
 

@@ -1,7 +1,5 @@
 """The random tester: 160 cases from a fixed seed, and proof that it can fail."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -13,7 +11,6 @@ from tests.fuzz.__main__ import main, run_safely
 from tests.fuzz.cases import COMBINED, ENTRIES, STRATEGIES, Case
 from tests.fuzz.draw import draw
 from tests.fuzz.internals import MUTATIONS
-from tests.fuzz.known_defects import known_defect
 from tests.fuzz.report import Report
 from tests.fuzz.shrink import shrink
 
@@ -69,7 +66,7 @@ def test_random_cases_with_a_mutation_fail(mutation: str) -> None:
         case = replace(draw(f"mutations:{number}", ARCHITECTURES), **NEEDED.get(mutation, {}))
         with MUTATIONS[mutation]():
             outcome = run_safely(case)
-        if outcome.status == "different" and known_defect(case, outcome.differences) is None:
+        if outcome.status == "different":
             return
     pytest.fail(f"{MAX_CASES_PER_MUTATION} cases do not show it: {mutation}")
 
@@ -80,11 +77,6 @@ def test_draw_has_every_strategy_and_entry_point() -> None:
     assert {case.strategy for case in cases} == set(STRATEGIES)
     assert {member for case in cases for member in case.members} == set(COMBINED)
     assert {case.entry for case in cases} == set(ENTRIES)
-
-
-def test_draw_with_the_same_seed_gives_the_same_case() -> None:
-    assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
-    assert len({draw(seed) for seed in range(50)}) == 50
 
 
 @pytest.mark.parametrize("seed", range(20))

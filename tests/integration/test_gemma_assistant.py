@@ -1,7 +1,5 @@
 """Gemma 4 assistants inside the decoding loop: the same tokens, and the drafts of the original."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

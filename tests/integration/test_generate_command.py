@@ -1,7 +1,5 @@
 """`hf-specgen generate`: the answers of plain generation, resumable, in the order of the source."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -121,12 +119,3 @@ def test_missing_file_and_existing_output_are_named(source: Path, tmp_path: Path
     assert "cannot load the dataset" in run(tmp_path / "empty", output, exit_code=2)
     output.touch()
     assert "exists already; delete it" in run(source, output, exit_code=2)
-
-
-def test_damaged_settings_of_an_interrupted_run_are_named(source: Path, tmp_path: Path) -> None:
-    """Would catch: a sentence about JSON that names no file, until somebody deletes it by hand."""
-    parts = tmp_path / "out.jsonl.parts"
-    parts.mkdir()
-    for text in ("", "[1]", "3"):
-        (parts / "settings.json").write_text(text)
-        assert "settings.json is damaged; delete the folder" in run(source, tmp_path / "out.jsonl", exit_code=2)

@@ -1,14 +1,12 @@
 """The keyword `candidate_generator=` and its surroundings: pipelines, PEFT, Transformers' own loop and generators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GenerationMixin, pipeline
+from transformers import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 import hf_specgen
@@ -98,17 +96,6 @@ def test_generate_with_own_verifier_starts_one_session_per_call() -> None:
 # Pipelines and PEFT
 
 
-def test_text_generation_pipeline_with_keyword_same_text(
-    reference_model: Any, tokenizer: Any, edit_prompts: list[str]
-) -> None:
-    generate = pipeline("text-generation", model=reference_model, tokenizer=tokenizer)
-    chat = [[{"role": "user", "content": prompt}] for prompt in edit_prompts[:2]]
-    arguments = {"max_new_tokens": 24, "do_sample": False, "batch_size": 2}
-    ngram = NgramCandidates(k=8)
-    assert generate(chat, **arguments) == generate(chat, **arguments, candidate_generator=ngram)
-    assert ngram.speculation is not None and ngram.speculation.accepted > 0
-
-
 def test_peft_model_with_and_without_adapter_same_tokens() -> None:
     base = fresh_model("qwen2", num_hidden_layers=2)
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
@@ -194,11 +181,6 @@ def test_native_generator_of_the_caller_learns_of_acceptance() -> None:
     output = model.generate(**inputs, max_new_tokens=30, candidate_generator=generator, return_dict_in_generate=True)
     assert torch.equal(output.sequences, model.generate(**inputs, max_new_tokens=30))
     assert generator.accepted == [step.accepted for step in output.speculation.rows[0] if step.drafted]
-
-
-def test_native_generator_with_several_rows_raises() -> None:
-    with pytest.raises(ValueError, match="works on one row, got 3"):
-        tiny_model("llama").generate(**prompts(3), max_new_tokens=5, candidate_generator=RepeatingGenerator())
 
 
 # State between calls

@@ -1,7 +1,5 @@
 """Grouped attention: the same attention, in our own forward passes only; every architecture is in tests/slow."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -15,14 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specgen.targets import attention as module_under_test
 from hf_specgen.targets.attention import fold_mask, grouped_attention, grouped_sdpa
-from tests.helpers import (
-    Oracle,
-    plain_and_speculative,
-    prompts,
-    reference,
-    reference_attention,
-    tiny_model,
-)
+from tests.helpers import Oracle, plain_and_speculative, prompts, reference, reference_attention, tiny_model
 
 # A row of a step: cached slots, parents of the draft's nodes, padding in front.
 STEPS: dict[str, dict[str, Any]] = {
@@ -83,26 +74,6 @@ def test_grouped_sdpa_equals_the_loops(step: str, kv_heads: int, groups: int, dt
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_grouped_sdpa_takes_one_mask_for_all_rows(batch: int) -> None:
-    mask = step_mask([(6, (-1, 0, 1), 0)])
-    query, key, value = states(2, 3, batch, 4, 10)
-    output = grouped_sdpa(query, key, value, fold_mask(mask, 3, torch.float32), scaling=0.25)
-    expected = reference_attention.grouped_attention(query, key, value, mask.expand(batch, -1, -1, -1), scaling=0.25)
-    torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=0)
-
-
-def test_fold_mask_repeats_queries_head_by_head() -> None:
-    mask = torch.tensor([[True, False], [True, True]])[None, None]
-    inf = float("inf")
-    assert fold_mask(mask, 2, torch.float32).tolist() == [[[[0, -inf], [0, 0], [0, -inf], [0, 0]]]]
-
-
-def test_fold_mask_keeps_the_numbers_of_an_additive_mask() -> None:
-    mask = torch.tensor([[0.5, -2.0]])[None, None]
-    assert fold_mask(mask, 2, torch.float32).tolist() == [[[[0.5, -2.0], [0.5, -2.0]]]]
-
-
 # The dispatch
 
 
@@ -126,12 +97,6 @@ def test_dispatch_of_a_masked_call_agrees_with_transformers(
     # Both round twice, in different orders: twice the tolerance against the exact result.
     tolerance = 1e-6 if dtype == torch.float32 else 4 * 2**-9 * float(tensors[2].abs().max())
     torch.testing.assert_close(ours, own, atol=tolerance, rtol=0)
-
-
-def test_dispatch_of_one_query_without_mask_agrees_with_transformers(folded_calls: list[int]) -> None:
-    ours, own = both(SimpleNamespace(num_key_value_groups=4), *states(2, 4, 3, 1, 9), None)
-    assert len(folded_calls) == 1
-    torch.testing.assert_close(ours, own, atol=1e-6, rtol=0)
 
 
 def test_dispatch_of_a_query_that_sees_nothing_agrees_with_transformers() -> None:
@@ -215,22 +180,6 @@ def test_grouped_attention_ends_with_the_context_after_an_exception(folded_calls
     assert folded_calls == []
 
 
-def test_grouped_attention_inside_itself_lasts_until_the_outer_one_ends(folded_calls: list[int]) -> None:
-    module, tensors = SimpleNamespace(num_key_value_groups=2), states(2, 2, 1, 3, 9)
-    with grouped_attention():
-        with grouped_attention():
-            pass
-        AttentionInterface()["sdpa"](module, *tensors, MASK)
-    assert len(folded_calls) == 1
-
-
-def test_grouped_attention_leaves_model_and_config_untouched() -> None:
-    model = tiny_model("llama")
-    config, implementation = model.config.to_dict(), model.config._attn_implementation
-    with grouped_attention():
-        assert (model.config.to_dict(), model.config._attn_implementation) == (config, implementation)
-
-
 def test_grouped_attention_in_one_thread_is_not_seen_by_another(folded_calls: list[int]) -> None:
     """Would catch: a flag on the model, the config or the process instead of the thread.
 
@@ -285,12 +234,6 @@ def test_grouped_attention_does_not_enter_compiled_models(folded_calls: list[int
 
 
 # The tokens
-
-
-def test_grouped_attention_keeps_sampled_tokens(folded_calls: list[int]) -> None:
-    sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
-    plain, output = plain_and_speculative(tiny_model("llama"), prompts(3), partial(Oracle, accuracy=0.6), **sampling)
-    assert folded_calls and torch.equal(plain, output.sequences)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

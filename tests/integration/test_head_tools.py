@@ -1,7 +1,5 @@
 """Heads in the tools: export, and the strategies of the command line."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from hf_specgen.cli.app import app
-from hf_specgen.evaluation.workloads import head_strategy, strategies
+from hf_specgen.evaluation.workloads import strategies
 from hf_specgen.heads.head_formats import load_head
 from tests.helpers.head_fixtures import find_fixtures
-from tests.helpers.paths import DRAFT_LM
 
 ROOT = Path(__file__).parents[1] / "assets" / "fixtures"
 FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(ROOT)}
@@ -46,8 +43,3 @@ def test_strategies_heads_of_every_format_are_named_by_kind(name: str, expected:
     found = strategies(heads=str(FIXTURES[name].head_folder))
     assert [one.name for one in found] == ["n-grams", expected]
     assert found[1].code.startswith(type(found[1].candidates).__name__)
-
-
-def test_strategies_draft_model_as_heads_raises() -> None:
-    with pytest.raises(ValueError, match="holds no heads, but what DraftModelCandidates drafts with"):
-        head_strategy(str(DRAFT_LM))

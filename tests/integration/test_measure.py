@@ -1,7 +1,5 @@
 """Timing: both sides the same work, chats from the cache, first tokens, memory."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import torch
 from benchmarks.harness import provenance
 from benchmarks.harness.loading import build
 from benchmarks.harness.variants import PLAIN, StrategyError
-from benchmarks.workloads.prompts import first_turns, followups, of_length
+from benchmarks.workloads.prompts import first_turns, followups
 from hf_specgen import LayerSkipCandidates, NgramCandidates
 from hf_specgen.evaluation.measure import Variant, measure_round, peak_memory, reset_peak_memory, wait
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
@@ -48,32 +46,6 @@ def test_chat_goes_on_from_its_cache(reference_model, tokenizer) -> None:
     assert "crow" in tokenizer.decode(samples["ours"].ids[0])
 
 
-def test_followup_is_what_the_template_writes(tokenizer) -> None:
-    (later,) = followups(tokenizer, ["One?", "Two?"])
-    assert tokenizer.decode(later[0]) == "<|end|>\n<|user|>\nTwo?\n<|assistant|>\n"
-
-
-def test_first_token_comes_before_the_last(reference_model, tokenizer) -> None:
-    inputs = first_turns(tokenizer, ["Hello there.", "And a longer prompt than that."])
-    samples = measure_round(reference_model, inputs, [PLAIN, OURS], {"max_new_tokens": 8, "min_new_tokens": 8}, 0)
-    for sample in samples.values():
-        assert 0 < sample.first_token < 0.9 * sample.seconds
-
-
-def test_who_begins_goes_round(reference_model, tokenizer) -> None:
-    begun: list[str] = []
-
-    def noted(name: str) -> Variant:
-        return Variant(name, lambda: begun.append(name) or {})
-
-    variants = [noted("a"), noted("b")]
-    inputs = first_turns(tokenizer, ["Hi."])
-    for number in range(3):
-        samples = measure_round(reference_model, inputs, variants, {"max_new_tokens": 1}, 0, first=number)
-        assert list(samples) == ["a", "b"]
-    assert begun == ["a", "b", "b", "a", "a", "b"]
-
-
 def test_peak_memory_sees_an_allocation() -> None:
     device = torch.device("cpu")
     reset_peak_memory(device)
@@ -95,16 +67,6 @@ def test_loading_an_adapter_takes_no_noise(reference_model, tokenizer) -> None:
     ours = Variant("ours", lambda: {"candidate_generator": new})
     samples = measure_round(reference_model, inputs, [PLAIN, ours], {"max_new_tokens": 16, **SAMPLED}, 0)
     assert torch.equal(samples["plain"].ids, samples["ours"].ids)
-
-
-def test_context_of_a_length(tokenizer) -> None:
-    prompt = first_turns(tokenizer, ["What is this?"])["input_ids"][0].tolist()
-    filler = ["A text that fills the context with words."] * 20
-    longer = of_length(tokenizer, "What is this?", filler, 100)["input_ids"][0].tolist()
-    assert len(longer) == 100 and longer[-len(prompt) :] == prompt
-    assert of_length(tokenizer, "What is this?", filler, 4)["input_ids"][0].tolist() == prompt[-4:]
-    with pytest.raises(ValueError, match="not 10000"):
-        of_length(tokenizer, "What is this?", filler, 10_000)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +108,6 @@ def test_strategies_are_combined_with_plus(reference_model) -> None:
     assert [type(strategy).__name__ for strategy in combined.strategies] == ["NgramCandidates", "MedusaCandidates"]
 
 
-def test_layer_skip_without_an_adapter_is_named_by_its_layer(reference_model) -> None:
-    (family,) = build(["layerskip=3"], [], reference_model)
-    candidates = family.settings["k=2"]()["candidate_generator"]
-    assert family.name == "layer skip without adapter" and candidates.adapter is None and candidates.exit_layer == 3
-
-
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
 def test_wait_synchronizes_every_kind_of_accelerator(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: the synchronize function of one kind of device called with arguments that another refuses."""
@@ -165,17 +121,6 @@ def test_wait_synchronizes_every_kind_of_accelerator(kind: str, monkeypatch: pyt
 def git(folder: Path, *arguments: str) -> None:
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def test_provenance_names_no_commit_for_a_package_inside_another_repository(tmp_path: Path, monkeypatch) -> None:
-    package = tmp_path / "venv" / "site-packages" / "hf_specgen"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    git(tmp_path, "init")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-m", "somebody else's")
-    monkeypatch.setattr(provenance, "PACKAGE", package)
-    assert provenance.provenance()["commit"] is None
 
 
 def test_provenance_names_the_commit_and_changes_of_a_checkout(tmp_path: Path, monkeypatch) -> None:

@@ -3,8 +3,6 @@
 Every architecture is tried in `tests/slow/test_architectures.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,18 +10,13 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper
 
-from hf_specgen import (
-    Call,
-    DraftSession,
-    DraftTree,
-    FixedDepth,
-    LayerSkipCandidates,
-    MedusaCandidates,
-)
-from hf_specgen.candidates.medusa import RankTree
+from hf_specgen import Call, DraftSession, DraftTree, FixedDepth, LayerSkipCandidates, MedusaCandidates
+from hf_specgen.candidates.medusa import HydraSession, RankTree
+from hf_specgen.evaluation.calibration import measure_acceptance
 from hf_specgen.heads import MedusaHeads
-from hf_specgen.heads.medusa import CONFIDENCE_EDGES, MedusaRunner, confidence_bin
+from hf_specgen.heads.medusa import MedusaConfig
 from hf_specgen.targets.hidden_states import HiddenStateTarget
+from hf_specgen.targets.requirements import OUTPUT_STATE
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.goodness_of_fit import goodness_of_fit
 from tests.helpers.medusa import fitted_heads, hidden_states, random_heads
@@ -136,20 +129,6 @@ def test_medusa_states_are_those_that_chose_the_last_tokens() -> None:
             torch.testing.assert_close(states[row], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_medusa_exception_leaves_no_hooks_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama")
-    before = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
-
-    def failing(*_: Any) -> None:
-        raise RuntimeError("the heads failed")
-
-    monkeypatch.setattr(MedusaRunner, "logits", failing)
-    with pytest.raises(RuntimeError, match="the heads failed"):
-        model.generate(**prompts(1), max_new_tokens=9, candidate_generator=MedusaCandidates(random_heads(model), 8))
-    after = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
-    assert before == after
-
-
 def test_medusa_in_transformers_own_loop_raises() -> None:
     candidates = MedusaCandidates(random_heads(tiny_model("llama")))
     with pytest.raises(ValueError, match="works with generate"):
@@ -197,21 +176,6 @@ def test_rank_tree_of_paths() -> None:
     assert tree.drawn_in_order.ranks == (0, 1, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [([[0], [0, 0], [0, 0, 0]], "3 deep, but there are 2 heads"), ([[0], [99]], "ends at 98")],
-)
-def test_medusa_tree_that_does_not_fit_the_heads_raises(tree: Any, message: str) -> None:
-    model = tiny_model("llama")
-    with pytest.raises(ValueError, match=message):
-        candidates = MedusaCandidates(random_heads(model, num_heads=2), tree)
-        model.generate(**prompts(1), candidate_generator=candidates)
-
-
-def test_confidence_bin_of_almost_certain_token_is_the_last() -> None:
-    assert confidence_bin(0.99) == len(CONFIDENCE_EDGES)
-
-
 def test_profile_keys_of_loaded_modules_differ_by_object() -> None:
     """Would catch: the acceptance of one set of heads, or of one exit adapter, remembered for another."""
     model = tiny_model("llama")
@@ -221,3 +185,66 @@ def test_profile_keys_of_loaded_modules_differ_by_object() -> None:
     adapters = torch.nn.Identity(), torch.nn.Identity()
     keys = {LayerSkipCandidates(1, adapter=adapter).profile_key() for adapter in (*adapters, adapters[0])}
     assert len(keys) == 2
+
+
+# Medusa heads that read the path before their token (Hydra): the same tokens, and logits of each node's own path
+
+
+HYDRA = {"reads_token": True, "reads_path": True}
+
+
+def hydra_heads(model: Any, inputs: dict[str, torch.Tensor], **sampling: Any) -> MedusaHeads:
+    """Heads that often predict the output for these inputs, and depend on the path a little."""
+    fitted, generator = fitted_heads(model, inputs, **sampling), torch.Generator().manual_seed(3)
+    heads = MedusaHeads.from_target(model, num_heads=3, own_outputs=True, **HYDRA)
+    heads.load_state_dict(fitted.state_dict(), strict=False)
+    with torch.no_grad():
+        for matrix in heads.token_maps:
+            matrix.weight += 0.01 * torch.randn(matrix.weight.shape, generator=generator)
+    return heads.eval()
+
+
+def test_hydra_logits_of_every_node_are_those_of_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every result of a level against the head of the node's depth, computed for this node alone."""
+    model, inputs = tiny_model("llama"), prompts(3)
+    original, compared = HydraSession.next_scores, 0
+
+    def next_scores(session: HydraSession, tree: DraftTree, new: int) -> torch.Tensor:
+        nonlocal compared
+        scores = original(session, tree, new)
+        states, embed = session._target.states_of((OUTPUT_STATE,)), model.get_input_embeddings()
+        heads = session._runner.heads
+        for row, text in enumerate(session.call.state.generated):
+            for index in range(new):
+                node, path = tree.nodes - new + index, []
+                while node >= 0:
+                    path.insert(0, int(tree.tokens[row, node]))
+                    node = tree.parents[row][node]
+                if len(path) < heads.config.num_heads:
+                    tokens = embed(torch.tensor([text[-1], *path]))
+                    expected = heads.lm_heads[len(path)](heads.head_state(len(path), states[row], tokens))
+                    torch.testing.assert_close(scores[row, index], expected, atol=1e-4, rtol=1e-4)
+                    compared += 1
+        return scores
+
+    monkeypatch.setattr(HydraSession, "next_scores", next_scores)
+    candidates = MedusaCandidates(hydra_heads(model, inputs), 10, policy=FixedDepth())
+    assert_same_tokens(model, inputs, candidates, max_new_tokens=12)
+    assert compared > 30
+
+
+def test_heads_that_read_the_path_read_its_first_token_too() -> None:
+    with pytest.raises(ValueError, match="needs reads_token=True"):
+        MedusaConfig(hidden_size=8, vocab_size=9, reads_path=True)
+
+
+def test_heads_with_too_few_tokens_name_what_they_read() -> None:
+    heads = MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=9, num_heads=2, **HYDRA))
+    with pytest.raises(ValueError, match="head 1 reads 2 tokens"):
+        heads(torch.zeros(1, 8), torch.zeros(1, 1, 8))
+
+
+def test_acceptance_of_hydra_heads_is_not_measured_in_advance() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="learn their acceptance while they draft"):
+        measure_acceptance(model, random_heads(model, **HYDRA), [])

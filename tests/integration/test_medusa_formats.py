@@ -1,7 +1,5 @@
 """Medusa heads on disk: the format of this package, Medusa v1 and v2, TGI, vLLM; and files that are none of these."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable
@@ -107,15 +105,6 @@ def test_other_chat_template_is_detected() -> None:
     assert "another chat template" in str(other_chat_template(base, named))
 
 
-def test_medusa_from_pretrained_same_tokens(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    export_medusa(random_heads(model), tmp_path, "medusa")
-    inputs = prompts(2)
-    candidates = MedusaCandidates.from_pretrained(str(tmp_path), tree=6)
-    ours = model.generate(**inputs, max_new_tokens=10, candidate_generator=candidates)
-    assert torch.equal(ours, model.generate(**inputs, max_new_tokens=10))
-
-
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "by folder"])
 @pytest.mark.parametrize(
     ("architecture", "overrides", "difference"),
@@ -204,16 +193,6 @@ def test_load_medusa_damaged_files_raise_and_run_nothing(
     assert "must not run" not in capsys.readouterr().out
 
 
-def test_load_medusa_incomplete_own_format_or_empty_folder_raises(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no Medusa heads"):
-        load_medusa(tmp_path)
-    random_heads(tiny_model("llama")).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({name: tensors[name] for name in tensors if "blocks.1" not in name}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="num_heads is 3, but there are tensors for 2"):
-        load_medusa(tmp_path)
-
-
 def test_medusa_loading_does_not_change_the_random_state(tmp_path: Path) -> None:
     """The first sampled call loads heads and LoRA matrices, and still gives the text of its seed."""
     model, _, _ = _lora_heads(tmp_path)
@@ -243,13 +222,6 @@ def test_medusa_heads_that_a_format_cannot_express_raise(
     with pytest.raises(ValueError, match=message):
         export_medusa(random_heads(tiny_model(architecture), **shape), tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
-
-
-def test_export_medusa_into_a_folder_with_a_config_raises(tmp_path: Path) -> None:
-    heads = random_heads(tiny_model("llama"))
-    export_medusa(heads, tmp_path, "medusa")
-    with pytest.raises(ValueError, match=r"holds a config\.json already"):
-        export_medusa(heads, tmp_path, "tgi")
 
 
 def _lora_heads(tmp_path: Path) -> tuple[Any, MedusaHeads, Any]:

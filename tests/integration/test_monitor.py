@@ -1,7 +1,5 @@
 """Monitors: windowed figures, counters, one log line per call, and the end of a call that fails."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -82,11 +80,6 @@ def test_monitor_logs_one_line_per_call(caplog: pytest.LogCaptureFixture) -> Non
             model.generate(**prompts(1), max_new_tokens=20, candidate_generator=ngram, monitor=monitor)
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
     assert "20 tokens" in caplog.text and repr(ngram) in caplog.text
-
-
-def test_monitor_plot_before_the_first_step_raises(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no steps"):
-        plot_monitor(SpeculationMonitor(prometheus=False), tmp_path / "monitor.png")
 
 
 def test_monitor_plot_writes_an_image(tmp_path: Path) -> None:

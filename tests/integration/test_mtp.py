@@ -1,7 +1,5 @@
 """Native MTP layers inside the decoding loop: the same tokens, and what the layer reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +53,3 @@ def test_mtp_checkpoint_without_layers_raises(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no MTP layers"):
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, candidate_generator=MTPCandidates(str(tmp_path), k=1))
-
-
-def test_mtp_repr_names_the_checkpoint_only_if_given() -> None:
-    assert repr(MTPCandidates(k=2)) == "MTPCandidates(k=2)"
-    assert repr(MTPCandidates("org/model", k=2)) == "MTPCandidates('org/model', k=2)"

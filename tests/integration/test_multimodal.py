@@ -1,7 +1,5 @@
 """Models that read images or audio beside text give the tokens of plain `generate`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafts of another tokenizer: the tokens of plain `generate`, and as many accepted as the text allows."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -12,10 +10,9 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from hf_specgen import DraftModelCandidates
-from hf_specgen.candidates.cross_tokenizer import Codec, Retokenizer, SharedVocabulary
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
 from tests.helpers import SAMPLING, assert_same_tokens
 from tests.helpers.goodness_of_fit import goodness_of_fit
@@ -86,18 +83,6 @@ def test_vocabulary_with_fewer_merges_same_tokens(reference_model: Any, prompts:
     candidates = DraftModelCandidates(str(draft), k=6, tree=12, dtype=torch.float32)
     statistics = assert_same_tokens(reference_model, prompts, candidates, max_new_tokens=16)
     assert statistics.accepted > 0
-
-
-def test_retokenizer_follows_a_text_token_by_token(tokenizer: Any, draft: Path) -> None:
-    """Would catch: characters of several tokens, and text that is divided otherwise once it grows."""
-    text = "for each naïve café: print(“ok”) 🙂 done\n    return values[index]"
-    tokens = tokenizer.encode(text)
-    other = AutoTokenizer.from_pretrained(draft)
-    nothing_shared = SharedVocabulary([], len(tokenizer), len(other))
-    row = Retokenizer(Codec(tokenizer, other), Codec(other, tokenizer), tokens[:3], nothing_shared)
-    for token in tokens[3:]:
-        row.extend([token])
-    assert other.decode(row.tokens) == text
 
 
 # Small models whose tokenizers are written for the test.

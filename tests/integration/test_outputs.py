@@ -1,17 +1,17 @@
 """Shapes, scores, logits and cache are those of plain `generate`."""
 
-from __future__ import annotations
-
+import gc
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_specgen import LayerSkipCandidates, NgramCandidates
+from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.targets.cache import RaggedCache
-from tests.helpers import Oracle, prompts, tiny_model
+from tests.helpers import Oracle, perturbed_copy, prompts, tiny_model
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 """One matmul over several rows rounds differently from several over one: about 1e-6 in float32 logits of size 1."""
@@ -61,21 +61,6 @@ def test_output_scores_and_logits_are_those_of_plain_generate(batch: int, argume
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", [NgramCandidates(k=4), NgramCandidates(k=4, tree=32)], ids=["chain", "tree"])
-def test_output_scores_hold_their_own_memory_only(strategy: Any) -> None:
-    """Would catch: views that keep the scores of all nodes of every step."""
-    arguments = {"max_new_tokens": 12, "output_scores": True, "output_logits": True, "return_dict_in_generate": True}
-    output = tiny_model("llama").generate(**prompts(2), candidate_generator=strategy, **arguments)
-    for column in (*output.scores, *output.logits):
-        assert column.untyped_storage().nbytes() == column.numel() * column.element_size()
-
-
-def test_output_without_scores_has_none() -> None:
-    _, ours = run_both(tiny_model("llama"), prompts(1), max_new_tokens=8)
-    assert ours.scores is None and ours.logits is None
-    assert ours.speculation.emitted == 8
-
-
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_output_cache_holds_the_keys_of_plain_generate(architecture: str, batch: int) -> None:
@@ -123,18 +108,6 @@ def test_cache_of_first_turn_continues_in_second(architecture: str, batch: int, 
     assert type(ours.past_key_values) is (RaggedCache if given == "none" else DynamicCache)
 
 
-def test_given_dynamic_cache_is_updated_in_place() -> None:
-    """Plain `generate` leaves the text in the cache object that it was given, even if it returns a tensor only."""
-    model, inputs = tiny_model("gemma2"), prompts(1)
-    plain, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    model.generate(**inputs, max_new_tokens=12, past_key_values=plain)
-    model.generate(**inputs, max_new_tokens=12, past_key_values=ours, candidate_generator=NgramCandidates())
-    assert ours.get_seq_length() == plain.get_seq_length()
-    for expected, got in zip(plain.layers, ours.layers, strict=True):
-        torch.testing.assert_close(got.keys, expected.keys, **TOLERANCE)
-        torch.testing.assert_close(got.values, expected.values, **TOLERANCE)
-
-
 def test_cache_of_plain_generate_with_attention_in_chunks_continues() -> None:
     """Plain `generate` keeps the last chunk only. Would catch: masks for slots that the cache no longer holds."""
     model = tiny_model("llama4_text", attention_chunk_size=8)
@@ -151,16 +124,6 @@ def test_cache_of_plain_generate_with_attention_in_chunks_continues() -> None:
     assert torch.equal(expected, ours)
 
 
-def test_returned_cache_in_plain_generate_same_tokens() -> None:
-    model, inputs = tiny_model("gemma2"), prompts(1)
-    first = model.generate(
-        **inputs, max_new_tokens=8, return_dict_in_generate=True, candidate_generator=NgramCandidates()
-    )
-    ids = torch.cat([first.sequences, torch.tensor([[3, 4]])], dim=1)
-    expected = model.generate(ids, max_new_tokens=8)
-    assert torch.equal(model.generate(ids, max_new_tokens=8, past_key_values=first.past_key_values), expected)
-
-
 def test_cache_made_in_inference_mode_continues_outside() -> None:
     """Would catch: an in-place write to an inference tensor."""
     model, inputs = tiny_model("llama"), prompts(1)
@@ -174,13 +137,6 @@ def test_cache_made_in_inference_mode_continues_outside() -> None:
     cache = {"past_key_values": first.past_key_values, **mask}
     ours = model.generate(ids, max_new_tokens=8, **cache, candidate_generator=NgramCandidates())
     assert torch.equal(ours, expected)
-
-
-def test_generate_with_chunked_prefill_same_tokens() -> None:
-    model, inputs = tiny_model("llama"), prompts(2)
-    expected = model.generate(**inputs, max_new_tokens=10)
-    ours = model.generate(**inputs, max_new_tokens=10, prefill_chunk_size=5, candidate_generator=NgramCandidates())
-    assert torch.equal(expected, ours)
 
 
 def test_statistics_are_set_on_the_strategy_of_the_call_only() -> None:
@@ -199,3 +155,133 @@ def test_origins_of_perfect_drafts_mark_all_but_bonus_tokens() -> None:
     model.generate(**inputs, max_new_tokens=20, candidate_generator=oracle)
     assert oracle.speculation is not None
     assert [oracle.speculation.origins(row) for row in range(2)] == [([True] * 4 + [False]) * 4] * 2
+
+
+# Peak memory: what a call keeps alive beyond what plain `generate` keeps
+
+
+VOCAB = 2_000
+COLUMNS = 40
+K = 8
+KEEP: dict[str, dict[str, Any]] = {
+    "scores": {"output_scores": True},
+    "scores and logits": {"output_scores": True, "output_logits": True},
+}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "at once": {"suppress_tokens": [5]},
+    "column walk": {"repetition_penalty": 1.2},
+}
+
+
+def logits_bytes() -> int:
+    """Bytes of the storages kept alive by tensors of logits or scores, or views into them, since `gc.freeze()`."""
+    found = (item for item in gc.get_objects() if type(item) is torch.Tensor)
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in found
+        if tensor.dim() and tensor.shape[-1] == VOCAB
+    }
+    return sum(storages.values())
+
+
+class MeasureAtColumn(StoppingCriteria):
+    """Never stops; measures once, when so many columns have been generated."""
+
+    def __init__(self, column: int):
+        self.column, self.bytes = column, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        if input_ids.shape[1] == 12 + self.column:
+            self.bytes = logits_bytes()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def generate_measured(inputs: dict[str, torch.Tensor], **arguments: Any) -> tuple[Any, int]:
+    """The output, and the bytes held near the end of the call, without those held before it."""
+    gc.collect()
+    gc.freeze()
+    measure = MeasureAtColumn(COLUMNS - 2)
+    model = tiny_model("llama", vocab_size=VOCAB)
+    output = model.generate(
+        **inputs,
+        **arguments,
+        max_new_tokens=COLUMNS,
+        stopping_criteria=StoppingCriteriaList([measure]),
+        return_dict_in_generate=True,
+    )
+    return output, measure.bytes
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("accuracy", [0.0, 1.0], ids=["rejected", "accepted"])
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize("keep", KEEP)
+def test_output_scores_during_call_keep_no_rejected_nodes_alive(
+    batch: int, accuracy: float, processors: str, keep: str
+) -> None:
+    """Would catch: scores kept as views of whole steps, or a second copy of every confirmed column.
+
+    A step of these trees has 17 nodes: kept alive, they are 17 times what plain `generate` keeps where all are
+    rejected. Allowed are the nodes of three steps: the current one, its processed copy and a temporary.
+    """
+    arguments, inputs = {**KEEP[keep], **PROCESSORS[processors]}, prompts(batch)
+    plain, plain_bytes = generate_measured(inputs, **arguments)
+    oracle = Oracle(plain.sequences[:, 12:], accuracy, k=K, branching=True)
+    ours, our_bytes = generate_measured(inputs, **arguments, candidate_generator=oracle)
+    assert torch.equal(plain.sequences, ours.sequences)
+    assert plain_bytes >= 4 * (COLUMNS - 3) * batch * VOCAB, "the measurement must see the scores of plain generate"
+    step = 4 * batch * (1 + 2 * K) * VOCAB
+    assert our_bytes <= 1.05 * plain_bytes + 3 * step
+
+
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_output_scores_after_call_own_their_memory(processors: str) -> None:
+    """Would catch: a returned score that is a view of a larger tensor."""
+    model, inputs = tiny_model("llama", vocab_size=VOCAB), prompts(3)
+    arguments = {"max_new_tokens": 12, "output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    arguments |= PROCESSORS[processors]
+    answers = model.generate(**inputs, **arguments).sequences[:, 12:]
+    output = model.generate(**inputs, **arguments, candidate_generator=Oracle(answers, 0.7, k=K, branching=True))
+    for tensor in (*output.scores, *output.logits):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes == 4 * 3 * VOCAB
+
+
+def draft_passes(**arguments: Any) -> tuple[list[int], list[int]]:
+    """Tokens that a draft model reads in each pass, and positions whose logits it computes."""
+    model = tiny_model("llama")
+    draft = perturbed_copy(model)
+    # The self-check of both models is made once, before forward passes are counted.
+    model.generate(**prompts(1), max_new_tokens=2, candidate_generator=DraftModelCandidates(draft, k=4))
+    read: list[int] = []
+    scored: list[int] = []
+    draft.register_forward_pre_hook(lambda m, a, kw: read.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    draft.lm_head.register_forward_pre_hook(lambda m, args: scored.append(args[0].shape[1]))
+    inputs = {name: tensor.repeat(1, 5) for name, tensor in prompts(1).items()}
+    model.generate(**inputs, max_new_tokens=8, candidate_generator=DraftModelCandidates(draft, k=4), **arguments)
+    return read, scored
+
+
+def test_draft_model_prefill_computes_logits_of_the_last_token_only() -> None:
+    """Would catch: `[1, prompt, vocab]` logits in the draft's prefill: 8 GB for 32,000 tokens of a large vocabulary."""
+    read, scored = draft_passes()
+    assert read[0] == 60 and scored[0] == 1
+
+
+@pytest.mark.parametrize("chunk", [7, 25])
+def test_draft_model_prefill_is_chunked_as_that_of_the_target(chunk: int) -> None:
+    """Would catch: `prefill_chunk_size` ignored, so that the draft reads a long prompt in one pass."""
+    read, _ = draft_passes(prefill_chunk_size=chunk)
+    assert max(read) <= chunk
+
+
+@pytest.mark.parametrize("candidates", [partial(Oracle, accuracy=0.5, branching=True)], ids=["oracle"])
+def test_repeated_calls_do_not_accumulate_tensors(candidates: Any) -> None:
+    """Would catch: a call whose cache, logits or sessions stay alive after its end."""
+    model, inputs = tiny_model("llama"), prompts(2)
+    strategy = candidates(model.generate(**inputs, max_new_tokens=20)[:, 12:])
+    counts = []
+    for _ in range(3):
+        model.generate(**inputs, max_new_tokens=20, candidate_generator=strategy)
+        gc.collect()
+        counts.append(sum(type(item) is torch.Tensor for item in gc.get_objects()))
+    assert counts[1] == counts[2]

@@ -1,7 +1,5 @@
 """DFlash, JetSpec and P-EAGLE heads inside the decoding loop: the same tokens, and the context that they read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 from hf_specgen import CombinedCandidates, DFlashCandidates, PEagleCandidates
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.runner import BlockRunner, PEagleRunner
-from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
+from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.comparison import SEED
 from tests.helpers.head_fixtures import Comparison, find_fixtures
 from tests.helpers.head_runs import Rounds
@@ -118,18 +116,3 @@ def test_parallel_long_prompt_is_read_in_chunks_of_equal_result(monkeypatch: pyt
     for one, other in zip(whole, chunked, strict=True):
         for row, length in enumerate(lengths):
             torch.testing.assert_close(one[row, :, :length], other[row, :, :length])
-
-
-@pytest.mark.parametrize(("given", "wrong"), [("block", "speculators_peagle_llama"), ("parallel", "dflash_zlab")])
-def test_parallel_head_of_another_kind_raises(given: str, wrong: str) -> None:
-    with pytest.raises(ValueError, match=r"not a (DFlash or JetSpec|P-EAGLE) head"):
-        HEADS[wrong].target.generate(
-            **prompts(1), max_new_tokens=4, candidate_generator=STRATEGIES[given](HEADS[wrong].head_folder, k=2)
-        )
-
-
-def test_parallel_other_target_raises() -> None:
-    with pytest.raises(ValueError, match="a vocabulary of 128, but this target has 99"):
-        tiny_model("qwen3").generate(
-            **prompts(1), max_new_tokens=4, candidate_generator=DFlashCandidates(HEADS["dflash_zlab"].head_folder, k=2)
-        )

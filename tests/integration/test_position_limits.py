@@ -1,7 +1,5 @@
 """At the end of a position table, behind it, and where rotary frequencies change: the tokens of plain `generate`."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -98,12 +96,6 @@ def test_draft_model_with_table_to_end_of_target_table_same_tokens(batch: int, e
     plain = target.generate(**prompts(batch), max_length=24, **ends)
     candidates = DraftModelCandidates(draft, k=5)
     assert torch.equal(plain, target.generate(**prompts(batch), max_length=24, **ends, candidate_generator=candidates))
-
-
-def test_draft_model_with_table_shorter_than_prompt_raises() -> None:
-    target, draft = tiny_model("llama"), tiny_model("gpt2", n_positions=8)
-    with pytest.raises(ValueError, match="the prompt has 12 tokens, but the draft reads at most 8"):
-        target.generate(**prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(draft))
 
 
 @pytest.mark.parametrize("max_length", [24, 25])

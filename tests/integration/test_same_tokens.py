@@ -3,13 +3,11 @@
 All architectures are in `tests/slow`; `tests/fuzz` draws from the same space at random.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_specgen import (
     AdaptiveDepth,
@@ -17,6 +15,7 @@ from hf_specgen import (
     EagleCandidates,
     GemmaAssistantCandidates,
     MTPCandidates,
+    NgramCandidates,
     PEagleCandidates,
     Policy,
 )
@@ -24,8 +23,10 @@ from tests.helpers import (
     END,
     SAMPLING,
     PrefixReader,
+    RecordingStreamer,
     RowWisePrefixReader,
     assert_same_tokens,
+    fresh_model,
     prompts,
     tiny_model,
 )
@@ -217,3 +218,31 @@ def test_generate_window_smaller_than_text_same_tokens(architecture: str, batch:
     """Would catch: a window counted in cache slots instead of positions (siblings of a tree share a position)."""
     size = {"attention_chunk_size": 8} if architecture == "llama4_text" else {"sliding_window": 8}
     assert_same_tokens(tiny_model(architecture, **size), prompts(batch), ORACLES["tree"], max_new_tokens=24)
+
+
+# Unusual inputs: prompts of one token, other integer types, positional arguments, lower precision
+
+
+def test_generate_int32_prompt_keeps_its_dtype() -> None:
+    model, inputs = tiny_model("llama"), {"input_ids": prompts(1)["input_ids"].int()}
+    plain = model.generate(**inputs, max_new_tokens=6)
+    ours = model.generate(**inputs, max_new_tokens=6, candidate_generator=NgramCandidates())
+    assert ours.dtype == plain.dtype and torch.equal(ours, plain)
+
+
+def test_generate_with_positional_arguments_same_tokens() -> None:
+    """`generate(inputs, generation_config, logits_processor, stopping_criteria, …, streamer)`."""
+    model, ids, seen = tiny_model("llama"), prompts(1)["input_ids"], RecordingStreamer()
+    arguments = (ids, None, LogitsProcessorList(), StoppingCriteriaList(), None, None, None, seen)
+    ours = model.generate(*arguments, max_new_tokens=5, candidate_generator=NgramCandidates())
+    assert torch.equal(ours, model.generate(ids, max_new_tokens=5))
+    assert seen.ended == 1 and len(seen.chunks) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_generate_in_lower_precision_same_first_token(dtype: torch.dtype) -> None:
+    """Later tokens may differ at near-ties, since k rows round differently from one; the first pass is the same."""
+    model = fresh_model("llama").to(dtype)
+    plain = model.generate(**prompts(2), max_new_tokens=10)
+    ours = model.generate(**prompts(2), max_new_tokens=10, candidate_generator=NgramCandidates(tree=16))
+    assert ours.shape == plain.shape and torch.equal(ours[:, :13], plain[:, :13])

@@ -1,7 +1,5 @@
 """A model that does not compute what plain generate computes is refused with the true reason, before anything runs."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
-from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen import LayerSkipCandidates, NgramCandidates
 from hf_specgen.targets.requirements import TargetRequirements
 from tests.fuzz.models import tiny_model
 
@@ -151,13 +149,6 @@ def test_gradient_checkpointing_is_refused_with_its_own_reason() -> None:
     model.activation_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient checkpointing"):
         identical(model, NgramCandidates(k=3))
-
-
-def test_draft_model_of_the_caller_keeps_its_mode() -> None:
-    """Would catch: a draft model that is left in eval mode."""
-    draft = llama().train()
-    assert identical(llama().eval(), DraftModelCandidates(draft, k=3))
-    assert draft.training
 
 
 def test_layer_skip_beside_another_thread_raises_or_gives_the_right_tokens() -> None:

@@ -1,7 +1,5 @@
 """One strategy object on several models, and several objects of one kind on one model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from hf_specgen import AdaptiveDepth, FixedDepth, LayerSkipCandidates, MedusaCandidates, NgramCandidates, NgramHistory
+from hf_specgen import AdaptiveDepth, FixedDepth, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.heads import ExitHead, load_medusa
 from hf_specgen.heads.exit_head import save_exit_head
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
@@ -59,14 +57,6 @@ def test_layer_skip_adapter_after_the_model_changed_dtype_runs(adapter: str) -> 
         assert ids.shape == (1, 20)
 
 
-def test_layer_skip_adapter_of_another_layer_raises(adapter: str) -> None:
-    """Would catch: an adapter that reads the state of a layer it was not trained for."""
-    with pytest.raises(ValueError, match="trained for exit_layer=2, not 1"):
-        tiny_model("llama", num_hidden_layers=3).generate(
-            **prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(1, adapter=adapter)
-        )
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_medusa_by_folder_then_loaded_with_remembered_acceptance_same_tokens(batch: int, tmp_path: Path) -> None:
     """Would catch: acceptance remembered for 8 positions used for 4 heads. By folder k is unknown at first."""
@@ -98,10 +88,3 @@ def test_medusa_on_a_second_model_uses_its_own_heads() -> None:
     accepted_steps(candidates, first)
     fresh = MedusaCandidates(fitted_heads(second, prompts(1)), 6, policy=FixedDepth())
     assert accepted_steps(candidates, second) == accepted_steps(fresh, second)
-
-
-def test_ngram_history_shared_by_two_strategies_contains_both_texts() -> None:
-    model, history = tiny_model("llama", num_hidden_layers=3), NgramHistory()
-    for k in (3, 5):
-        model.generate(**prompts(1), max_new_tokens=10, candidate_generator=NgramCandidates(k=k, history=history))
-    assert len(history) == 2 * (12 + 10 + 1)

@@ -1,7 +1,5 @@
 """Targets with convolutions, recurrent states or indexed attention give the tokens of plain `generate`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import partial
@@ -9,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specgen import (
     Call,
     CombinedCandidates,
     DraftModelCandidates,
     FixedDepth,
-    LayerSkipCandidates,
     MedusaCandidates,
     NgramCandidates,
     Policy,
@@ -193,48 +190,6 @@ def test_padding_that_steps_have_read_same_output() -> None:
     assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
     for mine, expected in zip(ours.scores, plain.scores, strict=True):
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_given_dynamic_cache_of_a_stateful_target_is_refused_with_the_reason() -> None:
-    """Would catch: a message that asks for what was given."""
-    with pytest.raises(ValueError, match="cannot roll back the convolutions, recurrent states"):
-        stateful_model("lfm2").generate(
-            **prompts(1), max_new_tokens=4, past_key_values=DynamicCache(), candidate_generator=NgramCandidates(k=3)
-        )
-
-
-def test_second_turn_after_an_exception_same_tokens() -> None:
-    """Would catch: a cache that an interrupted call leaves behind with half of its text."""
-    model, inputs = stateful_model("qwen3_5_text"), prompts(1)
-    ngrams = NgramCandidates(k=3)
-    first = model.generate(**inputs, max_new_tokens=6, return_dict_in_generate=True, candidate_generator=ngrams)
-    ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
-    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
-    expected = model.generate(**arguments)
-
-    def interrupt(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if ids.shape[1] > prompt_length(arguments) + 4:
-            raise RuntimeError("interrupted")
-        return scores
-
-    cache = first.past_key_values
-    with pytest.raises(RuntimeError, match="interrupted"):
-        model.generate(**arguments, past_key_values=cache, candidate_generator=ngrams, logits_processor=[interrupt])
-    assert torch.equal(model.generate(**arguments, past_key_values=cache, candidate_generator=ngrams), expected)
-
-
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
-def test_layer_skip_on_a_stateful_target_is_refused(kind: str) -> None:
-    """Would catch: first layers that read rejected draft tokens before verification."""
-    with pytest.raises(ValueError, match="convolutions or recurrent states"):
-        stateful_model(kind).generate(**prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(1))
-
-
-def test_stateful_draft_model_is_refused() -> None:
-    """Would catch: a draft whose state has read rejected tokens, which would only lower acceptance, unnoticed."""
-    draft = DraftModelCandidates(stateful_model("lfm2"), k=3)
-    with pytest.raises(ValueError, match="keeps a state"):
-        tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=draft)
 
 
 def test_uncached_tokens_come_first_until_a_pass_is_kept_completely() -> None:

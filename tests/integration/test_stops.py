@@ -1,7 +1,5 @@
 """Generation ends exactly where plain `generate` ends it, and streams what plain `generate` streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -76,22 +74,6 @@ def test_generate_custom_criterion_stops_where_plain_generate_does(
     plain = plain if isinstance(plain, torch.Tensor) else plain.sequences
     ours = model.generate(**inputs, **arguments, candidate_generator=ALWAYS(plain[:, 12:]))
     assert torch.equal(plain, ours if isinstance(ours, torch.Tensor) else ours.sequences)
-
-
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5, 6])
-def test_generate_shorter_than_draft_stops_at_max_length(max_new_tokens: int) -> None:
-    """Would catch: a draft deeper than the tokens that remain."""
-    oracle = partial(Oracle, accuracy=1.0, k=9)
-    assert_same_tokens(tiny_model("llama"), prompts(3), oracle, max_new_tokens=max_new_tokens)
-
-
-def test_generate_to_end_of_position_table_same_tokens() -> None:
-    """Would catch: a draft that reaches behind the position embeddings of GPT-2 although the text does not."""
-    model = tiny_model("gpt2", n_positions=20)
-    assert_same_tokens(model, prompts(1), partial(Oracle, accuracy=1.0, k=9), max_length=20)
-    end = int(model.generate(**prompts(1), max_length=20)[0, 17])
-    rejected = partial(Oracle, accuracy=0.0, k=9)
-    assert_same_tokens(model, prompts(1), rejected, max_length=40, eos_token_id=end, pad_token_id=0)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -1,6 +1,4 @@
-"""Any number of threads may generate with one model and shared objects; all strategies together are in `tests/slow`."""
-
-from __future__ import annotations
+"""Any number of threads may generate with one model and shared objects."""
 
 import subprocess
 import sys
@@ -38,10 +36,7 @@ def plain_texts() -> list[torch.Tensor]:
 def test_verifier_shared_by_threads_same_texts(verifier: Verifier) -> None:
     """Would catch: a verifier that keeps the state of a call. Typical acceptance is compared with itself."""
     model = tiny_model("llama")
-    arguments = {
-        "candidate_generator": DraftModelCandidates(shared_draft(model), k=4),
-        "verification": verifier,
-    }
+    arguments = {"candidate_generator": DraftModelCandidates(shared_draft(model), k=4), "verification": verifier}
     expected = plain_texts() * 2
     if isinstance(verifier, TypicalVerifier):
         expected = [model.generate(**prompts(1, length=n), max_new_tokens=24, **arguments) for n in LENGTHS] * 2

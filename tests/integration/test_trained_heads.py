@@ -1,7 +1,5 @@
 """The embedded heads on the embedded model: the same tokens in every mode, with drafts of which most are accepted."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

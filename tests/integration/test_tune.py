@@ -1,7 +1,5 @@
 """`hf-specgen tune`: the acceptance of heads and the latencies that it measures, and how they are used."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Damaged or hostile files of Medusa heads and adapters: one `ValueError` that names the file, and no memory taken."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tracemalloc

@@ -1,7 +1,5 @@
 """The verification modes inside `generate`: stops, scores, batches, processors, and a draft that equals the target."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +17,6 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "row-wise": {"repetition_penalty": 1.2, "processor": RowWisePrefixReader},
     "lockstep": {"processor": PrefixReader},
 }
-WARPERS = ("temperature", "top_k", "top_p")
 
 
 def arguments_of(kind: str) -> dict[str, Any]:
@@ -129,33 +126,6 @@ def test_sampled_output_logits_are_those_of_its_text(batch: int, kind: str, veri
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     whole = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     torch.testing.assert_close(torch.stack(output.logits, dim=1), whole[:, width - 1 : -1], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", PROCESSORS)
-@pytest.mark.parametrize("branching", [False, True], ids=["chain", "tree"])
-def test_rejection_when_greedy_same_tokens(kind: str, branching: bool) -> None:
-    model, inputs = tiny_model("llama"), prompts(3)
-
-    def run(**more: Any) -> torch.Tensor:
-        arguments = {name: value for name, value in arguments_of(kind).items() if name not in WARPERS}
-        return model.generate(**inputs, **arguments, max_new_tokens=16, **more)
-
-    plain = run()
-    oracle = Oracle(plain[:, inputs["input_ids"].shape[1] :], 0.6, branching=branching)
-    assert torch.equal(run(candidate_generator=oracle, verification="rejection"), plain)
-    assert oracle.speculation is not None and 0 < oracle.speculation.accepted < oracle.speculation.drafted
-
-
-@pytest.mark.parametrize("verification", ["rejection", "typical"])
-def test_rejection_and_typical_repeat_under_a_seed(verification: str) -> None:
-    """Not the text of plain `generate`, but the same text twice: draft and verifier draw from the seed alone."""
-    model, inputs = tiny_model("llama"), prompts(2)
-    arguments = {"do_sample": True, "max_new_tokens": 16, "verification": verification}
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(9)
-        runs.append(model.generate(**inputs, **arguments, candidate_generator=TargetAsDraft(model, temperature=2.0)))
-    assert torch.equal(*runs)
 
 
 def test_typical_acceptance_is_lossy_and_accepts_more() -> None:

@@ -1,7 +1,5 @@
 """Models whose weights are offloaded, compiled or wrapped: the tokens of plain `generate`, or the true reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +87,6 @@ def test_draft_model_with_lora_drafts_as_its_wrapper_does() -> None:
     statistics = assert_same_tokens(model, prompts(2), DraftModelCandidates(draft, k=3), max_new_tokens=8)
     merged = DraftModelCandidates(draft.merge_and_unload(), k=3)
     assert assert_same_tokens(model, prompts(2), merged, max_new_tokens=8).accepted == statistics.accepted
-
-
-def test_target_with_lora_same_tokens() -> None:
-    """Would catch: a target that is run without its adapter."""
-    assert_same_tokens(with_lora(fresh_model("llama")), prompts(2), NgramCandidates(k=3, tree=6), max_new_tokens=8)
 
 
 def with_prefix() -> Any:

@@ -1,7 +1,5 @@
 """Fixtures of the tests with other libraries: a model that may be changed, and prompts that repeat themselves."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """accelerate: prompts divided between processes."""
 
-from __future__ import annotations
-
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object

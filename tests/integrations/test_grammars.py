@@ -1,7 +1,5 @@
 """Structured output: outlines, xgrammar and lm-format-enforcer restrict the tokens while a strategy is attached."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """LangChain: `HuggingFacePipeline`."""
 
-from __future__ import annotations
-
 from time import monotonic, sleep
 from typing import Any
 

@@ -1,7 +1,5 @@
 """lm-evaluation-harness: a task of the type generate_until."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

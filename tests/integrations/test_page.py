@@ -1,7 +1,5 @@
 """Every example of docs/integrations.md runs, where its library is installed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Transformers' own clients of `generate`: `pipeline` and `transformers serve`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """TRL: the rollouts of GRPO."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

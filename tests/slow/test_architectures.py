@@ -3,8 +3,6 @@
 By default one compact case runs for each architecture; `--all-architectures` runs every strategy on each of them.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

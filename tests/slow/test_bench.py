@@ -1,12 +1,9 @@
 """Benchmark runs: choice of settings, verdicts, tables."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from benchmarks.harness.loading import build
 from benchmarks.harness.plan import Plan
@@ -15,15 +12,10 @@ from benchmarks.harness.units import tuning_units
 from benchmarks.harness.variants import Family
 from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.report import summary
-from benchmarks.report.tables import by_domain
 from benchmarks.suites import SUITES
 from benchmarks.workloads.domains import Domain
 from hf_specgen.depth import CostCurve
 from tests.helpers.bench_run import SMALL
-
-
-def quiet() -> Console:
-    return Console(quiet=True)
 
 
 def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
@@ -32,18 +24,6 @@ def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
     measured = [("a", 100, 10.0), ("a", 10, 2.0), ("b", 100, 20.0), ("b", 10, 0.1)]
     records = [{"section": "tuning", "variant": f"x {s}", "tokens": t, "seconds": d} for s, t, d in measured]
     assert choose([family], records) == {"x": "a"}
-
-
-def test_settings_are_chosen_by_projection_where_there_is_one() -> None:
-    """Setting a is faster here, b by the latency profile."""
-    family = Family("x", {"a": dict, "b": dict}, ours=True)
-    measured = [("a", 1.0, 2.0), ("b", 5.0, 1.0)]
-    records = [
-        {"section": "tuning", "variant": f"x {setting}", "tokens": 10, "seconds": seconds,
-         "projected": {"seconds": projected, "plain_seconds": 3.0}}
-        for setting, seconds, projected in measured
-    ]  # fmt: skip
-    assert choose([family], records) == {"x": "b"}
 
 
 def test_settings_are_chosen_on_other_prompts_than_are_measured(tokenizer) -> None:
@@ -106,19 +86,6 @@ def test_projected_speedup_is_a_ratio_of_sums_beside_the_measured_one() -> None:
     assert row["speedup"] == pytest.approx(2.0) and row["projected speedup"] == pytest.approx(12 / 8)
     (unprojected,) = summary.speed([cell_of(seconds=[1.0], plain=[2.0])], "domain")
     assert "projected speedup" not in unprojected
-
-
-def test_by_domain_has_a_row_per_variant_and_all_domains_first() -> None:
-    rows = [
-        {"domain": domain, "variant": variant, "speedup": speedup}
-        for domain, variant, speedup in (("edit", "a", 2.0), ("edit", "b", 1.0), ("all", "a", 1.5), ("all", "b", 1.2))
-    ]
-    plain = {"domain": "edit", "variant": "plain", "tokens/s": 9.0}
-    found = by_domain([plain, *rows])
-    assert found == [{"variant": "a", "all": 1.5, "edit": 2.0}, {"variant": "b", "all": 1.2, "edit": 1.0}]
-    assert list(found[0]) == ["variant", "all", "edit"] and by_domain([plain]) == []
-    by_batch = [{"batch": batch, "variant": "a", "speedup": 2.0, "projected speedup": 1.5} for batch in ("1", "4")]
-    assert by_domain(by_batch, "projected speedup", "batch") == [{"variant": "a", "1": 1.5, "4": 1.5}]
 
 
 @pytest.mark.parametrize("name", sorted(SUITES))

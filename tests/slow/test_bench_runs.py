@@ -1,15 +1,9 @@
 """Runs that are interrupted and resumed, bad input, several processes, profiles, memory."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
-import shutil
-import signal
 import sys
-import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +14,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import main
 from benchmarks.harness import memory, runner
 from benchmarks.harness.journal import Journal, JournalError
-from benchmarks.harness.plan import Plan
 from benchmarks.harness.runner import run
-from benchmarks.harness.variants import StrategyError
 from benchmarks.report import page
 from benchmarks.report.decision import overview, sentence
 from benchmarks.report.results import result
@@ -31,7 +23,7 @@ from hf_specgen.depth import CostCurve
 from hf_specgen.depth.latency import Bucket, DraftLatency, LatencyModel
 from tests.helpers.bench_run import SMALL, on_tiny_target
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import run_in_ranks, started
+from tests.helpers.processes import run_in_ranks
 
 
 def quiet() -> Console:
@@ -79,47 +71,6 @@ def test_interrupted_run_keeps_its_records_and_goes_on(
     assert len(again) == len(second.records) and all(again[key] == seconds for key, seconds in old.items())
 
 
-def main_until_ctrl_c(arguments: list[str], rounds: int) -> None:
-    """In a process of its own: the command, which measures one round again and again after so many, and its exit code.
-
-    A job in the background would ignore Ctrl-C.
-    """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    measure_round, counted = runner.measure_round, iter(range(rounds))
-
-    def repeated(*arguments: Any, **options: Any) -> Any:
-        while next(counted, None) is None:
-            measure_round(*arguments, **options)
-        return measure_round(*arguments, **options)
-
-    runner.measure_round = repeated
-    sys.exit(main(arguments))
-
-
-def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The signal itself, sent to the process while it measures."""
-    command = ["suite", "--model", str(folder / "target"), "--strategies", "ngram", "--peers", "", "--domains", "edit"]
-    command += ["--prompts", "6", "--tuning-prompts", "1", "--repeats", "1", "--max-new-tokens", "8"]
-    command += ["--batches", "", "--temperatures", "", "--contexts", "", "--trace-texts", "0", "--out", str(tmp_path)]
-    monkeypatch.chdir(ROOT)
-    records = tmp_path / "records-0.jsonl"
-    process = started(main_until_ctrl_c, command, 5)  # one to warm up, one to tune, three of the six prompts
-    while process.is_alive() and not (records.exists() and len(records.read_text().splitlines()) > 4):
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
-    process.join(timeout=60)
-    assert process.exitcode == 130
-    kept = records.read_text().splitlines()
-    assert len(kept) == 5 and "interrupted" in (tmp_path / "report.html").read_text()
-    assert json.loads((tmp_path / "report.json").read_text())["tables"]["speed"]
-    assert exit_code([*command, "--resume"]) == 0
-    lines = records.read_text().splitlines()
-    assert lines[: len(kept)] == kept and len(lines) == 8  # the plan, the tuning prompt, 6 prompts
-    assert "interrupted" not in (tmp_path / "report.html").read_text()
-
-
 def test_journal(tmp_path: Path) -> None:
     """Half a line at the end of a killed run does not count, and does not spoil what is written after it."""
     with pytest.raises(JournalError, match="nothing to resume"):
@@ -165,22 +116,6 @@ def test_bad_arguments(
     assert message in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["suite", "nonsense"], "unknown suite 'nonsense'; there are full"),
-        (["micro", "nonsense"], "unknown measurement 'nonsense'; there are ngram-lookup"),
-        (["tables", "no-such-folder"], "there are no results in no-such-folder"),
-        (["tables", "benchmarks/results", "--table", "nonsense"], "there is no table 'nonsense'"),
-        ([], "COMMAND"),
-    ],
-)
-def test_bad_command_is_refused(arguments: list[str], message: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    assert exit_code(arguments) == 2
-    assert message in re.sub(r"\s+", " ", capsys.readouterr().err)
-
-
 def exit_code(arguments: list[str]) -> int:
     """Of a command; argparse exits by itself."""
     try:
@@ -203,16 +138,6 @@ def test_without_network_the_local_domains_still_run(folder: Path, tmp_path: Pat
     assert "gsm8k-hub" in outcome.notes[0] and "no network" in outcome.notes[0]
 
 
-def test_model_without_a_chat_template(folder: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(folder / "target", model)
-    (model / "chat_template.jinja").unlink()
-    plan = replace(SMALL, model=str(model), strategies=("ngram",), peers=(), domains=("edit", "chat"), trace_texts=0)
-    outcome = run(replace(plan, batches=(), temperatures=(), contexts=()), tmp_path / "out", quiet())
-    assert outcome is not None and {r["cell"] for r in outcome.records} == {"edit"}
-    assert "has no chat template" in outcome.notes[0] and "'chat' has several turns" in outcome.notes[1]
-
-
 def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
     arguments = ["suite", "--model", str(folder / "target"), "--strategies", "ngram", "--peers", ""]
     arguments += ["--domains", "edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4"]
@@ -228,12 +153,6 @@ def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
     assert len(over_all) == 1 and "low" in over_all[0]  # 4 requests, from both processes
 
 
-def test_installed_package_says_where_the_benchmark_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["bench"])
-    assert result.exit_code == 1 and "come with the repository" in str(result.exception or "") + result.output
-
-
 def test_bench_runs_the_module_of_the_clone_and_leaves_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda program, arguments: called.append([program, *arguments[1:]]))
@@ -245,18 +164,6 @@ def test_bench_runs_the_module_of_the_clone_and_leaves_the_path_alone(monkeypatc
     suite = [sys.executable, "-m", "benchmarks", "suite"]
     assert called == [[*suite, "drafting", "--help"], [*suite, "--wide", "--quick"], [*suite, "--widen=0"]]
     assert sys.path == before
-
-
-def test_help_is_that_of_the_script(capsys: pytest.CaptureFixture) -> None:
-    assert exit_code(["suite", "--help"]) == 0
-    shown = capsys.readouterr().out
-    for field, default in asdict(Plan()).items():
-        assert f"--{field.replace('_', '-')}" + ("" if isinstance(default, bool) else " VALUE") in shown
-
-
-def test_packed_weights_of_float16_are_refused(capsys: pytest.CaptureFixture) -> None:
-    assert exit_code(["suite", "--dtype", "float16", "--pack-weights"]) == 2
-    assert "pack_weights needs float32 or bfloat16 on cpu, got float16 on cpu" in capsys.readouterr().err
 
 
 def profile(folder: Path, *drafters: str) -> str:
@@ -287,13 +194,6 @@ def test_profile_gives_projected_speedups_that_follow_from_the_counts(folder: Pa
     assert "Projected speedup" in text and "Not measured" in text
 
 
-def test_profile_without_the_drafter_is_refused(folder: Path, tmp_path: Path) -> None:
-    plan = replace(on_tiny_target(ONE_DOMAIN, folder), strategies=("layerskip=2",))
-    plan = replace(plan, profile=profile(tmp_path, "DraftModelCandidates"))
-    with pytest.raises((StrategyError, ValueError), match="no drafter 'layer_skip'"):
-        run(plan, tmp_path / "out", quiet())
-
-
 def test_memory_is_measured_for_every_strategy_with_and_without_scores(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,8 +208,3 @@ def test_memory_is_measured_for_every_strategy_with_and_without_scores(
     if all(row["peak MB"] for row in rows):
         assert rows[2]["peak MB"] > rows[0]["peak MB"] + 2, "128 tokens of 8,192 float32 scores are 4 MB"
         assert rows[0]["of plain"] == 1.0
-
-
-def test_memory_is_measured_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "__name__", "json")  # what the server imports, PyTorch otherwise
-    assert memory.in_new_process(os.getpid) != os.getpid()

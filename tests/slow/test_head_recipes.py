@@ -1,7 +1,5 @@
 """Training EAGLE and block heads: passes equal to those of drafting, short runs, and what is saved."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

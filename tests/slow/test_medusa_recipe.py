@@ -1,7 +1,5 @@
 """Training Medusa heads: the right labels, both stages, resuming, several processes, and what is saved."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from subprocess import CalledProcessError
@@ -106,28 +104,6 @@ def test_stage_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate_twice(target, str(folder / "medusa"))
 
 
-def test_the_way_to_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A faked endpoint: heads, LoRA matrices, card and code go up, under the repository's name."""
-    calls: list[Any] = []
-
-    class Hub:
-        def create_repo(self, repository: str, exist_ok: bool) -> None:
-            calls.append(repository)
-
-        def upload_folder(self, repo_id: str, folder_path: str, ignore_patterns: list[str]) -> None:
-            files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
-            calls.append((repo_id, files))
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    more = ["--lora-rank", "2", "--push-to-hub", "user/medusa-heads"]
-    train_medusa.main(arguments(folder, "pushed", *HEADS, *more))
-    wanted = {"config.json", "model.safetensors", "README.md", "custom_generate/generate.py"}
-    wanted |= {"lora/adapter_config.json", "lora/adapter_model.safetensors"}
-    assert calls[0] == calls[1][0] == "user/medusa-heads" and wanted <= set(calls[1][1])
-    assert "HEADS = 'user/medusa-heads'" in (folder / "pushed" / "custom_generate" / "generate.py").read_text()
-    assert 'custom_generate="user/medusa-heads"' in (folder / "pushed" / "README.md").read_text()
-
-
 def generate_twice(target: Any, heads: str) -> None:
     ids = torch.randint(3, 500, (2, 9), generator=torch.Generator().manual_seed(0))
     candidates = MedusaCandidates.from_pretrained(heads)
@@ -148,13 +124,6 @@ def test_stage_two_makes_an_adapter_and_heads_that_belong_together(folder: Path)
     assert not torch.equal(first.blocks[0].layers[0].weight, second.blocks[0].layers[0].weight)  # type: ignore[union-attr, index]
     assert "the target is the adapted model" in (folder / "second" / "README.md").read_text()
     generate_twice(target, str(folder / "second"))
-
-
-def test_own_output_matrices(folder: Path) -> None:
-    train_medusa.main(arguments(folder, "own", *HEADS, "--own-outputs", "true"))
-    heads = load_medusa(folder / "own")
-    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
-    assert heads.config.own_outputs and not torch.equal(heads.lm_heads[0].weight, target.lm_head.weight)
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [2, 1]])
@@ -187,16 +156,6 @@ def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch
     assert sum(shape == (VOCAB, 64) for shape in vocabulary) <= 3 * 10 * 2 + 3  # matrices in use, one gradient a head
 
 
-def test_the_targets_own_loss_is_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(medusa_loss, "CHUNK", 3)
-    model = tiny_model("gemma2")  # its logits are capped
-    hidden, tokens = torch.randn(8, 64, requires_grad=True), torch.randint(0, VOCAB, (8,))
-    medusa_loss.answer_loss(model, hidden, tokens).backward()
-    again = hidden.detach().requires_grad_()
-    torch.nn.functional.cross_entropy(output_logits(model, again).float(), tokens, reduction="sum").backward()
-    torch.testing.assert_close(hidden.grad, again.grad)
-
-
 def train_sharded() -> tuple[int, bool]:
     """In a rank of its own: how many ranks share the heads, and whether every parameter of the whole ones was trained.
 
@@ -222,24 +181,6 @@ def train_sharded() -> tuple[int, bool]:
 def test_sharded_heads_learn_and_come_back_whole() -> None:
     """Would catch: a head that is not reached through its module's forward pass, a parameter that is only a shard."""
     assert run_in_ranks(train_sharded, [()] * 2) == [(2, True)] * 2
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--stage", "3"], "argument --stage: invalid choice: '3'"),
-        (["--num-heads", "0"], "num_heads and num_layers must be at least 1"),
-        (["--micro-batch-size", "8"], "batch_size 4 must be a multiple of micro_batch_size 8"),
-    ],
-)
-def test_bad_stage(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str], message: str
-) -> None:
-    """Would catch: an option that is checked only after all rows were mapped."""
-    monkeypatch.setattr("corpus.read_rows", lambda *_, **__: pytest.fail("data were read"))
-    with pytest.raises(SystemExit):
-        train_medusa.main(arguments(folder, "bad", *more))
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml")))

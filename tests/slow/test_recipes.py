@@ -1,7 +1,5 @@
 """Every recipe: two steps on a tiny model, and what it saved loads again."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -16,14 +14,12 @@ from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import build_distillation_set
-import measure_training
 import pretrain_reference
 import train_dflash
 import train_draft
 import train_eagle
 import train_layer_skip
 import train_medusa
-from agreement import replay_steps
 from cards import write_card
 from common import Options, parse_config
 from corpus import LengthGroupedBatches, collate, encode_row
@@ -228,13 +224,6 @@ def test_batch_that_cannot_be_divided_among_the_processes_is_refused_before_data
         train_draft.main(arguments(folder, "bad", "--layers", "0"))
 
 
-def test_missing_settings_are_named(capsys):
-    with pytest.raises(SystemExit):
-        parse_config(train_draft.Settings, None, ["--steps", "1"])
-    message = capsys.readouterr().err
-    assert all(f"--{name}" in message for name in ("data", "output", "target"))
-
-
 def test_flags_override_the_file_and_lists_have_two_forms(tmp_path):
     file = tmp_path / "exits.yaml"
     required = "target: t\ndata: d\noutput: o\nsteps: 2\n"
@@ -252,13 +241,6 @@ def test_flags_override_the_file_and_lists_have_two_forms(tmp_path):
     assert shaped.lora == {"r": 2} and isinstance(shaped.shape, Options)
 
 
-def test_help_describes_every_setting(capsys):
-    with pytest.raises(SystemExit):
-        train_medusa.main(["--help"])
-    shown = capsys.readouterr().out
-    assert "--own-outputs" in shown and "an output matrix for each head" in shown and "accelerate launch" in shown
-
-
 def test_card_names_hub_models_only(tmp_path, folder):
     """Catches: a local path as base model, which the Hub refuses, and mappings that YAML cannot write."""
     settings = parse_config(train_draft.Settings, None, arguments(folder, "card", "--layers", "0"))
@@ -268,12 +250,6 @@ def test_card_names_hub_models_only(tmp_path, folder):
         card = ModelCard.load(tmp_path / "README.md")
         assert card.data.base_model == base_model and card.data.tags == ["speculative-decoding", "hf_specgen"]
         assert "Final loss: 2.0000" in card.text and "steps: 2" in card.text and "seed:" not in card.text
-
-
-def test_training_throughput_is_measured(folder, capsys):
-    more = ["--num-heads", "2", "--steps", "2"]
-    ratios = measure_training.main(arguments(folder, "measured", *more))
-    assert len(ratios) == 2 and all(ratio > 0 for ratio in ratios) and "throughput" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -331,12 +307,6 @@ def test_kl_in_chunks_is_kl(reference_model, monkeypatch):
     torch.testing.assert_close(chunked, expected)
     torch.testing.assert_close(gradient, expected_gradient)
     torch.testing.assert_close(kl_div(q, p, reduction="sum", log_target=True), expected)
-
-
-@pytest.mark.parametrize("k, steps", [(1, 4), (2, 3), (4, 3)])
-def test_replayed_steps(k, steps):
-    """By hand: right, right, wrong | right, wrong | wrong, at k >= 2; at k = 1 the first group takes two steps."""
-    assert replay_steps([True, True, False, True, False, False], k) == steps
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -1,11 +1,8 @@
 """A whole benchmark run: its counts, its page, its files, and the tables in the README."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,13 +18,11 @@ from benchmarks.harness import runner
 from benchmarks.harness.runner import Outcome
 from benchmarks.report import page as report
 from benchmarks.report.results import differing
-from benchmarks.report.tables import BEGIN, END, cell, markdown, recorded
+from benchmarks.report.tables import BEGIN, END, cell
 from benchmarks.workloads.domains import FIELDS
 from tests.helpers.bench_run import SMALL, measured, on_tiny_target
 from tests.helpers.medusa import random_heads
 from tests.helpers.paths import ROOT
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class _Page(HTMLParser):
@@ -48,21 +43,6 @@ def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ou
     heads.save_pretrained(folder / "heads")
     plan = replace(SMALL, strategies=("ngram", "layerskip=2", f"medusa={folder / 'heads'}"))
     return measured(on_tiny_target(plan, folder), tmp_path_factory.mktemp("bench"))
-
-
-def test_every_part_is_measured(finished) -> None:
-    outcome, found, _ = finished
-    assert {r["section"] for r in outcome.records} == {"tuning", "domains", "batch", "temperature", "context"}
-    assert set(found["tables"]) == {
-        "by domain", "speed", "acceptance", "latency", "limits", "cost", "tuning", "batch", "temperature", "context",
-        "traces", "synthetic",
-    }  # fmt: skip
-    names = {row["variant"].split()[0] for row in found["tables"]["speed"]}
-    assert names == {"plain", "n-grams", "prompt", "layer", "assistant_early_exit", "Medusa"}
-    for section in ("temperature", "context"):  # one row: the peers can take part
-        assert {row["variant"].split()[0] for row in found["tables"][section]} == names
-    assert "assistant_early_exit" not in {row["variant"].split()[0] for row in found["tables"]["batch"]}
-    assert outcome.curve is not None and outcome.curve.queries[-1] == 32
 
 
 def test_ours_writes_the_tokens_of_plain_decoding(finished) -> None:
@@ -131,36 +111,6 @@ def test_json_says_where_it_comes_from(finished) -> None:
     assert saved["seed"] == 0 and saved["plan"] == json.loads(json.dumps(asdict(outcome.plan)))
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to open the page in")
-def test_page_opens_in_a_browser_without_errors(finished, tmp_path: Path) -> None:
-    _, _, page = finished
-    log = tmp_path / "console.log"
-    command = [
-        str(CHROMIUM),
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
-    command += ["--enable-logging", f"--log-file={log}", "--v=0", "--window-size=390,900", "--dump-dom"]
-    broken = tmp_path / "broken.html"
-    broken.write_text("<script>nonsense(</script>")
-    assert "Benchmark of speculative decoding" in _opened([*command, page.as_uri()])
-    assert "CONSOLE" not in _log(log)
-    _opened([*command, broken.as_uri()])
-    assert "CONSOLE" in _log(log), "an error on a page would not have been seen"
-
-
-def _opened(command: list[str]) -> str:
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
-def _log(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
 def test_tables_are_written_between_their_markers(finished, tmp_path: Path) -> None:
     _, _, page = finished
     (tmp_path / "results" / "embedded").mkdir(parents=True)
@@ -181,22 +131,6 @@ def test_readme_shows_the_recorded_results(tmp_path: Path) -> None:
     shutil.copy(ROOT / "benchmarks" / "README.md", readme)
     assert main(["tables", str(ROOT / "benchmarks" / "results"), "--write", str(readme)]) == 0
     assert readme.read_text() == (ROOT / "benchmarks" / "README.md").read_text()
-
-
-def test_headings_of_tables() -> None:
-    machine = {"processor": "P", "threads": 2, "gpu": None}
-    origin = {"commit": f"{'0123456789' * 4}+changes", "versions": {"torch": "1", "transformers": "2"}}
-    origin |= {"machine": machine, "argv": ["__main__.py", "micro", "loop"]}
-    section = {"section": "loop", "repeats": 2, "rows": [{"a": 1.0}] * 30, "seconds": 90.0, "provenance": origin}
-    text = recorded(section)
-    assert "`python -m benchmarks micro loop`: commit 012345678901 with changes, " in text
-    assert "2 threads, 1.5 minutes" in text and "<details><summary>all 30 rows</summary>\n\n| a |" in text
-    domains = [{"domain": name, "a": 1.0} for name in [*"xyz" * 10, "all"]]
-    assert "\n| all | 1.00 |\n\n<details>" in recorded({**section, "rows": domains})
-    of_suite = {"notes": [], "tables": {"cost": [{"a": 1.0}]}, "provenance": origin}
-    assert "<details>" not in recorded(of_suite)
-    module = {**origin, "argv": ["__main__.py", "suite", "heads"]}
-    assert "`python -m benchmarks suite heads`" in recorded({**of_suite, "provenance": module})
 
 
 def page_of(found: dict[str, Any], **changes: Any) -> str:
@@ -224,15 +158,6 @@ def test_page_escapes_texts(finished) -> None:
     shown = report.html({**found, "notes": ["<u>note</u>"], "texts": [text]}, {})
     assert "<script>alert(1)" not in shown and "&lt;script&gt;alert(1)" in shown
     assert "a&amp;b" in shown and "&lt;u&gt;note" in shown and "&lt;i&gt;v" in shown
-
-
-def test_one_table_is_written_alone(capsys: pytest.CaptureFixture) -> None:
-    assert main(["tables", str(ROOT / "benchmarks" / "results" / "wide"), "--table", "by domain"]) == 0
-    assert capsys.readouterr().out.startswith("| variant | all |")
-
-
-def test_markdown_has_a_row_for_each_row() -> None:
-    assert markdown([{"a": 1, "b": False}, {"c": 0.5}]).splitlines()[2:] == ["| 1 | NO |  |", "|  |  | 0.50 |"]
 
 
 def test_readme_code_and_domains(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

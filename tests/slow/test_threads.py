@@ -3,8 +3,6 @@
 For 5 seconds; `pytest tests/slow/test_threads.py --thread-seconds 60` runs them for a minute.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.threads import mixed_jobs, run_in_threads

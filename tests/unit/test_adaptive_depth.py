@@ -1,7 +1,5 @@
 """`AdaptiveDepth`: drafts while that is faster, tries again after growing intervals, chooses the depth of chains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

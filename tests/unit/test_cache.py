@@ -1,7 +1,5 @@
 """The ragged cache against a list of lists, and against Transformers' own cache."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest
@@ -173,16 +171,6 @@ def test_ragged_layer_keys_and_values_of_different_shapes() -> None:
     layer = RaggedLayer()
     keys, values = layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 6))
     assert keys.shape == (1, 2, 3, 4) and values.shape == (1, 1, 3, 6)
-
-
-def test_ragged_cache_lengths_and_mask_sizes_after_update_and_reset() -> None:
-    cache = RaggedCache()
-    assert (cache.lengths, cache.get_seq_length()) == ((), 0)
-    write(cache, [[1, 2, 3], [4, 5, 6]])
-    cache.set_lengths([1, 3])
-    assert cache.get_seq_length() == 3 and cache.get_mask_sizes(2, 0) == (5, 0)
-    cache.reset()
-    assert_holds(cache, [[], []])
 
 
 def test_crop_drops_the_last_slots_of_every_row() -> None:

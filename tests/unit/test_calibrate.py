@@ -1,7 +1,5 @@
 """Measuring T(q) and the cost of a drafter's pass: within the budget, once per model, rolled back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Combinations: the merged tree against a slow reference, and which members draft in a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

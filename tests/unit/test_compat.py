@@ -1,7 +1,5 @@
 """Every private Transformers symbol in `hf_specgen.compat` exists in this version, and is used nowhere else."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from contextlib import nullcontext
@@ -52,13 +50,7 @@ PRIVATE = {
     "_update_model_kwargs_for_generation",
 }
 """Of Transformers."""
-OF_OTHER_LIBRARIES = {
-    "_compiled_call_impl",
-    "_getframe",
-    "_hf_hook",
-    "_orig_mod",
-    "_torchdynamo_orig_callable",
-}
+OF_OTHER_LIBRARIES = {"_compiled_call_impl", "_getframe", "_hf_hook", "_orig_mod", "_torchdynamo_orig_callable"}
 """Of Python, PyTorch and accelerate."""
 
 

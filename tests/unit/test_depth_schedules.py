@@ -1,12 +1,9 @@
 """Policies by rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
-from hf_specgen.counters import RowStep
 from hf_specgen.depth import (
     AdaptiveDepth,
     CostCurve,
@@ -16,16 +13,10 @@ from hf_specgen.depth import (
     MovingWindow,
     Policy,
     Schedule,
-    StepRecord,
 )
 from tests.helpers.depth import depth_call, run
 
 LATENCY = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1))
-
-
-@pytest.mark.parametrize(("policy", "depth"), [(FixedDepth(), 16), (FixedDepth(3), 3), (FixedDepth(0), 0)])
-def test_fixed_depth_is_its_own_or_the_strategys(policy: Policy, depth: int) -> None:
-    assert policy.start(depth_call(rows=2)).depths([9, 9]) == [depth, depth]
 
 
 @pytest.mark.parametrize(
@@ -40,11 +31,6 @@ def test_schedule_by_context_counts_tokens_of_the_longest_row(prompt: int, depth
     assert Schedule(by_context={0: 6, 40: 1}).start(depth_call(prompt=prompt)).depths([9]) == [depth]
 
 
-def test_schedule_below_its_first_size_is_the_strategys_depth() -> None:
-    assert Schedule({4: 2}).start(depth_call(k=5)).depths([9]) == [5]
-    assert Schedule({1: 64}).start(depth_call(k=5)).depths([9]) == [5]
-
-
 def test_moving_window_follows_the_acceptance_of_each_row() -> None:
     depths = run(MovingWindow(start=4).start(depth_call(rows=2)), 12, [99, 0])
     assert [row[0] for row in depths] == [min(16, 4 + step) for step in range(12)]
@@ -56,12 +42,6 @@ def test_moving_window_sessions_do_not_share_their_state() -> None:
     first, second = policy.start(depth_call()), policy.start(depth_call())
     run(first, 12, [99])
     assert second.depths([9]) == [4]
-
-
-def test_moving_window_ignores_rows_without_drafts() -> None:
-    session = MovingWindow(start=4).start(depth_call(rows=2))
-    session.observe(StepRecord([4, 0], [RowStep(0, 0, 0, 1), None], 1))
-    assert session.depths([9, 9]) == [4, 4]
 
 
 @pytest.mark.parametrize(

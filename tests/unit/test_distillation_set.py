@@ -1,7 +1,5 @@
 """An interrupted run of `build_distillation_set.py` is continued with the settings of its finished batches only."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -51,15 +49,3 @@ def test_check_record_with_other_prompts_under_the_same_name_is_refused(parts: P
     """Would catch: finished batches whose prompts are now in other batches."""
     with pytest.raises(ValueError, match="content of the prompts"):
         check_record(parts, record_of(settings(), BATCHES[::-1]))
-
-
-def test_check_record_of_batches_without_one_is_refused(parts: Path) -> None:
-    (parts / RECORD).unlink()
-    with pytest.raises(ValueError, match="unknown settings"):
-        check_record(parts, record_of(settings(), BATCHES))
-
-
-def test_check_record_of_a_run_without_finished_batches_passes(parts: Path) -> None:
-    """A run that was interrupted before its first batch has nothing to mix."""
-    (parts / "0.jsonl").write_text("\n")
-    check_record(parts, record_of(settings(seed=1), BATCHES))

@@ -1,7 +1,5 @@
 """Parts of captured passes that need no GPU: widths, fixed masks, the step cache, lasting buffers."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

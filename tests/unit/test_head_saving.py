@@ -1,7 +1,5 @@
 """Draft heads survive being written and read again, in every layout that can hold them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -50,12 +48,7 @@ EAGLE_HEADS = {
     ),
 }
 EAGLE1 = EagleConfig(
-    layer=LAYER,
-    **SIZES,
-    draft_vocab_size=40,
-    num_aux_hidden_states=1,
-    projection_bias=True,
-    own_embeddings=True,
+    layer=LAYER, **SIZES, draft_vocab_size=40, num_aux_hidden_states=1, projection_bias=True, own_embeddings=True
 )
 BLOCK_HEADS = {
     "DFlash": BlockConfig(layer=QWEN3, attention=(FULL, FULL), **BLOCK),

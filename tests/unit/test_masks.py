@@ -1,16 +1,15 @@
 """Masks as 0/1 matrices for small cases, and against the slow reference for random ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_specgen import DraftTree, compat
-from hf_specgen.targets.masks import StepLayout, StepMasks, additive, chunked_mask, full_mask, sliding_mask
+from hf_specgen.targets.masks import StepLayout, StepMasks, additive, chain_mask, chunked_mask, full_mask, sliding_mask
 from tests.helpers import reference, tiny_model
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)
@@ -54,74 +53,8 @@ def test_full_mask_of_a_tree_shows_ancestors_only() -> None:
     step = layout([2], [(-1, -1, 0)], spare=1)
     assert as_rows(full_mask(step)) == [
         # c c P 0 1 2 .
-        [
-            "1110000",
-            "1111000",
-            "1110100",
-            "1111010",
-        ]
+        ["1110000", "1111000", "1110100", "1111010"]
     ]
-
-
-def test_full_mask_hides_left_padding() -> None:
-    """Would catch: padding taken for text; the mask of the prompt is shorter than the cache after a few steps."""
-    step = layout([4, 3], [(-1,), (-1,)], visible=[[0, 0, 1], [1, 1, 1]])
-    assert as_rows(full_mask(step)) == [
-        # . . c c P d
-        ["001110", "001111"],
-        # c c c P d .
-        ["111100", "111110"],
-    ]
-
-
-def test_sliding_mask_counts_positions_instead_of_slots() -> None:
-    """Would catch: siblings that move older tokens out of the window.
-
-    Nodes 0, 1, 2 all continue the row, 3 continues 2: it has position 6 although it is in slot 8. With a window of 3
-    it attends to positions 4 (the pending token), 5 (node 2) and 6 (itself).
-    """
-    step = layout([4], [(-1, -1, -1, 2)])
-    assert as_rows(sliding_mask(step, window=3)) == [
-        # positions 0 1 2 3 4 5 5 5 6
-        # slots     c c c c P 0 1 2 3
-        [
-            "001110000",
-            "000111000",
-            "000110100",
-            "000110010",
-            "000010011",
-        ]
-    ]
-
-
-def test_sliding_mask_of_rows_of_different_lengths() -> None:
-    """Would catch: a window counted from the longest row's end."""
-    step = layout([4, 1], [(-1,), (-1,)])
-    assert as_rows(sliding_mask(step, window=2)) == [["000110", "000011"], ["110000", "011000"]]
-
-
-def test_sliding_mask_window_of_one_shows_the_token_itself() -> None:
-    assert as_rows(sliding_mask(layout([2], [(-1,)]), window=1)) == [["0010", "0001"]]
-
-
-def test_chunked_mask_counts_from_the_first_token_after_padding() -> None:
-    """Would catch: chunks cut at slots, which left padding shifts.
-
-    Chunks of 2. Row 0 has one slot of padding: its chunks are slots 1-2, 3-4, 5-6. Row 1 has none: 0-1, 2-3, 4-5.
-    """
-    step = layout([4, 4], [(-1, 0), (-1, 0)], visible=[[0, 1, 1], [1, 1, 1]])
-    assert as_rows(chunked_mask(step, chunk_size=2)) == [
-        # . c|c c|P d d   chunks of row 0: .|cc|cP|dd
-        ["0001100", "0000010", "0000011"],
-        # c c|c c|P d|d
-        ["0000100", "0000110", "0000001"],
-    ]
-
-
-def test_chunked_mask_siblings_share_a_chunk() -> None:
-    """Would catch: chunks cut at slots instead of positions, so that the third sibling falls into the next chunk."""
-    step = layout([2], [(-1, -1, -1)])
-    assert as_rows(chunked_mask(step, chunk_size=2)) == [["001000", "001100", "001010", "001001"]]
 
 
 @st.composite
@@ -177,3 +110,52 @@ def test_eager_attention_gets_a_mask_in_plain_steps_too() -> None:
     made = StepMasks(model, None).of_step(DraftTree.empty(2), (5, 5), 0, 0)
     for kind in ("full_attention", "sliding_attention"):
         assert made[kind].shape[:2] == (2, 1)
+
+
+# Masks of chain drafts are the masks that loops draw
+
+
+CPU = torch.device("cpu")
+
+
+def drawn(
+    lengths: list[int], queries: int, window: int | None = None, visible: list[list[bool]] | None = None
+) -> list[list[list[int]]]:
+    """The masks of all rows, by the slow reference."""
+    chain, width = tuple(range(-1, queries - 2)), max(lengths) + queries
+    rows = enumerate(lengths)
+    return [reference.row_mask(length, chain, width, visible and visible[row], window) for row, length in rows]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+@pytest.mark.parametrize("queries", [1, 2, 5, 20])
+@pytest.mark.parametrize("lengths", [[0], [1], [40], [7, 7], [9, 2, 40]])
+def test_chain_mask_equals_the_loops(lengths: list[int], queries: int, window: int | None) -> None:
+    """Would catch: one token too many or too few."""
+    mask = chain_mask(lengths, queries, CPU, window)
+    expected = drawn(lengths, queries, window)
+    assert mask.expand(len(lengths), -1, -1, -1)[:, 0].int().tolist() == expected
+
+
+@st.composite
+def any_call(draw: st.DrawFn) -> dict[str, Any]:
+    batch = draw(st.integers(1, 3))
+    lengths = draw(st.lists(st.integers(1, 50), min_size=batch, max_size=batch))
+    prompt = draw(st.integers(1, min(lengths)))
+    paddings = [draw(st.integers(0, prompt - 1)) for _ in range(batch)]
+    visible = [[slot >= padding for slot in range(prompt)] for padding in paddings]
+    return {"lengths": lengths, "queries": draw(st.integers(1, 40)), "visible": draw(st.sampled_from([None, visible]))}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(any_call(), st.sampled_from([None, 1, 4, 30]))
+def test_chain_mask_with_padding_equals_the_loops(call: dict[str, Any], window: int | None) -> None:
+    """Would catch: padding that is seen, or hidden in another row."""
+    visible = None if call["visible"] is None else torch.tensor(call["visible"])
+    mask = chain_mask(call["lengths"], call["queries"], CPU, window, visible)
+    expected = drawn(**call, window=window)
+    assert mask.expand(len(expected), -1, -1, -1)[:, 0].int().tolist() == expected
+
+
+def test_chain_mask_is_one_for_equally_long_rows_without_padding() -> None:
+    assert chain_mask([5, 5, 5], 3, CPU).shape == (1, 1, 3, 8)

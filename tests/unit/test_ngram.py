@@ -1,7 +1,5 @@
 """Drafts of `NgramCandidates`, against a slow enumeration of all paths."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -12,15 +10,7 @@ from hypothesis import strategies as st
 
 from hf_specgen import NgramCandidates
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
-from hf_specgen.candidates.ngram import (
-    FREQUENT,
-    PRIOR_ODDS,
-    MatchOdds,
-    RowText,
-    match_class,
-    outcomes,
-    vote,
-)
+from hf_specgen.candidates.ngram import FREQUENT, PRIOR_ODDS, MatchOdds, RowText, match_class, outcomes, vote
 from hf_specgen.candidates.ngram_history import HISTORY_OUTPUT, NEAR, OWN, Occurrence
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from hf_specgen.evaluation.workloads import ASSETS
@@ -214,24 +204,10 @@ def test_draft_of_periodic_text_repeats_the_period(k: int, text: list[int], expe
     assert ngram_draft(NgramCandidates(k=k), text) == (expected, tuple(range(-1, k - 1)))
 
 
-def test_draft_of_equally_long_matches_follows_the_majority() -> None:
-    """Would catch: the most recent of equally long matches taken, although two others agree on another token."""
-    assert ngram_draft(NgramCandidates(k=1), [5, 6, 5, 6, 5, 9, 5])[0] == [6]
-
-
 def test_draft_with_fixed_k_continues_the_match_to_full_depth() -> None:
     """Would catch: a chain that stops where it is unlikely to be accepted, although its length was given."""
     prompt = list(range(100, 200))
     assert ngram_draft(NgramCandidates(k=30), [*prompt, 100])[0] == prompt[1:31]
-
-
-def test_tree_probability_grows_with_the_match() -> None:
-    """Would catch: a long match that is trusted no more than a short one."""
-    prompt, lengths = list(range(100, 200)), []
-    for matched in (1, 3, 8, 30):
-        tree = RowText(prompt + prompt[:matched], MatchOdds()).propose(64, SearchLimits(64, 0.05))
-        lengths.append(len(tree.tokens))
-    assert lengths == sorted(set(lengths)) and lengths[-1] > 12
 
 
 def test_draft_of_a_text_being_copied_is_40_tokens_and_more() -> None:
@@ -249,11 +225,6 @@ def test_draft_depth_is_limited_by_the_budget(tree: int | None, budget: int) -> 
     """Would catch: nodes behind the maximum length, whose scores nobody can use."""
     _, parents = ngram_draft(NgramCandidates(k=9, tree=tree), [1, 2, 3] * 9, budget)
     assert max((reference.depth(parents, node) for node in range(len(parents))), default=0) == min(9, budget)
-
-
-@pytest.mark.parametrize("tree", [1, 5, 12])
-def test_draft_of_a_tree_has_at_most_that_many_nodes(tree: int) -> None:
-    assert len(ngram_draft(NgramCandidates(k=9, tree=tree), [5, 6, 7, 5, 6, 1, 5, 8, 9, 5] * 2)[0]) == tree
 
 
 def test_draft_with_min_ngram_ignores_shorter_matches() -> None:

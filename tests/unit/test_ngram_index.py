@@ -1,7 +1,5 @@
 """The n-gram index, against loops over the whole text."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

@@ -1,12 +1,11 @@
 """The noise buffer draws the noise that `torch.multinomial` would draw, and gives back what was drawn ahead."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from hf_specgen.verification import noise
 from hf_specgen.verification.noise import NoiseBuffer, check_multinomial
+from hf_specgen.verification.sampling import INVALID, argmax, argmax_lists, exponential_race
 
 CPU = torch.device("cpu")
 VOCAB = 17
@@ -83,16 +82,6 @@ def test_noise_buffer_second_read_draws_nothing() -> None:
     assert torch.equal(again[0], ahead[0, [2, 0]])
 
 
-def test_release_frees_the_past_only() -> None:
-    """Would catch: a buffer that grows by one `[batch, vocab]` tensor and one generator state per token."""
-    buffer = NoiseBuffer(1, VOCAB, CPU)
-    ahead = buffer.at([[0, 1, 2, 3]])
-    buffer.release(2)
-    assert torch.equal(buffer.at([[2, 3]])[0], ahead[0, 2:])
-    with pytest.raises(KeyError):
-        buffer.at([[1]])
-
-
 def test_release_after_every_step_keeps_memory_bounded() -> None:
     """Would catch: a buffer that keeps the noise of all steps."""
     sizes = []
@@ -156,3 +145,39 @@ def test_check_multinomial_of_another_kind_raises(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="use do_sample=False"):
         NoiseBuffer(1, VOCAB, CPU)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# The argmax over a vocabulary is torch's, also where numpy computes it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 17, 501), (3, 2, 64), (4, 1)])
+def test_argmax_of_scores_with_ties_is_that_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Would catch: the last of equal maxima, another dimension."""
+    scores = torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert torch.equal(argmax(scores), scores.argmax(dim=-1))
+    assert argmax_lists(scores) == scores.argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("values", [(1.0, float("nan"), 9.0, float("nan")), (-float("inf"),) * 4, (-0.0, 0.0, -0.0)])
+def test_argmax_of_special_values_is_that_of_torch(values: tuple[float, ...]) -> None:
+    scores = torch.tensor([values])
+    assert torch.equal(argmax(scores), scores.argmax(dim=-1))
+    assert argmax_lists(scores) == scores.argmax(dim=-1).tolist()
+
+
+def test_argmax_of_scores_with_gradients_is_that_of_torch() -> None:
+    """Would catch: numpy asked for a tensor that autograd tracks, which raises."""
+    scores = torch.tensor([[1.0, 3.0, 2.0]], requires_grad=True)
+    assert argmax(scores).tolist() == argmax_lists(scores) == [1]
+
+
+def test_argmax_of_a_view_reads_the_view_only() -> None:
+    """Would catch: the memory of a slice read as if it were contiguous."""
+    scores = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2))[:, 1::2, 3:30]
+    assert torch.equal(argmax(scores), scores.argmax(dim=-1))
+
+
+def test_exponential_race_with_nan_is_invalid() -> None:
+    weights = torch.tensor([[[0.1, 0.9], [0.5, float("nan")]]])
+    assert exponential_race(weights, torch.ones(1, 2, 2)).tolist() == [[1, INVALID]]

@@ -1,7 +1,5 @@
 """`prepacked`: the results of ordinary layers, in the block only, and a model that is exactly as before afterwards."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from concurrent.futures import ThreadPoolExecutor

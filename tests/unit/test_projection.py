@@ -1,10 +1,11 @@
 """Projected speedups: by hand, and against a simulation of the steps of a real call."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 
 from benchmarks.harness.projection import Projection, latency_for, project
+from benchmarks.report.decision import choices, code_of
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.counters import RowStep, Statistics, StepPasses
 from hf_specgen.depth import CostCurve, LatencyModel
@@ -22,14 +23,6 @@ def test_projection_by_hand() -> None:
     found = project(Statistics([steps], [8], {}, passes), LATENCY)
     assert found.seconds == pytest.approx(1.0 + 1.36 + 1.01) and found.plain_seconds == pytest.approx(7.0)
     assert found.speedup == pytest.approx(7.0 / 3.37)
-
-
-def test_batch_takes_as_many_plain_steps_as_its_longest_row() -> None:
-    """Plain decoding of 2 rows: 3 steps of two tokens each, though the other row has ended after 1."""
-    rows = [[RowStep(2, 2, 2, 3)], [RowStep(2, 2, 0, 1)]]
-    found = project(Statistics(rows, [4, 2], {}, [StepPasses(2, 9, 6, (2, 2))]), LATENCY)
-    assert found.plain_seconds == pytest.approx(3 * 1.02)
-    assert found.seconds == pytest.approx(1.1 + 2 * 0.05 + 0.01)
 
 
 def test_calls_of_one_row_add_up() -> None:
@@ -57,3 +50,58 @@ def test_latency_of_a_strategy_is_that_of_its_drafter() -> None:
     assert latency_for(NgramCandidates(k=1), profile).at(1, 9).drafter.draft([]) == 0.0
     with pytest.raises(ValueError, match="no drafter 'draft_model'; it has"):
         latency_for(DraftModelCandidates("folder", k=1), profile)
+
+
+# The first page of a benchmark report and its table on the terminal: what to use, and how much faster it is
+
+
+NGRAM, DRAFT = "n-grams k=auto", "draft model k=4"
+
+
+def row(domain: str, variant: str, speedup: float, verdict: str = "faster") -> dict[str, Any]:
+    known = {} if verdict == "too few requests" else {"low": speedup - 0.1, "high": speedup + 0.1}
+    return {"domain": domain, "variant": variant, "speedup": speedup, "verdict": verdict, **known}
+
+
+def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"ours": [NGRAM, DRAFT], "plan": {"strategies": ["ngram", "draft=org/small"]}, "tables": {"speed": rows}}
+
+
+MIXED = result(
+    [
+        row("edit", NGRAM, 2.5),
+        row("edit", "prompt lookup k=10 n=2", 3.0),
+        row("prose", NGRAM, 0.8, "slower"),
+        row("prose", DRAFT, 1.02, "no difference"),
+        row("chat", DRAFT, 1.3, "too few requests"),
+        row("all", NGRAM, 1.4),
+        row("all", DRAFT, 1.7),
+    ]
+)
+
+
+def test_choices_are_the_fastest_of_ours_for_each_kind_of_text_all_first() -> None:
+    found = {choice.domain: (choice.variant, choice.code) for choice in choices(MIXED)}
+    assert list(found) == ["all", "edit", "prose", "chat"]
+    assert found["all"] == (DRAFT, "DraftModelCandidates('org/small', k=4)")
+    assert found["edit"] == (NGRAM, "NgramCandidates()"), "a strategy of Transformers is no choice"
+    assert found["prose"] == (None, ""), "an interval that includes 1 is no reason to use it"
+    assert found["chat"][0] == DRAFT
+
+
+@pytest.mark.parametrize(
+    ("variant", "strategies", "code"),
+    [
+        ("n-grams k=8 tree=32", ["ngram"], "NgramCandidates(k=8, tree=32)"),
+        ("Medusa tree=auto", ["medusa=org/heads"], "MedusaCandidates('org/heads')"),
+        ("layer skip k=2", ["layerskip=org/exit"], "LayerSkipCandidates(…, adapter='org/exit', k=2)"),
+        ("layer skip without adapter k=2", ["layerskip=3"], "LayerSkipCandidates(3, k=2)"),
+        (
+            "n-grams + draft model k=auto",
+            ["ngram+draft=org/small"],
+            "CombinedCandidates([NgramCandidates(), DraftModelCandidates('org/small')])",
+        ),
+    ],
+)
+def test_code_of_a_variant_builds_it(variant: str, strategies: list[str], code: str) -> None:
+    assert code_of(variant, {"plan": {"strategies": strategies}}) == code

@@ -1,7 +1,5 @@
 """Token Recycling: the table, the trees grown from it, and what a session reads from the target."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -105,10 +103,6 @@ def test_draft_from_few_successors_has_tokens_of_the_vocabulary(tmp_path: Path) 
         }
 
 
-def test_nbytes_of_the_table_are_40_a_token() -> None:
-    assert RecyclingTable(1000).nbytes == 40_000
-
-
 @pytest.mark.parametrize("vocab_size", [0, -3, 2**40])
 def test_table_of_an_impossible_vocabulary_raises(vocab_size: int) -> None:
     with pytest.raises(ValueError, match="vocab_size must be 1 to"):
@@ -139,11 +133,6 @@ def test_load_of_a_manipulated_table_raises(tmp_path: Path, change: dict[str, An
     save_file(arrays, tmp_path / "x", metadata={"format": RecyclingTable.FORMAT})
     with pytest.raises(ValueError, match="is no table of Token Recycling"):
         RecyclingTable.load(tmp_path / "x")
-
-
-def test_load_of_a_missing_file_raises(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no file"):
-        RecyclingTable.load(tmp_path / "missing")
 
 
 def test_table_shared_by_threads_has_whole_rows() -> None:

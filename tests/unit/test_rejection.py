@@ -1,7 +1,5 @@
 """Rejection sampling has the target's distribution, and a draft that misreports its q is detected."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LogitsProcessorList

@@ -1,7 +1,5 @@
 """Start-up: `import hf_specgen` and `hf-specgen --help` load neither PyTorch nor anything else that takes seconds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

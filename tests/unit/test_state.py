@@ -1,13 +1,18 @@
 """The tokens of each row, and the prefixes that plain `generate` would pass to processors and criteria."""
 
-from __future__ import annotations
+import random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig, StoppingCriteriaList
 
+from hf_specgen import Call
+from hf_specgen.outputs import OutputCollector
 from hf_specgen.state import GenerationState
+from hf_specgen.verification import VerificationResult
 
 thorough = settings(max_examples=150, deadline=None, derandomize=True)
 PAD, STOP = 7, 9
@@ -25,10 +30,6 @@ def test_prompts_lose_their_padding_and_keep_real_pad_tokens() -> None:
     state = new_state([[7, 7, 1, 7], [7, 2, 7, 3]], attention_mask=mask)
     assert state.prompts == [[1, 7], [7, 2, 7, 3]]
     assert state.prompt_length == 4
-
-
-def test_prompts_without_a_mask_are_kept_whole() -> None:
-    assert new_state([[7, 7, 1]]).prompts == [[7, 7, 1]]
 
 
 def test_prompts_with_a_longer_mask_use_its_end() -> None:
@@ -59,11 +60,6 @@ def test_append_ends_at_max_length() -> None:
     assert state.generated == [[3, 4, 5]]
 
 
-def test_row_without_tokens_has_not_ended() -> None:
-    """Would catch: a prompt that ends with EOS taken for a finished output."""
-    assert not new_state([[STOP]]).has_ended(0)
-
-
 def test_prefix_pads_ended_and_shorter_rows() -> None:
     """Would catch: a shorter row with tokens from before it was truncated, or an ended row without padding."""
     state = new_state([[1, 1], [2, 2]])
@@ -74,12 +70,6 @@ def test_prefix_pads_ended_and_shorter_rows() -> None:
     assert state.prefix(1).tolist() == [[1], [2]]
     state.append(1, [8])
     assert state.prefix(6).tolist() == [[1, 1, 3, STOP, PAD, PAD], [2, 2, 4, 5, 6, 8]]
-
-
-def test_prefix_without_a_pad_token_pads_with_zero() -> None:
-    state = new_state([[1], [2]], pad_id=None)
-    state.append(0, [3])
-    assert state.prefix(3).tolist() == [[1, 3, 0], [2, 0, 0]]
 
 
 def test_prefix_keeps_the_padding_of_the_prompt() -> None:
@@ -95,15 +85,6 @@ def test_prefix_is_a_copy() -> None:
     state.append(0, [3])
     state.prefix(2).fill_(0)
     assert state.prefix(2).tolist() == [[1, 3]]
-
-
-def test_generated_lists_stay_the_same_objects() -> None:
-    """Would catch: draft sessions that hold an outdated list."""
-    state = new_state([[1]])
-    mine = state.generated[0]
-    state.append(0, [3, 4])
-    state.truncate(0, 1)
-    assert mine is state.generated[0] and mine == [3]
 
 
 @thorough
@@ -163,3 +144,45 @@ def test_stopped_row_without_padding_continues_until_all_have_stopped() -> None:
         state.stop(0)
     assert padded.has_ended(0) and not unpadded.has_ended(0)
     assert not padded.all_stopped and padded.is_stopped(0) and not padded.is_stopped(1)
+
+
+# Columns that are confirmed all at once are those that are confirmed one by one
+
+
+class Streamer:
+    """Receives columns, so that they are confirmed one by one."""
+
+    def put(self, tokens: torch.Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def collector(batch: int, pad_id: int | None, streamer: Any) -> tuple[GenerationState, OutputCollector]:
+    stop_ids = () if pad_id is None else (1, 2)
+    state = GenerationState(torch.zeros(batch, 3, dtype=torch.long), None, stop_ids, max_length=15, pad_id=pad_id)
+    call = Call(None, state, GenerationConfig())
+    return state, OutputCollector(call, StoppingCriteriaList(), streamer)
+
+
+@pytest.mark.parametrize("pad_id", [0, None])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_columns_at_once_are_those_confirmed_one_by_one(batch: int, pad_id: int | None, seed: int) -> None:
+    """Would catch: a row stopped before the other rows have reached its last column, or not at all."""
+    rng = random.Random(seed)
+    pairs = [collector(batch, pad_id, streamer) for streamer in (None, Streamer())]
+    while not pairs[0][0].all_stopped:
+        tokens = [[rng.randrange(1, 12) for _ in range(rng.randrange(1, 6))] for _ in range(batch)]
+        for state, outputs in pairs:
+            result = VerificationResult([None] * batch, [[] for _ in range(batch)], [0] * batch)
+            for row in range(batch):
+                if not state.has_ended(row):
+                    state.append(row, tokens[row])
+            outputs.add(result)
+        (ours, at_once), (reference, one_by_one) = pairs
+        assert at_once.columns == one_by_one.columns
+        assert ours.generated == reference.generated
+        assert [ours.is_stopped(row) for row in range(batch)] == [reference.is_stopped(row) for row in range(batch)]
+    assert torch.equal(pairs[0][1].output_ids(), pairs[1][1].output_ids())

@@ -1,7 +1,5 @@
 """The forward passes of each step, against the tokens that forward hooks see."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,7 @@ from hf_specgen import (
     LayerSkipCandidates,
     NgramCandidates,
 )
-from hf_specgen.counters import Statistics, StepPasses
+from hf_specgen.counters import Statistics
 from hf_specgen.targets.inputs import step_tokens
 from tests.helpers import prompts, tiny_model
 from tests.helpers.policies import AfterPlainSteps
@@ -116,17 +114,3 @@ def test_unknown_passes_are_assumed_to_be_one_per_level(combined: bool) -> None:
     else:
         statistics = speculate(tiny_model("llama"), candidates)
         assert statistics.passes[0].drafter == (1, 1)
-
-
-def test_statistics_of_two_calls_hold_the_passes_of_both() -> None:
-    one, two = StepPasses(1, 10, 4, (1, 1)), StepPasses(2, 12, 2, None)
-    assert (Statistics([[]], [0], {}, [one]) + Statistics([[]], [0], {}, [two])).passes == [one, two]
-    assert Statistics([[], []], [0, 0], {}, [one]).row(1).passes == [one]
-
-
-def test_context_is_the_longest_row() -> None:
-    statistics = speculate(tiny_model("llama"), NgramCandidates(k=2), 2)
-    longest = int(prompts(2)["attention_mask"].sum(dim=1).max())
-    contexts = [step.context for step in statistics.passes]
-    assert longest < contexts[0] and contexts == sorted(contexts) and contexts[-1] <= longest + 24 + 3
-    assert torch.tensor(contexts).diff().max() <= 3

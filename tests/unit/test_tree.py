@@ -1,22 +1,13 @@
 """The draft tree against its slow reference: how trees are built, checked, and walked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.combined import merge_trees
-from hf_specgen.tree import (
-    DraftTree,
-    ancestor_matrix,
-    chain_parents,
-    depths,
-    merge_paths,
-    validate_parents,
-)
-from hf_specgen.verification.result import accepted_path
+from hf_specgen.tree import DraftTree, ancestor_matrix, depths, merge_paths, validate_parents
+from hf_specgen.verification.result import VerificationResult, accepted_path, result_for
 from tests.helpers import reference
 
 # The same examples in every run.
@@ -41,10 +32,6 @@ def test_empty_tree_has_no_nodes_and_integer_tokens(tree: DraftTree) -> None:
     assert tree.parents == ((), ()) and tree.nodes == 0
 
 
-def test_chains_of_no_rows_has_shape_0_0() -> None:
-    assert DraftTree.chains([]).tokens.shape == (0, 0)
-
-
 def test_from_paths_shares_common_prefixes_within_each_row() -> None:
     """Would catch: nodes shared between rows, or a token shared under different parents.
 
@@ -53,12 +40,6 @@ def test_from_paths_shares_common_prefixes_within_each_row() -> None:
     tree = DraftTree.from_paths([[[5, 6], [9], [5, 7]], [[5, 5], [5]]])
     assert tree.tokens.tolist() == [[5, 6, 9, 7], [5, 5, 0, 0]]
     assert tree.parents == ((-1, 0, -1, 0), (-1, 0))
-
-
-def test_from_nodes_keeps_tokens_and_parents() -> None:
-    tree = DraftTree.from_nodes([([1, 2, 3], (-1, -1, 1)), ([4], (-1,))])
-    assert tree.tokens.tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert tree.parents == ((-1, -1, 1), (-1,))
 
 
 def test_leftmost_chain_of_a_tree_is_its_first_path() -> None:
@@ -71,11 +52,6 @@ def test_leftmost_chain_of_a_tree_is_its_first_path() -> None:
     assert first.tokens.tolist() == [[5, 7, 8], [1, 2, 1]] and first.parents == ((-1, 0, 1), (-1, 0))
     assert first.q is not None
     assert torch.equal(first.q[0], q[0, [0, 2, 3]]) and torch.equal(first.q[1, :2], q[1, :2])
-
-
-def test_tree_with_q_keeps_it() -> None:
-    q = torch.full((1, 2, 4), 0.25)
-    assert DraftTree(torch.zeros(1, 2, dtype=torch.long), ((-1, 0),), q).q is q
 
 
 @pytest.mark.parametrize(
@@ -121,11 +97,6 @@ def test_validate_parents_accepts_exactly_the_trees(parents: tuple[int, ...], pl
             validate_parents(changed)
 
 
-@pytest.mark.parametrize("length", [0, 1, 4])
-def test_chain_parents_are_the_previous_nodes(length: int) -> None:
-    assert chain_parents(length) == tuple([-1, 0, 1, 2][:length])
-
-
 @thorough
 @given(path_lists)
 def test_merge_paths_agrees_with_the_reference(paths: list[list[int]]) -> None:
@@ -138,21 +109,6 @@ def test_merge_paths_agrees_with_the_reference(paths: list[list[int]]) -> None:
 def test_depths_and_ancestor_matrix_agree_with_the_reference(parents: tuple[int, ...]) -> None:
     assert list(depths(parents)) == [reference.depth(parents, node) for node in range(len(parents))]
     assert ancestor_matrix(parents).int().tolist() == reference.ancestor_matrix(parents)
-
-
-def test_ancestor_matrix_of_the_docstring_tree() -> None:
-    """The tree of the module's docstring: nodes 0 and 1 continue the row, 2 and 3 continue node 0.
-
-    row 0 1 2 3
-    """
-    assert ancestor_matrix((-1, -1, 0, 0)).int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 0, 1, 0, 0],
-        [1, 1, 0, 1, 0],
-        [1, 1, 0, 0, 1],
-    ]
-    assert ancestor_matrix(()).int().tolist() == [[1]]
 
 
 @thorough
@@ -194,3 +150,37 @@ def test_merge_trees_keeps_q_with_its_nodes_behind_deterministic_siblings() -> N
     assert merged.tokens.tolist() == [[1, 0, 0, 1]] and merged.parents == ((-1, 0, -1, 2),)
     assert merged.q is not None
     assert merged.q[0].tolist() == torch.cat([torch.zeros(2, 2), q[0]]).tolist()
+
+
+# The outcome of a step in terms of another tree than the verified one
+
+
+BRANCHED = DraftTree.from_nodes([([5, 8, 6, 7], (-1, -1, 0, 2))])
+"""Nodes 0: 5, 1: 8, 2: 6 after 5, 3: 7 after 6."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted", "path", "tree", "expected_path", "expected"),
+    [
+        pytest.param([5, 6, 9], 2, [0, 2], BRANCHED, [0, 2], 2, id="the same tree"),
+        pytest.param([5, 6], 2, [0], BRANCHED, [0], 2, id="the row ends in an accepted token"),
+        pytest.param([5], 1, [], BRANCHED, [], 1, id="the row ends in the first accepted token"),
+        pytest.param([5, 6], 1, [0], BRANCHED, [0], 1, id="the bonus token is in the superset"),
+        pytest.param([5, 6, 9], 2, [1, 3], DraftTree.chains([[5]]), [0], 1, id="a part with one accepted token"),
+        pytest.param([5, 6, 9], 2, [1, 3], DraftTree.chains([[6]]), [], 0, id="a part without accepted tokens"),
+        pytest.param([5, 6], 2, [1], DraftTree.chains([[5, 6]]), [0], 2, id="a part, and the row ends"),
+        pytest.param([5], 1, [], DraftTree.empty(1), [], 0, id="an empty part"),
+        pytest.param([], 0, None, BRANCHED, None, 0, id="a row that took no part"),
+    ],
+)
+def test_result_for_another_tree_has_its_nodes_and_counts_its_accepted_tokens(
+    tokens: list[int],
+    accepted: int,
+    path: list[int] | None,
+    tree: DraftTree,
+    expected_path: list[int] | None,
+    expected: int,
+) -> None:
+    """Would catch: one accepted token too few where the row ends, which no path contains."""
+    found = result_for(VerificationResult([path], [tokens], [accepted]), tree)
+    assert (found.paths, found.accepted) == ([expected_path], [expected])

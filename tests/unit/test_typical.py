@@ -1,7 +1,5 @@
 """Typical acceptance is lossy; it accepts by its rule, and when greedy never less than exact verification."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,15 +12,7 @@ from hf_specgen import DraftTree, VerificationResult, Verifier
 from hf_specgen.tree import Parents
 from hf_specgen.verification import CoupledVerifier, TypicalVerifier
 from tests.helpers import RowWiseIdentity
-from tests.helpers.goodness_of_fit import (
-    FIRST,
-    VOCAB,
-    emitted_by_choose,
-    p_values,
-    target_logits,
-    verify_once,
-    warped,
-)
+from tests.helpers.goodness_of_fit import FIRST, VOCAB, emitted_by_choose, p_values, target_logits, verify_once, warped
 from tests.helpers.reference import any_parents
 
 # Three plausible siblings; the second leads two tokens further, the third three, of which the last is implausible:
@@ -45,10 +35,6 @@ def verify(verifier: Verifier, tree: DraftTree, logits: torch.Tensor, walk: bool
     """One greedy step; column by column if `walk`."""
     processors = LogitsProcessorList([RowWiseIdentity()] if walk else [])
     return verify_once(verifier, tree, logits, processors, do_sample=False)
-
-
-def test_typical_verifier_docstring_says_lossy() -> None:
-    assert (TypicalVerifier.__doc__ or "").startswith("LOSSY")
 
 
 def test_threshold_is_that_of_the_paper() -> None:
