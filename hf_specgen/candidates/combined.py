@@ -201,20 +201,21 @@ class _RowSearch:
     def children(self, origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
         """The children of a node, most likely first.
 
-        Estimates of several members without a network are combined as if they were independent. A network has processed
-        the text that the others copy from, so its estimates replace theirs.
+        Estimates of several members are combined as if they were independent. A network has processed the text that the
+        others copy from, so what it does not propose is less likely.
         """
         proposals: dict[int, tuple[float, list[int | None]]] = {}
-        has_network = False
+        by_network: set[int] = set()
         for number, parent in enumerate(origin.nodes):
-            children = () if parent is None else self._children[number].get(parent, ())
-            if children and number >= self._first_network and not has_network:
-                has_network = True
-                proposals = {token: (UNPROPOSED * value, nodes) for token, (value, nodes) in proposals.items()}
-            for child, token, acceptance in children:
+            for child, token, acceptance in () if parent is None else self._children[number].get(parent, ()):
                 before, nodes = proposals.get(token, (0.0, [None] * len(origin.nodes)))
                 nodes[number] = child
-                proposals[token] = (acceptance if has_network else 1 - (1 - before) * (1 - acceptance)), nodes
+                proposals[token] = 1 - (1 - before) * (1 - acceptance), nodes
+                if number >= self._first_network:
+                    by_network.add(token)
+        has_network = bool(by_network)
+        for token in proposals.keys() - by_network if has_network else ():
+            proposals[token] = UNPROPOSED * proposals[token][0], proposals[token][1]
         total = sum(value for value, _ in proposals.values())
         scale, rest, recycled = 1 / max(1.0, total), max(0.0, 1 - total), []
         if self._recycling is not None and not has_network and rest:

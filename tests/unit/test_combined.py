@@ -53,7 +53,7 @@ def reference(copied: Sequence[dict[Path, float]], network: dict[Path, float]) -
                 rejected *= 1 - draft.get(other, 0.0)
             acceptance[other] = (1 - rejected) * (UNPROPOSED if has_network else 1.0)
             if other in network:
-                acceptance[other] = network[other]
+                acceptance[other] = 1 - rejected * (1 - network[other])
         scale = max(1.0, sum(acceptance.values()))
         found[path] = found[path[:-1]] * acceptance[path] / scale
     del found[()]
