@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from benchmarks import metrics
+from benchmarks.metrics.steps import statistics_of_steps
 from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation.measure import Interval, speedup_interval
 
@@ -81,7 +82,7 @@ def test_bad_metric_input() -> None:
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
 def test_counts_agree_with_counting_by_hand(steps: list[tuple[int, int]]) -> None:
     steps = [(max(pair), min(pair)) for pair in steps]
-    counts = Statistics.of_steps([d for d, _ in steps], [a for _, a in steps])
+    counts = statistics_of_steps([d for d, _ in steps], [a for _, a in steps])
     for position in range(1, 10):
         if position <= len(counts.drafted_per_position):
             assert counts.drafted_per_position[position - 1] == sum(d >= position for d, _ in steps)
