@@ -150,40 +150,6 @@ class Statistics:
             while steps and steps[-1].emitted == 0:
                 steps.pop()
 
-    @classmethod
-    def of_steps(
-        cls,
-        drafted: Sequence[int],
-        accepted: Sequence[int],
-        *,
-        emitted: Sequence[int] | None = None,
-        depths: Sequence[int] | None = None,
-    ) -> Statistics:
-        """Statistics from per-step counts.
-
-        Args:
-            drafted: draft tokens of each step.
-            accepted: how many of them were accepted.
-            emitted: tokens that each step added to the output; accepted + 1 if left out.
-            depths: depth of each draft; `drafted` if left out, as for chains.
-
-        Raises:
-            ValueError: if the lists differ in length, or a step accepts more tokens than the depth of its draft.
-        """
-        emitted = [count + 1 for count in accepted] if emitted is None else emitted
-        depths = drafted if depths is None else depths
-        columns = (drafted, depths, accepted, emitted)
-        if len({len(column) for column in columns}) != 1:
-            raise ValueError(
-                "drafted, depths, accepted and emitted need one number per step, "
-                f"got lists of lengths {[len(column) for column in columns]}"
-            )
-        steps = [RowStep(*map(int, step)) for step in zip(*columns, strict=True)]
-        for step in steps:
-            if not 0 <= step.accepted <= step.depth <= step.drafted:
-                raise ValueError(f"need 0 <= accepted <= depth <= drafted, got {step}")
-        return cls([steps], [1 + sum(step.emitted for step in steps)])
-
     def __add__(self, other: Statistics) -> Statistics:
         """Both calls together: the rows of the second call follow those of the first."""
         names = {**self.seconds, **other.seconds}
@@ -308,7 +274,7 @@ class CallTotals:
 
     Example:
         >>> totals = CallTotals()
-        >>> totals.add(Statistics.of_steps([3, 3], [3, 1]))
+        >>> totals.add(Statistics([[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2)]], lengths=[7]))
         >>> totals.calls, totals.drafted, totals.accepted, totals.tokens_per_step
         (1, 6, 4, 3.0)
     """

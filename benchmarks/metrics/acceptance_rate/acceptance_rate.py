@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import evaluate
 
-from hf_specgen.counters import Statistics
+from benchmarks.metrics.steps import statistics_of_steps
 
 _DESCRIPTION = """Acceptance rate: accepted draft tokens over verified draft tokens."""
 _INPUTS = """
@@ -37,5 +37,5 @@ class AcceptanceRate(evaluate.Metric):
         )
 
     def _compute(self, drafted: list[int], accepted: list[int]) -> dict[str, Any]:
-        counts = Statistics.of_steps(drafted, accepted)
+        counts = statistics_of_steps(drafted, accepted)
         return {name: getattr(counts, name) for name in ("drafts", "drafted", "accepted", "acceptance_rate")}

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import evaluate
 
-from hf_specgen.counters import Statistics
+from benchmarks.metrics.steps import statistics_of_steps
 
 _DESCRIPTION = """Mean accepted length, in both definitions in use, each under its own name."""
 _INPUTS = """
@@ -39,5 +39,5 @@ class MeanAcceptedLength(evaluate.Metric):
         )
 
     def _compute(self, drafted: list[int], accepted: list[int], emitted: list[int] | None = None) -> dict[str, Any]:
-        counts = Statistics.of_steps(drafted, accepted, emitted=emitted)
+        counts = statistics_of_steps(drafted, accepted, emitted=emitted)
         return {name: getattr(counts, name) for name in ("mean_acceptance_length", "tokens_per_step")}

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import evaluate
 
-from hf_specgen.counters import Statistics
+from benchmarks.metrics.steps import statistics_of_steps
 
 _DESCRIPTION = (
     """Acceptance by position in the draft: share of the drafts that reach a position in which it was accepted."""
@@ -40,6 +40,6 @@ class PositionAcceptance(evaluate.Metric):
         )
 
     def _compute(self, drafted: list[int], accepted: list[int], depths: list[int] | None = None) -> dict[str, Any]:
-        counts = Statistics.of_steps(drafted, accepted, depths=depths)
+        counts = statistics_of_steps(drafted, accepted, depths=depths)
         names = ("drafted_per_position", "accepted_per_position", "acceptance_rate_per_position")
         return {name: getattr(counts, name) for name in names}
