@@ -19,18 +19,12 @@ LIBRARIES = ("hf_specgen", "transformers", "torch", "contextlib", "peft", "accel
 
 
 def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:
-    """Run the prompt through the model exactly as `generate` does, in chunks if the config says so.
-
-    Symbol: `GenerationMixin._prefill(input_ids, generation_config, model_kwargs)`.
-    """
+    """Run the prompt through the model as `generate` does, maybe in chunks. Symbol: `GenerationMixin._prefill`."""
     return cast(Any, model)._prefill(input_ids, config, kwargs)
 
 
 def continued(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the next plain decoding step: mask, positions and token types one token longer.
-
-    Symbol: `GenerationMixin._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder)`.
-    """
+    """The arguments of the next plain step. Symbol: `GenerationMixin._update_model_kwargs_for_generation`."""
     update = cast(Any, model)._update_model_kwargs_for_generation
     is_encoder_decoder = model.config.is_encoder_decoder
     return cast(dict[str, Any], update(outputs, dict(kwargs), is_encoder_decoder=is_encoder_decoder))
@@ -42,10 +36,7 @@ def supports_logits_to_keep(model: PreTrainedModel) -> bool:
 
 
 def mask_length(config: GenerationConfig) -> int:
-    """Columns of the attention mask that `generate` would have built; -1 if unknown.
-
-    Symbol: `GenerationConfig._mask_length`, set by `generate` where no attention mask is passed on.
-    """
+    """Columns of the attention mask that `generate` built, not passed on; else -1. Symbol: `_mask_length`."""
     return int(getattr(config, "_mask_length", -1))
 
 
@@ -106,10 +97,7 @@ def attention_implementation(config: Any) -> str:
 
 
 def stacklevel_of_user() -> int:
-    """The `stacklevel` with which a warning of our caller names the line that called `generate`.
-
-    No private symbol: the nearest frame outside of the libraries that `generate` runs through.
-    """
+    """The `stacklevel` with which a warning of our caller names the line that called `generate`."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
         frame, level = frame.f_back, level + 1
@@ -136,10 +124,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def without_compilation(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """The context in which compiled parts of a model run eagerly; does nothing for a model that has none.
-
-    The lengths of a cache whose rows grow independently change in every step, and each would be compiled anew.
-    """
+    """Runs compiled parts of a model eagerly: each new length of a cache would be compiled anew."""
     if not has_compiled_parts(model):
         return nullcontext()
     return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))
@@ -166,20 +151,14 @@ def unwrapped(model: Any) -> Any:
 
 
 def has_virtual_tokens(model: PreTrainedModel) -> bool:
-    """Whether a PEFT wrapper adds prefix or prompt tuning to this model.
-
-    No private symbol: `PeftModel.generate` replaces `prepare_inputs_for_generation` of its model by its own.
-    """
+    """Whether PEFT adds prefix or prompt tuning: its `generate` replaces `prepare_inputs_for_generation` by its own."""
     owner = getattr(cast(Any, model).prepare_inputs_for_generation, "__self__", None)
     active = getattr(owner, "active_peft_config", None)
     return bool(getattr(active, "is_prompt_learning", False))
 
 
 def uses_activation_checkpointing(model: PreTrainedModel) -> bool:
-    """Whether training recomputes activations, which switches the cache off.
-
-    Symbol: `PreTrainedModel.is_activation_checkpointing`, before 5.23 `is_gradient_checkpointing`.
-    """
+    """Whether activations are recomputed, which switches the cache off; `is_gradient_checkpointing` before 5.23."""
     name = "is_activation_checkpointing"
     return bool(getattr(model, name if hasattr(type(model), name) else "is_gradient_checkpointing"))
 

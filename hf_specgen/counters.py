@@ -118,25 +118,19 @@ class Statistics:
     seconds: dict[str, float] = field(default_factory=dict)
     passes: list[StepPasses] = field(default_factory=list)
 
-    def record(self, tree: DraftTree, result: VerificationResult) -> list[RowStep | None]:
-        """Count one verification step; returns the outcome of each row, None for a row that took no part."""
+    def record(self, tree: DraftTree, result: VerificationResult, is_prefill: bool = False) -> list[RowStep | None]:
+        """Count one verification; returns the outcome of each row, None for a row that took no part.
+
+        The prefill is a step only for the rows that had a draft.
+        """
         steps: list[RowStep | None] = [None] * len(self.rows)
         for row, path in enumerate(result.paths):
-            if path is not None:
-                parents = tree.parents[row]
+            parents = tree.parents[row]
+            if path is not None and (parents or not is_prefill):
                 depth = max(depths(parents), default=0)
                 step = RowStep(len(parents), depth, result.accepted[row], len(result.tokens[row]))
                 self.rows[row].append(step)
                 steps[row] = step
-        return steps
-
-    def record_prefill_draft(self, tree: DraftTree, result: VerificationResult) -> list[RowStep | None]:
-        """`record` for the prefill, which is a step only for the rows that had a draft."""
-        steps = self.record(tree, result)
-        for row, parents in enumerate(tree.parents):
-            if not parents:
-                self.rows[row].pop()
-                steps[row] = None
         return steps
 
     def finish(self, lengths: Sequence[int], without_step: Sequence[int]) -> None:

@@ -147,7 +147,7 @@ class _Loop:
         if tree.nodes or self.drafter.top_tokens:
             self.drafter.observe(result)
         if tree.nodes:
-            self.policy.observe(tree, self.statistics.record_prefill_draft(tree, result), self.drafter.passes)
+            self.policy.observe(tree, self.statistics.record(tree, result, is_prefill=True), self.drafter.passes)
         if not self.state.all_stopped:
             with self.timer.part("policy"):
                 self.policy.prefilled()

@@ -59,8 +59,6 @@ class OutputCollector:
         self._call, self._state = call, call.state
         self._custom = StoppingCriteriaList([c for c in criteria if type(c) not in BUILT_IN_CRITERIA])
         self._streamer = streamer
-        # Whether anything is done with each column, besides counting it.
-        self._needs_columns = bool(self._custom or streamer is not None or call.keeps_scores or call.keeps_logits)
         self.columns = 0
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
@@ -77,11 +75,8 @@ class OutputCollector:
         for rows, values in ((self._row_scores, result.scores), (self._row_logits, result.logits)):
             for row, new in enumerate(values):
                 rows[row].extend(new)
-        if self._needs_columns:
-            while not self._state.all_stopped and self._column_is_complete():
-                self._emit_column()
-        else:
-            self._emit_complete()
+        while not self._state.all_stopped and self._column_is_complete():
+            self._emit_column()
         if self._state.all_stopped:
             for row, tokens in enumerate(self._state.generated):
                 if len(tokens) > self.columns:
@@ -118,17 +113,6 @@ class OutputCollector:
             len(tokens) > self.columns or (state.is_stopped(row) and state.pad_id is not None)
             for row, tokens in enumerate(state.generated)
         )
-
-    def _emit_complete(self) -> None:
-        """Emit all complete columns at once: rows end where `GenerationState.append` has cut their tokens off."""
-        state = self._state
-        lengths = [len(tokens) for tokens in state.generated]
-        ended = [state.has_ended(row) for row in range(state.batch)]
-        growing = [length for length, has_ended in zip(lengths, ended, strict=True) if not has_ended]
-        self.columns = min(growing, default=max(lengths))
-        for row, length in enumerate(lengths):
-            if ended[row] and length <= self.columns:
-                state.stop(row)
 
     def _emit_column(self) -> None:
         state, column = self._state, self.columns

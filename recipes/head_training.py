@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -112,8 +114,12 @@ class HeadTraining(nn.Module):
 def read_target(target: PreTrainedModel, attached: BoundHead, batch: Batch) -> TargetPass:
     """One forward pass of the frozen target over whole conversations."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    output = cast(Any, decoder(target))(**inputs, use_cache=False, **attached.capture_arguments)
-    return TargetPass(attached.features(output.hidden_states), output.last_hidden_state[batch["predicts"]])
+    layers = attached.aux_hidden_state_layers
+    # Earlier versions count a list of indices without the embedding.
+    captured = list(layers) if Version(transformers.__version__) >= Version("5.23") else True
+    output = cast(Any, decoder(target))(**inputs, use_cache=False, output_hidden_states=captured)
+    features = torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
+    return TargetPass(features.to(next(attached.head.parameters())), output.last_hidden_state[batch["predicts"]])
 
 
 def choose_anchors(predicts: torch.Tensor, most: int) -> Anchors:

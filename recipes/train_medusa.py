@@ -22,11 +22,12 @@ from transformers import PreTrainedModel
 from common import Options, option, parse_config
 from corpus import Batch
 from distillation import DistillationSettings, answers, draft_states, load_target, target_states
-from hf_specgen.heads.lora import load_lora, new_lora, output_of
+from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.heads.medusa_formats import load_medusa
 from hf_specgen.targets.model_parts import output_matrix
 from medusa_evaluation import Evaluation
+from medusa_lora import new_lora, output_of
 from medusa_loss import answer_loss, following_tokens, medusa_loss
 from medusa_saving import Trained, save_card, save_weights
 from training import train

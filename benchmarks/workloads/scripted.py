@@ -120,7 +120,7 @@ class AlwaysRejected(Candidates):
         return _AlwaysRejectedSession(self.token, call)
 
     def __repr__(self) -> str:
-        return f"AlwaysRejected(k={self.k}{self._show_policy()})"
+        return f"AlwaysRejected(k={self.k}{self._show()})"
 
 
 class _AlwaysRejectedSession(DraftSession):

@@ -74,9 +74,12 @@ class Calibration:
         np.add.at(self.seen, index, 1.0)
         np.add.at(self.accepted, index, accepted.astype(float))
 
-    def count(self, rank: int, index: int, accepted: bool) -> None:
-        """Count one token by the index of its bin; old tokens count less, as acceptance changes within a text."""
-        self.seen[rank, index] += 1.0
+    def count(self, rank: int, index: int, accepted: bool, weight: float = 1.0) -> None:
+        """Count one token by the index of its bin; old tokens count less, as acceptance changes within a text.
+
+        The weight is the probability that was left to the token's drafter, where several draft.
+        """
+        self.seen[rank, index] += weight
         self.accepted[rank, index] += accepted
         if self.seen[rank, index] > 64:
             self.seen[rank, index] /= 2

@@ -32,7 +32,7 @@ from hf_specgen.heads.head_formats import (
     load_zlab_block,
     speculators_type,
 )
-from hf_specgen.heads.mtp_format import has_mtp_layers
+from hf_specgen.heads.mtp import has_mtp_layers
 
 Build = Callable[..., Candidates]
 DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja")

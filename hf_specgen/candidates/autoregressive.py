@@ -136,7 +136,6 @@ class AutoregressiveSession(CalibratedSession):
         Args:
             logits: `[batch, nodes, vocab]` after each node.
             depth: `[batch, nodes]` of each node, 0 for a row's last token.
-            size: of the tree.
         """
         call, vocab, verification = self.call, self._vocab, self.call.verification
         scores = logits[..., :vocab].float()

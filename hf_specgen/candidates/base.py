@@ -31,13 +31,6 @@ Tree = int | Literal["auto"] | None
 """Number of draft tokens to verify; "auto" for the fastest tree of each step; None for chains."""
 
 
-def check_tree(tree: Tree, k: Depth) -> Tree:
-    """The tree setting of a strategy that expands trees; left out, it is "auto" if k is."""
-    if tree is not None and tree != "auto" and (not isinstance(tree, int) or isinstance(tree, bool) or tree < 1):
-        raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
-    return "auto" if tree is None and k == "auto" else tree
-
-
 @dataclass(frozen=True)
 class DraftCall(Call):
     """The call as a draft session receives it: `Call`, and what runs beside the session.
@@ -151,7 +144,7 @@ class Candidates(CandidateGenerator, ABC):
         max_k: maximum depth of k="auto".
 
     Raises:
-        ValueError: if k is neither a positive integer nor "auto".
+        ValueError: if k or the tree is neither a positive integer nor "auto".
         TypeError: if the policy is no `Policy`.
     """
 
@@ -163,6 +156,8 @@ class Candidates(CandidateGenerator, ABC):
     """Whether drafting takes a negligible time, so that a draft that is not used costs nothing."""
     adaptive_tree: bool = False
     """Whether the strategy sizes each draft itself, so that a policy only decides whether to draft."""
+    tree: Any = None
+    """How many draft tokens are verified, see `Tree`; None for strategies that draft chains."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
     _own_call: tuple[DraftCall, DraftSession] | None = None
@@ -174,6 +169,13 @@ class Candidates(CandidateGenerator, ABC):
             raise ValueError(f'k must be at least 1, got {k!r}; or give "auto"')
         self.policy = policy or (AdaptiveDepth() if k == "auto" else FixedDepth())
         self.k = max_k if k == "auto" else k
+
+    def _set_tree(self, tree: Tree, k: Depth) -> None:
+        """Check and set the tree size of a strategy that expands trees; left out, it is "auto" if k is."""
+        if tree is not None and tree != "auto" and (not isinstance(tree, int) or isinstance(tree, bool) or tree < 1):
+            raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
+        self.tree = "auto" if tree is None and k == "auto" else tree
+        self.adaptive_tree = self.tree == "auto"
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings alone, so that copies and fingerprints of a strategy do not depend on earlier calls."""
@@ -204,9 +206,10 @@ class Candidates(CandidateGenerator, ABC):
         """What the policy and monitor of a call may know of the strategy."""
         return DraftingSettings(self.k, self.profile_key(), self.negligible_draft_cost, self.adaptive_tree, repr(self))
 
-    def _show_policy(self) -> str:
-        """The end of a strategy's repr: its policy, unless that is the strategy's own depth in every step."""
-        return "" if self.policy == FixedDepth() else f", policy={self.policy!r}"
+    def _show(self, **settings: Any) -> str:
+        """The end of a strategy's repr: settings that are not None, and the policy unless it is a fixed depth."""
+        settings["policy"] = None if self.policy == FixedDepth() else self.policy
+        return "".join(f", {name}={value!r}" for name, value in settings.items() if value is not None)
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.Tensor, **kwargs: Any

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree, check_tree
+from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
@@ -64,8 +64,7 @@ class CombinedCandidates(Candidates):
                 raise TypeError(f"CombinedCandidates takes strategies such as NgramCandidates(), got {strategy!r}")
         super().__init__("auto", policy, max_k=max(strategy.k for strategy in strategies))
         self.strategies = tuple(strategies)
-        self.tree = check_tree(tree, self.k)
-        self.adaptive_tree = self.tree == "auto"
+        self._set_tree(tree, self.k)
         self.negligible_draft_cost = all(strategy.negligible_draft_cost for strategy in strategies)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
@@ -83,7 +82,7 @@ class CombinedCandidates(Candidates):
 
     def __repr__(self) -> str:
         tree = "" if self.tree == "auto" else f", tree={self.tree!r}"
-        return f"CombinedCandidates({list(self.strategies)}{tree}{self._show_policy()})"
+        return f"CombinedCandidates({list(self.strategies)}{tree}{self._show()})"
 
 
 class _CombinedSession(DraftSession):
@@ -117,9 +116,9 @@ class _CombinedSession(DraftSession):
         """Pass the outcome on to every member as one of its own draft."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
             for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
-                key = tree.tags[node].recycled
-                if self._recycling is not None and key is not None:
-                    self._recycling.count(key, accepted)
+                recycled = tree.tags[node].recycled
+                if self._recycling is not None and recycled is not None:
+                    self._recycling.count(*recycled, accepted)
         for (session, _), draft in zip(self._members, self._drafts, strict=True):
             # After a prefill without drafts only members that use more than the outcome of a draft are called.
             if not self._is_prefill or draft.nodes or session.top_tokens or self._has_drafted:
@@ -176,24 +175,16 @@ class _CombinedSession(DraftSession):
 
 class _Origin(NamedTuple):
     """Where a token comes from: the node of each draft that it stands for, None where a draft does not have it; and for
-    one of `RecyclingSession.candidate_tokens` its key.
+    one of `RecyclingSession.candidate_tokens` its key, and the probability that copied text leaves to these tokens.
     """
 
     token: int
     nodes: tuple[int | None, ...]
-    recycled: tuple[int, int] | None = None
+    recycled: tuple[tuple[int, int], float] | None = None
 
 
 class _RowSearch:
-    """The children of every node of the merged tree of one row.
-
-    Args:
-        drafts: of the members, those of networks last.
-        first_network: the number of the first network's draft.
-        row: the row.
-        last_token: of the row.
-        recycling: extends the tree where no network has proposed children; None for no extension.
-    """
+    """The children of every node of the merged tree of one row."""
 
     def __init__(
         self,
@@ -225,16 +216,16 @@ class _RowSearch:
                 nodes[number] = child
                 proposals[token] = (acceptance if has_network else 1 - (1 - before) * (1 - acceptance)), nodes
         total = sum(value for value, _ in proposals.values())
-        scale = 1 / max(1.0, total)
-        found = [(token, scale * value, _Origin(token, tuple(nodes))) for token, (value, nodes) in proposals.items()]
-        if self._recycling is not None and not has_network:
-            nowhere, rest = (None,) * len(origin.nodes), max(0.0, 1 - total)
-            found += [
-                (candidate, rest * acceptance, _Origin(candidate, nowhere, key))
-                for candidate, acceptance, key in self._recycling.candidate_tokens(origin.token)
-                if candidate not in proposals
-            ]
-        return sorted(found, key=lambda child: -child[1])
+        scale, rest, recycled = 1 / max(1.0, total), max(0.0, 1 - total), []
+        if self._recycling is not None and not has_network and rest:
+            nowhere = (None,) * len(origin.nodes)
+            for token, acceptance, key in self._recycling.candidate_tokens(origin.token):
+                if token in proposals:
+                    proposals[token] = proposals[token][0] + rest * acceptance, proposals[token][1]
+                else:
+                    recycled.append((token, rest * acceptance, _Origin(token, nowhere, (key, rest))))
+        copied = [(token, scale * value, _Origin(token, tuple(nodes))) for token, (value, nodes) in proposals.items()]
+        return sorted(copied + recycled, key=lambda child: -child[1])
 
 
 def _children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
@@ -316,10 +307,5 @@ def _merge_row(
 
 @cache
 def default_candidates() -> Candidates:
-    """A strategy that needs no files and no training: n-grams and Token Recycling, with what it has learnt so far.
-
-    Example:
-        >>> default_candidates().negligible_draft_cost
-        True
-    """
+    """A strategy that needs no files and no training: n-grams and Token Recycling, with what it has learnt so far."""
     return CombinedCandidates()

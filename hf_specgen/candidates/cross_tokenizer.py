@@ -37,16 +37,7 @@ INCOMPLETE = "\ufffd"
 
 
 class CrossTokenizerSession(AutoregressiveSession):
-    """Drafts trees of tokens that both vocabularies have.
-
-    Args:
-        call: the call; `call.model` is set.
-        draft: a draft model whose tokenizer differs from the target's.
-        k, tree, confidence_threshold, compile: as in `DraftModelCandidates`.
-
-    Raises:
-        ValueError: if a prompt is longer than what the draft can read.
-    """
+    """Drafts trees of tokens that both vocabularies have."""
 
     def __init__(
         self,
@@ -313,9 +304,6 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[tuple[Literal["text"
     is the text of WordPiece's "##ing". A token that is a part of a character has the name of its vocabulary, which is
     the same in all byte-level vocabularies. Names are kept apart from texts: byte C3 has the name "Ã", which is also
     the text of the token "Ãĥ". Of several tokens with one text the last counts: SentencePiece has its bytes first.
-
-    Returns:
-        the id of each token, by ("text", its text) or ("name", its name).
     """
     first = tokenizer.encode("x", add_special_tokens=False)[-1:]
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])

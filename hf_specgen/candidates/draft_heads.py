@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.head_sessions import AssistantSession, EagleSession, ParallelSession
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
@@ -32,8 +32,7 @@ from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantHead
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.mtp import MTPHead
-from hf_specgen.heads.mtp_format import load_mtp
+from hf_specgen.heads.mtp import MTPHead, load_mtp
 from hf_specgen.heads.runner import BlockRunner, PEagleRunner
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
@@ -120,8 +119,7 @@ class HeadCandidates(Candidates):
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=self.max_depth)
-        self.tree = check_tree(tree, k)
-        self.adaptive_tree = self.tree == "auto"
+        self._set_tree(tree, k)
         self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
         check_head(type(self).__name__, head_or_path, DraftHead)
         self._head = head_or_path if isinstance(head_or_path, DraftHead) else None
@@ -172,10 +170,8 @@ class HeadCandidates(Candidates):
         )
 
     def __repr__(self) -> str:
-        tree = "" if self.tree is None else f", tree={self.tree!r}"
-        layers = self.aux_hidden_state_layers
-        shown = "" if layers is None else f", aux_hidden_state_layers={layers}"
-        return f"{type(self).__name__}({self._name!r}, k={self.k}{tree}{shown}{self._show_policy()})"
+        settings = self._show(tree=self.tree, aux_hidden_state_layers=self.aux_hidden_state_layers)
+        return f"{type(self).__name__}({self._name!r}, k={self.k}{settings})"
 
 
 def check_head(strategy: str, head: object, head_class: type) -> None:

@@ -35,7 +35,6 @@ from hf_specgen.candidates.base import (
     DraftCall,
     DraftSession,
     Tree,
-    check_tree,
     vocabulary_size,
 )
 from hf_specgen.candidates.cross_tokenizer import CrossTokenizerSession
@@ -101,8 +100,7 @@ class DraftModelCandidates(Candidates):
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=16)
-        self.tree = check_tree(tree, k)
-        self.adaptive_tree = self.tree == "auto"
+        self._set_tree(tree, k)
         if not isinstance(cast(Any, confidence_threshold), Real) or not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold!r}")
         if isinstance(model_or_id, os.PathLike):
@@ -150,15 +148,8 @@ class DraftModelCandidates(Candidates):
         return DraftModelSession(call, draft, reader, self.k, self.tree, self.confidence_threshold)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        key: tuple[str | int | float | bool, ...] = (
-            "draft_model",
-            *self._identity(),
-            self.k,
-            str(self.tree),
-            self.confidence_threshold,
-        )
-        key = key if self.share_encoder is None else (*key, self.share_encoder)
-        return (*key, self.compile) if self.compile else key
+        settings = self.confidence_threshold, str(self.share_encoder), str(self.compile)
+        return ("draft_model", *self._identity(), self.k, str(self.tree), *settings)
 
     def _identity(self) -> tuple[str, ...]:
         """The draft model's name and how it is loaded; one that was given loaded may have no name, but a number."""
@@ -178,22 +169,17 @@ class DraftModelCandidates(Candidates):
         return self._model
 
     def __repr__(self) -> str:
-        tree = "" if self.tree is None else f", tree={self.tree!r}"
-        share = "" if self.share_encoder is None else f", share_encoder={self.share_encoder}"
-        compile = f", compile={self.compile!r}" if self.compile else ""
-        settings = f"k={self.k}{tree}, confidence_threshold={self.confidence_threshold}{share}{compile}"
-        return f"DraftModelCandidates({self._name!r}, {settings}{self._show_policy()})"
+        settings = self._show(
+            tree=self.tree,
+            confidence_threshold=self.confidence_threshold,
+            share_encoder=self.share_encoder,
+            compile=self.compile or None,
+        )
+        return f"DraftModelCandidates({self._name!r}, k={self.k}{settings})"
 
 
 class DraftModelSession(AutoregressiveSession):
-    """Drafts for one call with a model that has the target's tokenizer.
-
-    Args:
-        call: the call.
-        draft: the draft model.
-        reader: runs its forward passes.
-        k, tree, confidence_threshold: as for `DraftModelCandidates`; a model that cannot read trees drafts chains.
-    """
+    """Drafts for one call with a model that has the target's tokenizer."""
 
     def __init__(
         self,
@@ -271,12 +257,7 @@ def _auto_class(target: PreTrainedModel | None) -> Any:
 
 
 def _without_wrapper(model: Any) -> PreTrainedModel:
-    """The model inside a PEFT or `torch.compile` wrapper. Adapters such as LoRA are layers inside of it.
-
-    Raises:
-        TypeError: if there is no model.
-        ValueError: for prefix or prompt tuning, which is a part of the wrapper.
-    """
+    """The model inside a PEFT or `torch.compile` wrapper. Adapters such as LoRA are layers inside of it."""
     model = compat.unwrapped(model)
     if isinstance(model, PreTrainedModel):
         return model
@@ -343,9 +324,6 @@ def have_same_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> boo
 
     The sizes of their embedding tables are no criterion, since tables are padded: Qwen models have tables of 151,936
     and 152,064 rows for one tokenizer.
-
-    Raises:
-        ValueError: if the tokenizers cannot be loaded while the sizes of the tables differ.
     """
     if draft is target or draft.name_or_path == target.name_or_path != "":
         return True

@@ -20,11 +20,7 @@ _same_encoders: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedM
 
 
 def check_pair(draft: PreTrainedModel, call: DraftCall) -> None:
-    """Raise unless the draft can read what the target reads: both read what an encoder returns, or none does.
-
-    Raises:
-        ValueError: what the draft lacks.
-    """
+    """Raise unless the draft can read what the target reads: both read what an encoder returns, or none does."""
     has_encoder = call.model is not None and bool(call.model.config.is_encoder_decoder)
     if reads_encoder(draft) == has_encoder:
         return
@@ -37,17 +33,7 @@ def check_pair(draft: PreTrainedModel, call: DraftCall) -> None:
 def draft_prompt(
     draft: PreTrainedModel, call: DraftCall, prompts: list[list[int]], share_encoder: bool | None
 ) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
-    """The prompts as `generate` of the draft would prepare them.
-
-    Args:
-        draft: the draft model.
-        call: the call of the target.
-        prompts: token ids of each row, within the draft's vocabulary.
-        share_encoder: whether the draft reads the target's encoder outputs; None if its encoder has the same weights.
-
-    Raises:
-        ValueError: if an encoder is to be shared whose outputs the draft cannot read, or there is nothing to read.
-    """
+    """The prompts as `generate` of the draft would prepare them."""
     if not reads_encoder(draft):
         if share_encoder is not None:
             raise ValueError(f"share_encoder={share_encoder} is for encoder-decoder models; leave it out")
@@ -90,13 +76,7 @@ def known_tokens(tokens: Sequence[int], size: int) -> list[int]:
 def decoder_prompt(
     draft: PreTrainedModel, call: DraftCall, prompts: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
-    """The prompts of a decoder-only draft model, its generation config, and the arguments of its forward pass.
-
-    Args:
-        draft: the draft model.
-        call: the call of the target.
-        prompts: token ids of each row, within the draft's vocabulary.
-    """
+    """The prompts of a decoder-only draft model, its generation config, and the arguments of its forward pass."""
     input_ids, mask = left_padded(prompts, compat.input_device(draft))
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
@@ -104,12 +84,7 @@ def decoder_prompt(
 
 
 def _draft_config(call: DraftCall, prompt: int) -> GenerationConfig:
-    """The generation config of a draft model: its `max_length` allows all tokens of the call after its own prompt.
-
-    Args:
-        call: the call of the target.
-        prompt: tokens of the draft model's prompt.
-    """
+    """The generation config of a draft model: its `max_length` allows all tokens of the call after its own prompt."""
     longest = prompt + call.max_new_tokens
     chunk = call.config.prefill_chunk_size
     return GenerationConfig(prefill_chunk_size=chunk, max_length=int(longest) if isfinite(longest) else None)

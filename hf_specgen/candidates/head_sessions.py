@@ -136,10 +136,11 @@ class EagleSession(AutoregressiveSession):
         if self._has_prefilled:
             self.passes.append(sum(map(len, tokens)))
         self._has_prefilled = True
-        return self.runner.logits(self.runner.extend(features, tokens, self._queue.active_rows()).output)[:, 0]
+        output = self.runner.extend(features, tokens, self._queue.active_rows()).output
+        return self.runner.bound.target_logits(output)[:, 0]
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        return self.runner.logits(self.runner.expand(tree, new).output)
+        return self.runner.bound.target_logits(self.runner.expand(tree, new).output)
 
 
 class AssistantSession(AutoregressiveSession):

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree, vocabulary_size
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, vocabulary_size
 from hf_specgen.candidates.draft_heads import BoundModules, number_of
 from hf_specgen.depth import Policy
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
@@ -54,8 +54,7 @@ class LayerSkipCandidates(Candidates):
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=8)
-        self.tree = check_tree(tree, k)
-        self.adaptive_tree = self.tree == "auto"
+        self._set_tree(tree, k)
         if not isinstance(exit_layer, int) or isinstance(exit_layer, bool):
             raise ValueError(f"exit_layer must be a number of layers such as 4, got {exit_layer!r}")
         self.exit_layer = exit_layer
@@ -98,8 +97,7 @@ class LayerSkipCandidates(Candidates):
         return ("layer_skip", self.exit_layer, adapter, self.k, str(self.tree))
 
     def __repr__(self) -> str:
-        tree = "" if self.tree is None else f", tree={self.tree!r}"
-        settings = f"exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r}{tree}{self._show_policy()}"
+        settings = f"exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r}{self._show(tree=self.tree)}"
         return f"LayerSkipCandidates({settings})"
 
 

@@ -27,9 +27,16 @@ from hf_specgen.candidates.draft_heads import BoundModules, check_head, number_o
 from hf_specgen.candidates.head_sessions import DEFAULT_NODES, IndependentHeadsSession, with_q
 from hf_specgen.candidates.tree_search import Floats
 from hf_specgen.depth import Policy
-from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.lora import load_lora
-from hf_specgen.heads.medusa import RANKS, Acceptance, MedusaConfig, MedusaHeads, MedusaRunner, confidence_bin
+from hf_specgen.heads.medusa import (
+    RANKS,
+    Acceptance,
+    MedusaConfig,
+    MedusaHeads,
+    MedusaRunner,
+    check_heads,
+    confidence_bin,
+)
 from hf_specgen.heads.medusa_formats import load_medusa
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
@@ -118,7 +125,7 @@ class MedusaCandidates(Candidates):
         return MedusaRunner(heads.to(device=weight.device, dtype=weight.dtype).eval(), model, lora)
 
     def __repr__(self) -> str:
-        return f"MedusaCandidates({self._name!r}, tree={self.tree!r}{self._show_policy()})"
+        return f"MedusaCandidates({self._name!r}, tree={self.tree!r}{self._show()})"
 
 
 class MedusaSession(IndependentHeadsSession):

@@ -20,14 +20,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import exp
 
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.ngram_history import NEAR, OWN, NgramHistory, Occurrence
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
-from hf_specgen.candidates.tree_search import draft_rows
+from hf_specgen.candidates.tree_search import SearchSession
 from hf_specgen.depth import Policy
 from hf_specgen.memory import memory
-from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import verified_nodes
 
@@ -97,8 +96,7 @@ class NgramCandidates(Candidates):
             raise ValueError(f"min_ngram must be at least 1, got {min_ngram}")
         if max_ngram < min_ngram:
             raise ValueError(f"max_ngram must be at least min_ngram={min_ngram}, got {max_ngram}")
-        self.tree = check_tree(tree, k)
-        self.adaptive_tree = self.tree == "auto"
+        self._set_tree(tree, k)
         self.min_ngram, self.max_ngram, self.history = min_ngram, max_ngram, history
 
     def start(self, call: DraftCall) -> DraftSession:
@@ -108,18 +106,15 @@ class NgramCandidates(Candidates):
         return ("ngram", self.k, str(self.tree), self.min_ngram, self.max_ngram, self.history is not None)
 
     def __repr__(self) -> str:
-        defaults = {"tree": None, "min_ngram": 1, "max_ngram": MAX_MATCH_LENGTH, "history": None}
-        values = [
-            f", {name}={getattr(self, name)!r}" for name, usual in defaults.items() if getattr(self, name) != usual
-        ]
-        return f"NgramCandidates(k={self.k}{''.join(values)}{self._show_policy()})"
+        shortest = None if self.min_ngram == 1 else self.min_ngram
+        longest = None if self.max_ngram == MAX_MATCH_LENGTH else self.max_ngram
+        settings = self._show(tree=self.tree, min_ngram=shortest, max_ngram=longest, history=self.history)
+        return f"NgramCandidates(k={self.k}{settings})"
 
 
-class _NgramSession(DraftSession):
-    passes = ()
-
+class _NgramSession(SearchSession[Sequence[Occurrence]]):
     def __init__(self, settings: NgramCandidates, call: DraftCall):
-        super().__init__(call)
+        super().__init__(call, settings.k, settings.tree)
         self._settings, self._state = settings, call.state
         self._key = (settings.profile_key(), round(call.temperature, 2))
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
@@ -128,14 +123,7 @@ class _NgramSession(DraftSession):
             RowText(source + prompt, self._odds, settings.history, settings.min_ngram, settings.max_ngram)
             for source, prompt in zip(call.encoder_texts(), call.state.prompts, strict=True)
         ]
-        self._trees: list[SearchTree[Sequence[Occurrence]]] = []
         self._num_indexed = [0] * call.state.batch  # generated tokens of each row that its text contains
-
-    def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._draft(max_depths)
-
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._draft(max_depths, is_prefill=True)
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
@@ -150,14 +138,9 @@ class _NgramSession(DraftSession):
             for prompt, generated in zip(self._state.prompts, self._state.generated, strict=True):
                 self._settings.history.add(prompt + generated, len(prompt))
 
-    def _draft(self, max_depths: Sequence[int], is_prefill: bool = False) -> DraftTree:
-        depths = [min(self._settings.k, depth) for depth in max_depths]
-
-        def search(row: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
-            return self._text(row).propose(depths[row], limits) if depths[row] else SearchTree()
-
-        draft, self._trees = draft_rows(self.call, self._settings.tree, depths, search, is_prefill)
-        return draft
+    def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
+        """What followed earlier occurrences of the end of the row's text."""
+        return self._text(row).propose(depth, limits)
 
     def _text(self, row: int) -> RowText:
         """The row's text, with all tokens that were generated."""

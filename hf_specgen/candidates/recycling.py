@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.acceptance import EDGES, RANKS, Calibration
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, check_tree, vocabulary_size
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.saved_state import SavedState
-from hf_specgen.candidates.tree_search import draft_rows
+from hf_specgen.candidates.tree_search import SearchSession
 from hf_specgen.depth import Policy
 from hf_specgen.memory import memory
-from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, verified_nodes
 from hf_specgen.verification.top_tokens import TopTokens
 
@@ -156,8 +155,7 @@ class RecyclingCandidates(Candidates):
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=MAX_DEPTH)
-        self.tree = check_tree(tree, k)
-        self.adaptive_tree = self.tree == "auto"
+        self._set_tree(tree, k)
         self._given = table
         self._tables: WeakKeyDictionary[PreTrainedModel, RecyclingTable] = WeakKeyDictionary()
 
@@ -187,7 +185,8 @@ class RecyclingCandidates(Candidates):
     def start(self, call: DraftCall) -> DraftSession:
         if call.model is None:
             raise ValueError("RecyclingCandidates works with generate(candidate_generator=…) only")
-        if call.verification is not None and call.verification.wants_q:
+        samples_draft = call.verification is not None and call.verification.wants_q
+        if samples_draft or (self._given is None and not call.remembers):
             # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
             return RecyclingSession(self, call, RecyclingTable(vocabulary_size(call.model)))
         return RecyclingSession(self, call, self.table(call.model))
@@ -196,29 +195,24 @@ class RecyclingCandidates(Candidates):
         return ("recycling", self.k, str(self.tree))
 
     def __repr__(self) -> str:
-        tree = "" if self.tree is None else f", tree={self.tree!r}"
-        table = "" if self._given is None else f", table={self._given!r}"
-        return f"RecyclingCandidates(k={self.k}{tree}{table}{self._show_policy()})"
+        return f"RecyclingCandidates(k={self.k}{self._show(tree=self.tree, table=self._given)})"
 
 
-class RecyclingSession(DraftSession):
+class RecyclingSession(SearchSession[Node]):
     """The state of one call; its table is drafted from, and updated."""
 
-    passes = ()
     top_tokens = SUCCESSORS
 
     def __init__(self, settings: RecyclingCandidates, call: DraftCall, table: RecyclingTable):
-        super().__init__(call)
-        self._settings, self._table = settings, table
+        super().__init__(call, settings.k, settings.tree)
+        self._table = table
         self._key = ("acceptance", settings.profile_key(), call.do_sample, round(call.temperature, 2))
         self._calibration = memory.recall(call.model if self.remembers else None, self._key, Calibration)
-        self._trees: list[SearchTree[Node]] = []
 
-    def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._draft(max_depths)
-
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._draft(max_depths, is_prefill=True)
+    def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Node]:
+        """The most probable continuations of the row's last token."""
+        acceptance = self._calibration.by_bin(RECYCLED_FRACTION).tolist()
+        return recycled_tree(self._table, self.call.state.last_token(row), acceptance, depth, limits)
 
     def candidate_tokens(self, token: int) -> list[tuple[int, float, tuple[int, int]]]:
         """Likely next tokens after a token, the probability that each is accepted, and a key for `count`."""
@@ -227,9 +221,9 @@ class RecyclingSession(DraftSession):
         keys = [(min(rank, RANKS - 1), index) for rank, index in enumerate(bins)]
         return [(candidate, float(acceptance[key]), key) for candidate, key in zip(tokens, keys, strict=True)]
 
-    def count(self, key: tuple[int, int], accepted: bool) -> None:
-        """Count the outcome of one of `candidate_tokens`."""
-        self._calibration.count(*key, accepted)
+    def count(self, key: tuple[int, int], weight: float, accepted: bool) -> None:
+        """Count the outcome of one of `candidate_tokens`, to which others left so much probability."""
+        self._calibration.count(*key, accepted, weight)
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance by rank and confidence, and learn the successors of every input token of the step."""
@@ -244,16 +238,6 @@ class RecyclingSession(DraftSession):
     def end(self) -> None:
         if self.remembers:
             memory.store(self.call.model, self._key, self._calibration)
-
-    def _draft(self, max_depths: Sequence[int], is_prefill: bool = False) -> DraftTree:
-        depths = [min(self._settings.k, depth) for depth in max_depths]
-        acceptance = self._calibration.by_bin(RECYCLED_FRACTION).tolist()
-
-        def search(row: int, limits: SearchLimits) -> SearchTree[Node]:
-            return recycled_tree(self._table, self.call.state.last_token(row), acceptance, depths[row], limits)
-
-        draft, self._trees = draft_rows(self.call, self._settings.tree, depths, search, is_prefill)
-        return draft
 
 
 def recycled_tree(

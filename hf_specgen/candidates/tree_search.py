@@ -11,17 +11,18 @@ al., "Sequoia" (2024), section 3, for the best tree of a given size.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, zip_longest
 from math import isqrt
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.base import DraftCall, Tree
+from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, Tag, best_first
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency
 from hf_specgen.tree import DraftTree, Parents
@@ -95,13 +96,6 @@ class TreeBuilder:
             depths: `[rows]` maximum depths.
             tokens: `[rows, depth, ranks]` of each depth, most preferred first.
             acceptance: `[rows, depth, ranks]` probability of each, given that the path before it was accepted.
-            nodes: of a row at most.
-
-        Example:
-            >>> tokens = np.array([[[5, 6], [7, 8]]])
-            >>> builder = TreeBuilder.of_parallel_heads([2], tokens, np.array([[[0.6, 0.25], [0.5, 0.1]]]), nodes=4)
-            >>> builder.tokens.tolist(), builder.parents.tolist()  # 5 (0.6), 5-7 (0.3), 6 (0.25), 6-7 (0.125)
-            ([[5, 7, 6, 7]], [[-1, 0, -1, 2]])
         """
         builder = cls(depths)
         trees = []
@@ -183,12 +177,7 @@ class TreeBuilder:
         """The best tree of at most `nodes` nodes for each row.
 
         Args:
-            nodes: maximum number of nodes of a row.
             first: `[rows, n]` nodes that come first, in this order, whatever their probability; they count too.
-
-        Returns:
-            tokens and parents of each row, in the order of `DraftTree` (parents first), and for each node its index
-            among all nodes that were added.
         """
         order = np.argsort(-self.probability, axis=1, kind="stable")[:, :nodes]
         trees, indices = [], []
@@ -279,12 +268,7 @@ class TreeSize:
         return self.max_nodes if self.children > 1 else max(1, int(builder.limits.max(initial=1)))
 
     def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0) -> int:
-        """How many nodes of complete trees are verified.
-
-        Args:
-            probability: path probabilities of each row's nodes, in descending order.
-            drafting: seconds that the passes of the drafter took.
-        """
+        """How many nodes of complete trees are verified."""
         if not self.is_fastest:
             return self.max_nodes
         gains = probability[0] if len(probability) == 1 else map(sum, zip_longest(*probability, fillvalue=0.0))
@@ -311,14 +295,14 @@ def _target_seconds(target: CostCurve, rows: int, nodes: int) -> tuple[Floats, f
 
     Each node adds its path probability to the tokens of a step, of which there is at least one for each row.
     """
-    seconds = target.by_tokens(rows * np.arange(1.0, nodes + 2))
+    seconds = np.array([target.seconds_of(rows * (1 + count)) for count in range(nodes + 1)])
     return seconds, max(MIN_GAIN, float((np.diff(seconds) / seconds[1:]).min()))
 
 
 @lru_cache(maxsize=64)
 def _drafter_seconds(drafter: DraftLatency, rows: int, widths: int) -> tuple[Floats, float]:
     """Seconds of the drafter's pass by the nodes of each row, from 1 on; and of the pass over its last token."""
-    passes = np.maximum.accumulate(drafter.by_tokens(rows * np.arange(1.0, widths + 1)))
+    passes = np.maximum.accumulate([drafter.seconds_of(rows * (1 + width)) for width in range(widths)])
     return passes, drafter.draft([rows])
 
 
@@ -332,12 +316,7 @@ def tree_size(
     """How large the next trees of a call become.
 
     Args:
-        size: a number of nodes; "auto" for the fastest; None for a chain.
-        call: whose latency model decides; without one, "auto" is a chain.
         depths: `[rows]` maximum depths.
-        children: of a node at most.
-        is_prefill: whether the trees are verified together with the prompt, whose pass is bound by compute: only
-            likely tokens are verified there.
     """
     if isinstance(size, int):
         return TreeSize(size, children)
@@ -355,15 +334,7 @@ def draft_rows(
     search: Callable[[int, SearchLimits], SearchTree[Tag]],
     is_prefill: bool = False,
 ) -> tuple[DraftTree, list[SearchTree[Tag]]]:
-    """Search a tree for every row and cut it to the size to verify.
-
-    Args:
-        call: whose latencies decide if the size is "auto".
-        size: number of nodes, "auto", or None for a chain.
-        depths: maximum depth of each row.
-        search: the tree of a row.
-        is_prefill: whether the draft is verified with the prompt, which takes chains.
-    """
+    """Search a tree for every row and cut it to the size to verify."""
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
     limit = tree_size(size, call, depths, is_prefill=is_prefill)
@@ -375,6 +346,36 @@ def draft_rows(
     trees = [search(row, limits) for row in range(len(depths))]
     nodes = limit.best_size([tree.probability for tree in trees]) if limit.is_fastest else limits.nodes
     return draft_of(trees, nodes), trees
+
+
+class SearchSession(DraftSession, Generic[Tag]):
+    """Base class of sessions that search the tree of each row, without a forward pass."""
+
+    passes = ()
+
+    def __init__(self, call: DraftCall, k: int, size: Tree):
+        super().__init__(call)
+        self._k, self._size = k, size
+        self._trees: list[SearchTree[Tag]] = []
+
+    @abstractmethod
+    def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Tag]:
+        """The most probable tree of a row."""
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths, is_prefill=False)
+
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._draft(max_depths, is_prefill=True)
+
+    def _draft(self, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
+        depths = [min(self._k, depth) for depth in max_depths]
+
+        def search(row: int, limits: SearchLimits) -> SearchTree[Tag]:
+            return self.search(row, depths[row], limits) if depths[row] else SearchTree()
+
+        draft, self._trees = draft_rows(self.call, self._size, depths, search, is_prefill)
+        return draft
 
 
 def draft_of(trees: Sequence[SearchTree[Any]], nodes: int) -> DraftTree:

@@ -7,11 +7,11 @@ strategy is timed on a few prompts, and the fastest one is recommended as a line
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import psutil  # accelerate depends on it
 import torch
 from accelerate import init_empty_weights
 from rich.box import SIMPLE
@@ -36,10 +36,10 @@ from hf_specgen.evaluation.workloads import (
     torch_dtype,
 )
 from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
-from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.head_formats import holds_medusa, load_head
+from hf_specgen.heads.medusa import check_heads
 from hf_specgen.heads.medusa_formats import inspect_medusa
-from hf_specgen.heads.mtp_format import has_mtp_layers
+from hf_specgen.heads.mtp import has_mtp_layers
 from hf_specgen.targets.support import check_model
 
 MARGIN = 1.05
@@ -292,14 +292,7 @@ def free_bytes(device: str) -> int | None:
     """Free memory of a device; None if unknown."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(torch.device(device))[0]) if torch.cuda.is_available() else None
-    if torch.device(device).type != "cpu":
-        return None
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            amounts = dict(line.split(":", 1) for line in file)
-        return 1024 * int(amounts["MemAvailable"].split()[0])
-    except (OSError, KeyError):  # not Linux: all of the memory, where the system reports it (Windows does not)
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+    return int(psutil.virtual_memory().available) if torch.device(device).type == "cpu" else None
 
 
 def _count(parameters: int) -> str:

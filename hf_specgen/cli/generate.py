@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +14,13 @@ from typing import Any, cast
 import torch
 from accelerate import PartialState
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.attachment import attached
-from hf_specgen.candidates import Candidates
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import GenerateSettings
-from hf_specgen.evaluation.workloads import chat_text, load_model, maybe_prepacked, strategies
+from hf_specgen.evaluation.workloads import chat_text, load_model, maybe_prepacked, parse_object, strategies
 
 Row = dict[str, Any]
 RESUMABLE = ("plain", "draft", "heads", "adapter", "device")
@@ -49,14 +48,16 @@ def show(settings: GenerateSettings) -> None:
     shared = f", {processes.num_processes} processes" if processes.num_processes > 1 else ""
     console.print(f"{len(rows)} rows{before}{shared}")
     begin, tokens = perf_counter(), 0
-    speculation = nullcontext() if settings.plain else attached(model, _strategy(settings))
+    named = strategies(settings.draft, settings.heads, settings.adapter)[1:]
+    strategy = named[-1].candidates if named else default_candidates()  # the last one that was named
+    speculation = nullcontext() if settings.plain else attached(model, strategy)
     with (
         maybe_prepacked(model, settings.pack_weights),
         speculation as totals,
         (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file,
     ):
         file.write("\n")  # the last line may have been cut off
-        for number, batch in _progress(mine, console):
+        for number, batch in track(mine, "batches", console=console, transient=True):
             prompts = [rows[index][settings.column] for index in batch]
             answers, count = answer(model, tokenizer, prompts, settings, settings.seed + number)
             tokens += count
@@ -83,7 +84,7 @@ def read_rows(settings: GenerateSettings) -> list[Row]:
             lines = path.read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError as error:
             raise ValueError(f"{settings.source} is not UTF-8: {error}") from None
-        rows = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+        rows = [parse_object(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     else:
         rows = _dataset(settings)
     rows = rows[: settings.limit or None]
@@ -188,33 +189,11 @@ def _begin(parts: Path, settings: GenerateSettings) -> None:
         )
 
 
-def _strategy(settings: GenerateSettings) -> Candidates:
-    """The last strategy that was named; without names, the default."""
-    named = strategies(settings.draft, settings.heads, settings.adapter)[1:]
-    return named[-1].candidates if named else default_candidates()
-
-
-def _progress(batches: Sequence[tuple[int, list[int]]], console: Console) -> Iterator[tuple[int, list[int]]]:
-    columns = (TextColumn("batches"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield from progress.track(batches)
-
-
 def _text(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
     """A prompt as the model reads it."""
     if isinstance(prompt, str) and not (chat and tokenizer.chat_template):
         return prompt
     return chat_text(tokenizer, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-
-
-def _parsed(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r}")
-    return row
 
 
 def _dataset(settings: GenerateSettings) -> list[Row]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,8 +24,8 @@ from hf_specgen.evaluation.workloads import (
     read_prompts,
     strategies,
 )
-from hf_specgen.heads.compatibility import other_chat_template
 from hf_specgen.heads.lora import copy_lora
+from hf_specgen.heads.medusa import other_chat_template
 from hf_specgen.heads.medusa_formats import load_medusa
 
 
@@ -81,32 +79,24 @@ def tune_heads(
 ) -> Table:
     """Measure the acceptance of Medusa heads, save it with the heads, and return it as a table."""
     heads = load_medusa(settings.heads, model)
-    if heads.config.reads_path:
-        raise ValueError(
-            f"the heads {settings.heads!r} read the path before their token and learn their acceptance while they "
-            "draft: nothing is stored with them; leave out --output to measure latencies only"
-        )
     if warning := other_chat_template(heads.config.base, tokenizer):
         console.print(f"[yellow]{warning}[/]")
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        calls = progress.track(list(_calls(prompts, tokenizer, settings.max_new_tokens, compat.input_device(model))))
-        counts = measure_acceptance(model, heads, calls)
+    calls = [
+        {
+            **{name: tensor.to(compat.input_device(model)) for name, tensor in inputs.items()},
+            "max_new_tokens": settings.max_new_tokens,
+            **DOMAINS.get(domain, GREEDY),
+        }
+        for domain, texts in prompts.items()
+        for inputs in encode(tokenizer, texts, 1)
+    ]
+    counts = measure_acceptance(model, heads, track(calls, "generating", console=console, transient=True))
     tuned = load_medusa(settings.heads, model)  # in the dtype of its file; the other set was moved to the target's
     save_acceptance(tuned, counts)
     tuned.save_pretrained(output)
     if tuned.config.lora_rank:
         copy_lora(settings.heads, output)
     return _acceptance(counts)
-
-
-def _calls(
-    prompts: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, device: Any
-) -> Iterator[dict[str, Any]]:
-    for domain, texts in prompts.items():
-        for inputs in encode(tokenizer, texts, 1):
-            tensors = {name: tensor.to(device) for name, tensor in inputs.items()}
-            yield {**tensors, "max_new_tokens": max_new_tokens, **DOMAINS.get(domain, GREEDY)}
 
 
 def _acceptance(counts: Counts) -> Table:

@@ -42,10 +42,8 @@ class AdaptiveDepth(Policy):
         ValueError: for a negative margin, or a file that is not a latency file.
 
     Example:
-        >>> from hf_specgen.depth import CostCurve
-        >>> curve = CostCurve((1, 9), (0.010, 0.012), context=256, batch=1)
-        >>> AdaptiveDepth(LatencyModel.from_curves(curve, draft_token=0.001), margin=0.05)
-        AdaptiveDepth(given latency, margin=0.05)
+        >>> AdaptiveDepth(margin=0.05)
+        AdaptiveDepth(margin=0.05)
     """
 
     def __init__(self, latency: LatencyModel | str | Path | None = None, *, margin: float = 0.02):

@@ -2,7 +2,8 @@
 
 T(q) is measured after the prefill of the first adaptive call, on the call's own cache: passes over chains of a few
 sizes, which are rolled back. Together they take at most the time of ten plain steps. The cost of a drafter's pass is
-taken from its first drafts. Both are kept as long as the model; decisions then follow from the text alone.
+taken from its first drafts. Both are kept as long as the model; decisions then follow from the text alone. All ranks of
+a tensor-parallel model use what the first rank measured.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ from collections.abc import Hashable, Sequence
 from itertools import cycle
 from threading import Lock
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.latency import CostCurve, DraftLatency
-from hf_specgen.depth.ranks import from_first_rank, lockstep_group
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
+T = TypeVar("T")
 QUERIES = (1, 2, 4, 8, 24)
 """Tokens per row of the timed passes."""
 MAX_PLAIN_STEPS = 10.0
@@ -36,7 +38,7 @@ _measured: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDict
 
 
 def target_curve(call: Call, target: Target) -> CostCurve | None:
-    """T(q) of a call's target, measured if it is unknown; None if the model has too few positions to measure it."""
+    """T(q) of the target, measured once per dtype, device, rows and context; None near the end of its positions."""
     assert call.model is not None
     key = _key(call)
     with _lock:
@@ -132,3 +134,32 @@ class DrafterTimer:
         with _lock:
             self.fraction = _measured.setdefault(self._model, {}).setdefault(self._key, fraction)
         return True
+
+
+def lockstep_group(model: Any) -> Any:
+    """The tensor-parallel process group of a model, whose ranks run every step together; None if there is none.
+
+    Replicas of the model, as under `accelerate launch`, take different numbers of steps and must not wait.
+    """
+    size = getattr(model, "tp_size", None) or 1
+    if size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return None
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        if dist.get_world_size() == size:
+            return dist.group.WORLD
+        raise ValueError(
+            f"the model is spread over {size} of {dist.get_world_size()} processes, but has no device mesh that names "
+            "them; give a fixed depth such as k=5, or a latency file, so that no agreement is needed"
+        )
+    names = mesh.mesh_dim_names or ()
+    return (mesh["tp"] if "tp" in names and mesh.ndim > 1 else mesh).get_group()
+
+
+def from_first_rank(value: T, group: Any) -> T:
+    """The value of the group's first rank, on each of its ranks; all of them call it in the same step."""
+    if group is None:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=dist.get_global_rank(group, 0), group=group)
+    return holder[0]

@@ -15,22 +15,13 @@ from math import inf, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-Array = NDArray[np.floating[Any]]
 FORMAT = "hf_specgen latency profile 1"
 ANY_DRAFTER = "any"
 """The entry used for every kind of drafter without an entry of its own."""
 
 
 def interpolate(size: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Piecewise linear through the measured sizes; extrapolated along the last piece, with a slope of at least 0.
-
-    Example:
-        >>> interpolate(3, (1, 5), (0.25, 0.75)), interpolate(9, (1, 5), (0.25, 0.75))
-        (0.5, 1.25)
-    """
+    """Piecewise linear through the measured sizes; extrapolated along the last piece, with a slope of at least 0."""
     index = min(bisect_right(sizes, size), len(sizes) - 1)
     if size <= sizes[0] or index == 0:
         return seconds[0]
@@ -43,6 +34,8 @@ def interpolate(size: float, sizes: Sequence[float], seconds: Sequence[float]) -
 def _check_curve(sizes: Sequence[float], seconds: Sequence[float]) -> None:
     if not 0 < len(sizes) == len(seconds) or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
         raise ValueError(f"a curve needs increasing numbers of tokens, and seconds for each, got {sizes} and {seconds}")
+    if not all(0 <= value < inf for value in seconds):
+        raise ValueError(f"seconds must be finite and not negative, got {seconds}")
 
 
 @dataclass(frozen=True)
@@ -54,9 +47,6 @@ class CostCurve:
         seconds: of a pass over that many tokens in each row.
         context: cached tokens in each row.
         batch: rows.
-
-    Raises:
-        ValueError: if the lists differ in length, `queries` does not increase from 1, or a number is not positive.
 
     Example:
         >>> curve = CostCurve((1, 4), (0.010, 0.016), context=256, batch=1)
@@ -71,10 +61,8 @@ class CostCurve:
 
     def __post_init__(self) -> None:
         _check_curve(self.queries, self.seconds)
-        if self.queries[0] != 1:
-            raise ValueError(f"queries must increase from 1, got {list(self.queries)}")
-        if not all(0 < value < inf for value in (*self.seconds, self.context, self.batch)):
-            raise ValueError(f"seconds, context and batch must be positive and finite, got {self}")
+        if self.queries[0] != 1 or not all(0 < value < inf for value in (*self.seconds, self.context, self.batch)):
+            raise ValueError(f"queries must increase from 1, and seconds, context and batch be positive, got {self}")
 
     def __call__(self, queries: float) -> float:
         """Seconds of a pass over `queries` tokens per row."""
@@ -83,10 +71,6 @@ class CostCurve:
     def seconds_of(self, tokens: float) -> float:
         """Seconds of a pass over this many tokens in all rows together, for any number of rows."""
         return self(tokens / self.batch)
-
-    def by_tokens(self, tokens: Array) -> Array:
-        """`seconds_of` for several numbers of tokens."""
-        return np.array([self.seconds_of(count) for count in np.asarray(tokens, dtype=float).tolist()])
 
     def relative(self, queries: float) -> float:
         """T(q) / T(1)."""
@@ -100,9 +84,6 @@ class DraftLatency:
     Args:
         tokens, seconds: seconds of one forward pass of the drafter over that many tokens, all rows together.
         overhead: seconds of any draft, empty or not; includes heads that run once per draft.
-
-    Raises:
-        ValueError: if a number is negative or not finite, or the tokens do not increase.
     """
 
     tokens: tuple[float, ...] = (1,)
@@ -110,17 +91,11 @@ class DraftLatency:
     overhead: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_curve(self.tokens, self.seconds)
-        if not all(0 <= value < inf for value in (*self.seconds, self.overhead)):
-            raise ValueError(f"times of a drafter must be finite and not negative, got {self}")
+        _check_curve((*self.tokens, inf), (*self.seconds, self.overhead))
 
     def seconds_of(self, tokens: float) -> float:
         """Seconds of one pass over this many tokens, all rows together."""
         return interpolate(tokens, self.tokens, self.seconds)
-
-    def by_tokens(self, tokens: Array) -> Array:
-        """`seconds_of` for several numbers of tokens."""
-        return np.array([self.seconds_of(count) for count in np.asarray(tokens, dtype=float).tolist()])
 
     def draft(self, passes: Sequence[int]) -> float:
         """Seconds of a draft with these passes, each given by its tokens."""
@@ -153,8 +128,8 @@ class LatencyModel:
     Example:
         >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
         >>> step = model.at(rows=2, context=300)
-        >>> [round(step.target.seconds_of(tokens), 4) for tokens in (2, 18)]  # two rows: plain, and 8 draft tokens each
-        [0.0102, 0.0142]
+        >>> [round(step.target.seconds_of(tokens), 5) for tokens in (2, 18)]  # two rows: plain, and 8 draft tokens each
+        [0.01025, 0.01425]
     """
 
     buckets: tuple[Bucket, ...]
@@ -177,11 +152,7 @@ class LatencyModel:
         return StepLatency(nearest.target, nearest.drafters.get(self.drafter) or nearest.drafters[ANY_DRAFTER])
 
     def select(self, drafter: str, negligible_draft_cost: bool = False) -> LatencyModel:
-        """The same model with this kind of drafter.
-
-        Raises:
-            ValueError: if it has no such drafter, unless the draft cost is negligible.
-        """
+        """The same model with this kind of drafter; `ValueError` if it has none, unless its cost is negligible."""
         buckets = []
         for target, drafters in self.buckets:
             if negligible_draft_cost:
@@ -193,12 +164,7 @@ class LatencyModel:
 
     @classmethod
     def from_curves(cls, *curves: CostCurve, draft_token: float = 0.0, draft_step: float = 0.0) -> LatencyModel:
-        """From measured curves of the target at different batch sizes and contexts, for any kind of drafter.
-
-        Args:
-            curves: at least one.
-            draft_token, draft_step: seconds of one pass of the drafter, and overhead of every draft in seconds.
-        """
+        """From curves of the target, the seconds of any drafter's pass, and the overhead of every draft."""
         drafters = {ANY_DRAFTER: DraftLatency(seconds=(draft_token,), overhead=draft_step)}
         return cls(tuple(Bucket(curve, drafters) for curve in curves))
 
@@ -213,12 +179,7 @@ class LatencyModel:
 
     @classmethod
     def load(cls, path: str | Path) -> LatencyModel:
-        """Read a latency file, such as `benchmarks/profiles/gpu_like.json`.
-
-        Raises:
-            ValueError: if the file is not a latency file.
-            OSError: if it cannot be read.
-        """
+        """Read a latency file, such as `benchmarks/profiles/gpu_like.json`; `ValueError` for any other file."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             if data["format"] != FORMAT:

@@ -42,19 +42,17 @@ class Policy(ABC):
     `NgramCandidates(k=16, policy=...)`, or to one call, `generate(..., policy=...)`.
 
     Example:
-        >>> class WhileAccepted(Policy):
+        >>> class EveryOtherStep(Policy):
         ...     def start(self, call):
-        ...         return WhileAcceptedSession()
-        >>> class WhileAcceptedSession(PolicySession):
-        ...     '''Drafts 8 tokens while the last step accepted any, and in every tenth step.'''
-        ...     step, accepted = 0, True
+        ...         return EveryOtherStepSession()
+        >>> class EveryOtherStepSession(PolicySession):
+        ...     step = 0
         ...     def depths(self, limits):
-        ...         return [8 if self.accepted or self.step % 10 == 0 else 0] * len(limits)
+        ...         return [8 * (self.step % 2)] * len(limits)
         ...     def observe(self, step):
         ...         self.step += 1
-        ...         self.accepted = any(row.accepted for row in step.rows if row is not None)
-        >>> WhileAccepted().start(call=None).depths([20, 20])
-        [8, 8]
+        >>> EveryOtherStep().start(call=None).depths([20, 20])
+        [0, 0]
     """
 
     @abstractmethod

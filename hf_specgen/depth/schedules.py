@@ -63,13 +63,6 @@ class MovingWindow(Policy):
         target: desired acceptance rate.
         window: number of steps with a draft over which the rate is taken.
         start: first depth; the strategy's k if None.
-
-    Raises:
-        ValueError: if the target is not between 0 and 1, or the window not positive.
-
-    Example:
-        >>> MovingWindow(target=0.7)
-        MovingWindow(target=0.7, window=10, start=None)
     """
 
     def __init__(self, target: float = 0.6, window: int = 10, start: int | None = None):

@@ -159,7 +159,7 @@ def read_prompts(path: Path, per_domain: int) -> dict[str, list[str]]:
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         if not line.strip():
             continue
-        domain, prompt = (OWN_PROMPTS, line) if path.suffix == ".txt" else _row(line, f"{path}, line {number}")
+        domain, prompt = (OWN_PROMPTS, line) if path.suffix == ".txt" else _prompt(line, f"{path}, line {number}")
         if len(chosen.setdefault(domain, [])) < per_domain:
             chosen[domain].append(prompt)
     if not chosen:
@@ -167,15 +167,24 @@ def read_prompts(path: Path, per_domain: int) -> dict[str, list[str]]:
     return chosen
 
 
-def _row(line: str, where: str) -> tuple[str, str]:
+def parse_object(line: str, where: str) -> dict[str, Any]:
+    """A line of a JSONL file that must be an object."""
     try:
         row = json.loads(line)
-        prompt, domain = row["prompt"], row.get("domain", OWN_PROMPTS)
-        if isinstance(prompt, str) and isinstance(domain, str):
-            return domain, prompt
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        pass
-    raise ValueError(f"{where}: expected a JSON object with the key prompt, got {line[:60]!r}")
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r}")
+    return row
+
+
+def _prompt(line: str, where: str) -> tuple[str, str]:
+    """The domain and the prompt of a row."""
+    row = parse_object(line, where)
+    domain, prompt = row.get("domain", OWN_PROMPTS), row.get("prompt")
+    if not isinstance(prompt, str) or not isinstance(domain, str):
+        raise ValueError(f"{where}: expected a JSON object with the key prompt, got {line[:60]!r}")
+    return domain, prompt
 
 
 def encode(

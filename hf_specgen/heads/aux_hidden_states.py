@@ -1,38 +1,23 @@
 """Auxiliary hidden states: which states of the target a head reads, counted as Transformers counts `hidden_states`.
 
 Index 0 is the embedding, index i the output of layer i - 1, and the last index the state after the final norm. Formats
-count differently; only this file converts them:
-
-| field of config.json | written by | index |
-|---|---|---|
-| `eagle_aux_hidden_state_layer_ids` | speculators, vLLM (eagle3, peagle) | id |
-| `eagle_config.eagle_aux_hidden_state_layer_ids` | SGLang, SpecForge, ModelOpt | id + 1 |
-| `aux_hidden_state_layer_ids` | speculators (dflash) | id |
-| `dflash_config.target_layer_ids` | z-lab DFlash, JetSpec | id + 1 |
-| `target_layer_ids` | DeepSpec | id + 1 |
-
-A wrong index never changes the generated text, but the draft tokens are accepted less often.
+count differently; only this file converts them. A wrong index never changes the generated text, but the draft tokens
+are accepted less often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-import transformers
-from packaging.version import Version
-
-# Earlier versions count a list of indices without the embedding.
-SELECTS_HIDDEN_STATES = Version(transformers.__version__) >= Version("5.23")
-
 FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (
-    (("eagle_aux_hidden_state_layer_ids",), 0),
-    (("eagle_config", "eagle_aux_hidden_state_layer_ids"), 1),
-    (("aux_hidden_state_layer_ids",), 0),
-    (("dflash_config", "target_layer_ids"), 1),
-    (("target_layer_ids",), 1),
+    (("eagle_aux_hidden_state_layer_ids",), 0),  # speculators, vLLM (eagle3, peagle)
+    (("eagle_config", "eagle_aux_hidden_state_layer_ids"), 1),  # SGLang, SpecForge, ModelOpt
+    (("aux_hidden_state_layer_ids",), 0),  # speculators (dflash)
+    (("dflash_config", "target_layer_ids"), 1),  # z-lab DFlash, JetSpec
+    (("target_layer_ids",), 1),  # DeepSpec
 )
+"""Fields of config.json that name layers, and what to add to their numbers."""
 
 
 def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -65,17 +50,3 @@ def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
         return (num_layers // 2 + 1,)
     step = (num_layers - 4) / (num_draft_layers - 1)
     return tuple(round(1 + layer * step) + 1 for layer in range(num_draft_layers))
-
-
-def capture_arguments(layers: Sequence[int]) -> dict[str, Any]:
-    """Arguments of the target's forward pass that make it return these hidden states; before 5.23 all."""
-    return {"output_hidden_states": list(layers) if SELECTS_HIDDEN_STATES else True}
-
-
-def concatenate(hidden_states: Sequence[torch.Tensor | None], layers: Sequence[int]) -> torch.Tensor:
-    """The features that a head reads, `[batch, length, layers * hidden]`."""
-    missing = [layer for layer in layers if hidden_states[layer] is None]
-    if missing:
-        raise ValueError(f"the target did not return its hidden states {missing}; pass it `capture_arguments(layers)`")
-    states: Any = [hidden_states[layer] for layer in layers]
-    return torch.cat(states, dim=-1)

@@ -10,18 +10,15 @@ Weights that a checkpoint leaves out (usually the embedding) are the target's, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.heads.aux_hidden_states import capture_arguments, concatenate
 from hf_specgen.heads.checkpoint import Checkpoint, Names, TensorInfo
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +36,7 @@ class HeadConfig:
     speculative_tokens: int | None = None  # draft tokens that the checkpoint recommends
     base_model: str | None = None  # the target that it was trained for
     num_target_layers: int | None = None
+    mask_token_id: int | None = None  # input at the positions that are predicted in parallel
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
@@ -50,6 +48,10 @@ class HeadConfig:
             raise ValueError(
                 f"a head with a draft vocabulary of {self.draft_vocab_size} of {self.vocab_size} tokens needs its own "
                 "output matrix (lm_head.weight)"
+            )
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id must be a token of the target, below {self.vocab_size}: {self.mask_token_id}"
             )
         if self.aux_hidden_state_layers is not None:
             self.check_layer_count(self.aux_hidden_state_layers)
@@ -109,11 +111,14 @@ class DraftHead(nn.Module):
         return BoundHead(self, target, aux_hidden_state_layers)
 
 
+Head = TypeVar("Head", bound=DraftHead)
+
+
 class BoundHead:
     """A head together with the target that it drafts for; see `DraftHead.bind`."""
 
     aux_hidden_state_layers: tuple[int, ...]
-    """The `hidden_states` indices that `features` reads."""
+    """The `hidden_states` indices that are concatenated to features."""
 
     def __init__(self, head: DraftHead, target: PreTrainedModel, layers: Sequence[int] | None = None) -> None:
         config = target.config.get_text_config()
@@ -142,15 +147,6 @@ class BoundHead:
                     f"the head was made for a target{origin} with {name} {expected}, but this target has {actual}; "
                     "load the head that belongs to it"
                 )
-
-    @property
-    def capture_arguments(self) -> dict[str, Any]:
-        """Arguments of the target's forward pass that make it return the states that `features` reads."""
-        return capture_arguments(self.aux_hidden_state_layers)
-
-    def features(self, hidden_states: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The target's `hidden_states` as `[batch, length, layers * target_hidden]`, in the head's dtype and device."""
-        return concatenate(hidden_states, self.aux_hidden_state_layers).to(self._like)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[batch, length]` target token ids to `[batch, length, hidden]` embeddings."""
@@ -193,8 +189,16 @@ def _checked_layers(head: DraftHead, num_layers: int, layers: Sequence[int] | No
     return tuple(layers)
 
 
-def load_tensors(head: DraftHead, checkpoint: Checkpoint, names: Names, dtype: torch.dtype | None = None) -> None:
-    """Load a checkpoint's tensors into a head that was built on the "meta" device."""
+def build_head(
+    head_class: Callable[[Any], Head],
+    config: HeadConfig,
+    checkpoint: Checkpoint,
+    names: Names,
+    dtype: torch.dtype | None,
+) -> Head:
+    """A head with a checkpoint's tensors, of which names, shapes and dtypes are checked before they are read."""
+    with torch.device("meta"):
+        head = head_class(config)
     expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
     missing, unknown = sorted(expected.keys() - names.keys()), sorted(names.keys() - expected.keys())
     if missing:
@@ -218,14 +222,14 @@ def load_tensors(head: DraftHead, checkpoint: Checkpoint, names: Names, dtype: t
     if head.draft_to_target is not None:
         state["draft_to_target"] = _draft_to_target(checkpoint, head.config.draft_vocab_size, head.config.vocab_size)
     head.load_state_dict(state, assign=True)
-    head.eval().requires_grad_(False)
+    return head.eval().requires_grad_(False)
 
 
 def _check_tensor(name: str, info: TensorInfo, expected: torch.Tensor) -> None:
     """Raise unless a tensor of the file has the expected dtype, and its shape apart from dimensions of size 1."""
     if [size for size in info.shape if size != 1] != [size for size in expected.shape if size != 1]:
         raise ValueError(f"tensor {name} has shape {info.shape}, but config.json makes it {tuple(expected.shape)}")
-    if expected.is_floating_point() and info.dtype not in FLOATS:
+    if expected.is_floating_point() and not (info.dtype.is_floating_point and info.dtype.itemsize > 1):
         raise ValueError(f"tensor {name} has dtype {info.dtype}; quantised heads are not supported")
     if not expected.is_floating_point() and info.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"tensor {name} has dtype {info.dtype}, but it holds token ids")

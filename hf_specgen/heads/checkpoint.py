@@ -18,21 +18,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from huggingface_hub import constants, hf_hub_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-CONFIG, INDEX, SINGLE, PICKLED = (
-    "config.json",
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin",
-)
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+SINGLE, PICKLED = "model.safetensors", "pytorch_model.bin"
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """Form of a repository id: "name" or "owner/name"."""
 DTYPES: Mapping[str, torch.dtype] = {
@@ -173,31 +164,28 @@ class Fields:
 
     def number(self, name: str) -> float:
         """A positive finite number."""
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        value = self._of_type(name, int | float, "a positive number")
+        if isinstance(value, bool) or not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive number, got {_short(value)}")
         return float(value)
 
     def flag(self, name: str) -> bool:
         """True or false; missing is false."""
-        value = self.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, got {_short(value)}")
-        return bool(value)
+        return bool(self._of_type(name, bool | None, "true or false"))
 
     def text(self, name: str) -> str:
         """A string."""
-        value = self.get(name)
-        if not isinstance(value, str):
-            raise ValueError(f"{name} must be a string, got {_short(value)}")
-        return value
+        return cast(str, self._of_type(name, str, "a string"))
 
     def nested(self, name: str) -> Fields:
         """The object in a field; empty if it is missing."""
+        return Fields(self._of_type(name, dict | None, "an object") or {})
+
+    def _of_type(self, name: str, types: Any, description: str) -> Any:
         value = self.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise ValueError(f"{name} must be an object, got {_short(value)}")
-        return Fields(value or {})
+        if not isinstance(value, types):
+            raise ValueError(f"{name} must be {description}, got {_short(value)}")
+        return value
 
 
 def _short(value: Any) -> str:

@@ -28,7 +28,7 @@ from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmb
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(HeadConfig):
-    """Configuration of `Eagle1Head` and `Eagle3Head`."""
+    """Configuration of `Eagle1Head` and `Eagle3Head`; with a mask token it is a P-EAGLE head."""
 
     layer: LayerConfig
     num_layers: int = 1
@@ -38,7 +38,6 @@ class EagleConfig(HeadConfig):
     norm_before_fc: bool = False  # one norm over all concatenated features
     fc_norm: bool = False  # one norm for each of the concatenated features (EAGLE-3.1)
     norm_output: bool = False  # pass the normalised output to the next step (EAGLE-3.1)
-    mask_token_id: int | None = None  # input at positions predicted in parallel: a P-EAGLE head
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,12 +48,7 @@ class EagleConfig(HeadConfig):
         width = self.target_hidden_size * self.num_aux_hidden_states
         if not self.projects_features and width != self.hidden_size:
             raise ValueError(
-                f"features of width {width} need a linear layer (fc.weight) to "
-                f"become states of width {self.hidden_size}"
-            )
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"mask_token_id must be a token of the target, below {self.vocab_size}: {self.mask_token_id}"
+                f"features of width {width} need a linear layer (fc.weight) to get the width {self.hidden_size}"
             )
 
 

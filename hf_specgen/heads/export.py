@@ -7,9 +7,6 @@
 | P-EAGLE | speculators `peagle` | | |
 | DFlash | speculators `dflash` | | z-lab |
 | JetSpec | z-lab | | z-lab |
-
-A head with an option that a format cannot express is refused. Embeddings and output matrices that belong to the target
-are not written.
 """
 
 from __future__ import annotations
@@ -215,10 +212,7 @@ def zlab_block(head: BlockHead) -> Config:
     }
     _refuse(unsupported, "z-lab's layout")
     is_causal = causal == {True}
-    dflash = {
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": _layer_ids(head, offset=1),
-    }
+    dflash = {"mask_token_id": config.mask_token_id, "target_layer_ids": _layer_ids(head, offset=1)}
     layer = _flat(_layer_config(config.layer, config.num_layers, config.vocab_size)) | _sliding(head)
     return layer | {
         "architectures": ["DFlashDraftModel"],

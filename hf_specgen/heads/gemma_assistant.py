@@ -19,16 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput, load_tensors
+from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput, build_head
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names
-from hf_specgen.heads.layers import (
-    LayerConfig,
-    Rotary,
-    RotaryEmbedding,
-    count_layers,
-    matrix_shape,
-    read_rope,
-)
+from hf_specgen.heads.layers import LayerConfig, Rotary, RotaryEmbedding, count_layers, matrix_shape, read_rope
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -39,8 +32,10 @@ RENAMED = {
     "masked_embedding.centroids.weight": "lm_head.centroids.weight",
     "masked_embedding.token_ordering": "lm_head.token_ordering",
 }
-KeysValues = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
-"""By layer type: keys and values, each `[batch, kv_heads, length, head_dim]`."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, each `[batch, kv_heads, length, head_dim]`."""
+KeysValues = Mapping[str, Pair]
+"""By layer type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,23 +74,13 @@ class SharedAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
 
     def forward(
-        self,
-        states: torch.Tensor,
-        rotary: Rotary,
-        keys_values: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
+        self, states: torch.Tensor, rotary: Rotary, keys_values: Pair, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
         """`[batch, length, hidden]` to the same."""
         queries = self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
         keys, values = keys_values
-        attended = scaled_dot_product_attention(
-            rotary.rotate(queries),
-            keys,
-            values,
-            attention_mask,
-            scale=1.0,
-            enable_gqa=queries.shape[1] != keys.shape[1],
-        )
+        queries, grouped = rotary.rotate(queries), queries.shape[1] != keys.shape[1]
+        attended = scaled_dot_product_attention(queries, keys, values, attention_mask, scale=1.0, enable_gqa=grouped)
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
@@ -111,11 +96,7 @@ class AssistantLayer(nn.Module):
         self.register_buffer("layer_scalar", torch.ones(1))
 
     def forward(
-        self,
-        states: torch.Tensor,
-        rotary: Rotary,
-        keys_values: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
+        self, states: torch.Tensor, rotary: Rotary, keys_values: Pair, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
         """`[batch, length, hidden]` to the same."""
         attended = self.self_attn(self.input_layernorm(states), rotary, keys_values, attention_mask)
@@ -172,9 +153,9 @@ class AssistantHead(DraftHead):
         hidden: torch.Tensor,
         position_ids: torch.Tensor,
         keys_values: KeysValues,
-        lengths: torch.Tensor | None = None,
-        padding: torch.Tensor | None = None,
-        dropped: Mapping[str, int] | None = None,
+        lengths: torch.Tensor,
+        padding: torch.Tensor,
+        dropped: Mapping[str, int],
     ) -> HeadOutput:
         """One draft step with the target's keys and values; positions are those of the last known token.
 
@@ -183,31 +164,17 @@ class AssistantHead(DraftHead):
         """
         states = self.pre_projection(torch.cat((embeddings, hidden), dim=-1))
         rotary = {name: embedding(states, position_ids) for name, embedding in self.rotary.items()}
-        first = dict.fromkeys(rotary, 0) if dropped is None else dropped
-        masks = {name: self._mask(name, keys_values[name][0], lengths, padding, first[name]) for name in rotary}
+        masks = {}
+        for name in rotary:
+            slots = dropped[name] + torch.arange(keys_values[name][0].shape[2], device=lengths.device)
+            visible = (slots < lengths[:, None]) & (slots >= padding[:, None])
+            if name == "sliding_attention":
+                visible &= slots >= lengths[:, None] - 1 - self.config.sliding_window
+            masks[name] = visible[:, None, None]
         for layer, name in zip(self.layers, self.config.layer_types, strict=True):
             states = layer(states, rotary[name], keys_values[name], masks[name])
         output = self.norm(states)
         return HeadOutput(self.post_projection(output), output)
-
-    def _mask(
-        self,
-        layer_type: str,
-        keys: torch.Tensor,
-        lengths: torch.Tensor | None,
-        padding: torch.Tensor | None,
-        first: int,
-    ) -> torch.Tensor:
-        """`[batch, 1, 1, keys]` bool; `first` keys before these were dropped."""
-        batch, _, width, _ = keys.shape
-        ends = torch.full((batch,), first + width, device=keys.device) if lengths is None else lengths.to(keys.device)
-        slots = first + torch.arange(width, device=keys.device)
-        visible = slots < ends[:, None]
-        if padding is not None:
-            visible = visible & (slots >= padding[:, None])
-        if layer_type == "sliding_attention":
-            visible = visible & (slots >= ends[:, None] - 1 - self.config.sliding_window)
-        return visible[:, None, None]
 
 
 def source_layers(target_config: PretrainedConfig) -> dict[str, int]:
@@ -256,10 +223,7 @@ def load_assistant(
         num_centroids=fields.integer("num_centroids") if ordered else None,
         top_centroids=fields.integer("centroid_intermediate_top_k") if ordered else 0,
     )
-    with torch.device("meta"):
-        head = AssistantHead(config)
-    load_tensors(head, checkpoint, names, dtype)
-    return head
+    return build_head(AssistantHead, config, checkpoint, names, dtype)
 
 
 def _layer_config(text: Fields, checkpoint: Checkpoint, names: Names, index: int, layer_type: str) -> LayerConfig:

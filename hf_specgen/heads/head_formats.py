@@ -9,9 +9,6 @@
 | DFlash of z-lab, JetSpec | a Qwen3 config with `dflash_config` | `fc`, `hidden_norm`, `layers.*` |
 | speculators `dflash` | nested, with `transformer_layer_config` | the same |
 | Gemma 4 assistant | `text_config` | `model.layers.*` without keys and values |
-
-Which optional tensors there are (biases, norms, embeddings, output matrix) is seen in the file; what only a config can
-specify (`norm_before_residual`, `norm_output`) is read from it.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_specgen.heads.aux_hidden_states import block_layers, configured_layers
-from hf_specgen.heads.base import DraftHead, load_tensors
+from hf_specgen.heads.base import DraftHead, build_head
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.checkpoint import INDEX, PICKLED, SINGLE, Checkpoint, Fields, Names, Source, open_checkpoint
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
@@ -93,10 +90,7 @@ def load_eagle1(checkpoint: Checkpoint, layers: Layers | None, dtype: torch.dtyp
         projection_bias="fc.bias" in names,
         own_embeddings="embed_tokens.weight" in names,
     )
-    with torch.device("meta"):
-        head = Eagle1Head(config)
-    load_tensors(head, checkpoint, names, dtype)
-    return head
+    return build_head(Eagle1Head, config, checkpoint, names, dtype)
 
 
 def load_eagle3(checkpoint: Checkpoint, layers: Layers | None, dtype: torch.dtype | None) -> Eagle3Head:
@@ -123,10 +117,7 @@ def load_eagle3(checkpoint: Checkpoint, layers: Layers | None, dtype: torch.dtyp
         speculative_tokens=_speculative_tokens(fields),
         base_model=_base_model(fields),
     )
-    with torch.device("meta"):
-        head = Eagle3Head(config)
-    load_tensors(head, checkpoint, names, dtype)
-    return head
+    return build_head(Eagle3Head, config, checkpoint, names, dtype)
 
 
 def _sizes(
@@ -246,10 +237,8 @@ def _load_block(
     names = head_names(checkpoint)
     layer = read_layer(of_layers, checkpoint, names, strict_bias=True)
     sizes = _sizes(checkpoint, fields, of_layers, layer, projects=True)
-    with torch.device("meta"):
-        head = BlockHead(BlockConfig(layer=layer, attention=attention, **sizes, **options))
-    load_tensors(head, checkpoint, names, dtype)
-    return head
+    config = BlockConfig(layer=layer, attention=attention, **sizes, **options)
+    return build_head(BlockHead, config, checkpoint, names, dtype)
 
 
 def _sliding(of_layers: Fields, num_layers: int) -> list[tuple[bool, int | None]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -191,12 +190,6 @@ def causal_default(
     return causal_mask([cached] * batch, queries, states.device)
 
 
-@lru_cache(maxsize=len(MODEL_TYPES))
-def _defaults(model_type: str) -> dict[str, Any]:
-    """The default config of a model type."""
-    return MODEL_TYPES[model_type]().to_dict()
-
-
 def layer_fields(values: Mapping[str, Any]) -> Fields:
     """A config of Transformers' kind, with the defaults of its model type: files may leave out what equals them."""
     model_type = values.get("model_type") or "llama"
@@ -204,7 +197,7 @@ def layer_fields(values: Mapping[str, Any]) -> Fields:
         raise ValueError(
             f"draft layers of model_type {str(model_type)[:60]!r} are not supported, only {', '.join(MODEL_TYPES)}"
         )
-    return Fields(values, _defaults(model_type))
+    return Fields(values, MODEL_TYPES[model_type]().to_dict())
 
 
 def read_layer(fields: Fields, checkpoint: Checkpoint, names: Names, strict_bias: bool = False) -> LayerConfig:

@@ -116,13 +116,6 @@ class HeadOutputs(nn.Module):
         self.heads = nn.ModuleList(shared_linear(matrix) for _ in range(num_heads))
 
 
-def new_lora(matrix: nn.Linear, num_heads: int, rank: int) -> Any:
-    """A `PeftModel` around `HeadOutputs` with new matrices, whose products are zero."""
-    peft = _peft()
-    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=r"heads\.\d+")
-    return peft.get_peft_model(cast(Any, HeadOutputs(matrix, num_heads)), config)
-
-
 def load_lora(matrix: nn.Linear, num_heads: int, source: str) -> Any:
     """Load the adapter in the subfolder `lora` of a set of Medusa heads."""
     names = [f"heads.{head}" for head in range(num_heads)]
@@ -136,11 +129,6 @@ def copy_lora(source: str, folder: Path) -> None:
         copy = folder / FOLDER / path.name
         if path.resolve() != copy.resolve():
             shutil.copyfile(path, copy)
-
-
-def output_of(adapter: Any, head: int) -> nn.Module:
-    """The output matrix of one head with its LoRA matrices, from hidden state to vocabulary."""
-    return cast(nn.Module, adapter.base_model.model.heads[head])
 
 
 def stacked_deltas(adapter: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,7 @@
 """Medusa heads: small networks that predict the tokens after the next one from the target's last hidden state.
 
     hidden state that predicts token t+1 ─┬─► target's output matrix ─► token t+1   (the target itself)
-                                          ├─► head 0 ─► output matrix ─► token t+2
-                                          └─► …
+                                          └─► head 0 ─► output matrix ─► token t+2; head 1 ─► …
 
 With `reads_path` (Hydra heads) head h also reads the draft tokens before its own, and drafts one level of a tree:
 
@@ -17,6 +16,8 @@ al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), sec
 
 from __future__ import annotations
 
+import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,14 +28,21 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from hf_specgen.heads.compatibility import fingerprint
 from hf_specgen.heads.lora import stacked_deltas
-from hf_specgen.targets.model_parts import output_logits, output_matrix
+from hf_specgen.targets.model_parts import decoder_layers, output_logits, output_matrix
 
 CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.8, 0.95)
 """Probabilities between the bins of confidence."""
 RANKS = 10
 """Tokens of each head that are counted: the tenth of head 0 of the embedded heads is accepted in about 1% of steps."""
+
+
+COMPARED = {
+    "model_type": "architecture",
+    "hidden_size": "hidden size",
+    "vocab_size": "vocabulary size",
+    "num_hidden_layers": "number of layers",
+}
 
 
 def confidence_bin(confidence: float) -> int:
@@ -92,6 +100,50 @@ class Acceptance:
         return Acceptance(tuple(tuple(row[:ranks] for row in bins) for bins in self.table))
 
 
+def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> dict[str, Any]:
+    """What is stored with heads to recognise their target."""
+    matrix = output_matrix(model)
+    return {
+        "name_or_path": model.name_or_path,
+        "model_type": model.config.get_text_config().model_type,
+        "hidden_size": matrix.in_features,
+        "vocab_size": matrix.out_features,
+        "num_hidden_layers": len(decoder_layers(model)),
+        "chat_template": chat_template_hash(tokenizer),
+    }
+
+
+def chat_template_hash(tokenizer: Any) -> str | None:
+    """The first 16 hexadecimal digits of the SHA-256 of a tokenizer's chat template; None if it has none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def other_chat_template(base: dict[str, Any] | None, tokenizer: Any) -> str | None:
+    """A warning if the heads were trained with another chat template than this tokenizer's, else None."""
+    trained = (base or {}).get("chat_template")
+    if trained is None or trained == chat_template_hash(tokenizer):
+        return None
+    return "the heads were trained with another chat template than this tokenizer's: fewer draft tokens are accepted"
+
+
+def check_heads(config: MedusaConfig, model: PreTrainedModel, what: str) -> None:
+    """Raise unless heads fit `model`: their sizes, then the target they were trained for."""
+    actual, trained_for = fingerprint(model), config.base or {}
+    for base in ({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, trained_for):
+        for field, name in COMPARED.items():
+            expected = base.get(field)
+            if expected and expected != actual[field]:
+                origin = f" ({base['name_or_path']})" if base.get("name_or_path") else ""
+                raise ValueError(
+                    f"{what} was made for a target with {name} {expected}{origin}, but this target has "
+                    f"{actual[field]}; load the heads that belong to it"
+                )
+
+
 class MedusaConfig(PreTrainedConfig):
     """Configuration of a set of Medusa heads, with their measured acceptance.
 
@@ -105,7 +157,7 @@ class MedusaConfig(PreTrainedConfig):
         reads_path: whether head h also reads the embeddings of the h draft tokens after that one, and so drafts what
             follows a given path (Hydra); requires `reads_token`.
         lora_rank: rank of a PEFT adapter in the folder `lora`, on each head's copy of the output matrix; 0: none.
-        base: the target that the heads were trained for, see `hf_specgen.heads.compatibility`.
+        base: the target that the heads were trained for, see `fingerprint`.
         acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `Acceptance`.
     """
 
@@ -245,30 +297,22 @@ class MedusaRunner:
     @torch.no_grad()
     def head_logits(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The logits of one head, `[nodes, vocab]`."""
-        state = self.heads.head_state(head, hidden.to(self._device, self._dtype), self._embedded(tokens))
-        return output_logits(self._target, state, lambda states: self._output(head, states))
+        state = self.heads.head_state(head, hidden.to(self._device, self._dtype), self._embedded(tokens))[:, None]
+        return output_logits(self._target, state, lambda states: self._outputs(states, slice(head, head + 1)))[:, 0]
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor | None:
         if self._embeddings is None:
             return None
-        return cast(torch.Tensor, self._embeddings(tokens.to(self._embeddings.weight.device))).to(
-            self._device, self._dtype
-        )
+        embedded: torch.Tensor = self._embeddings(tokens.to(self._embeddings.weight.device))
+        return embedded.to(self._device, self._dtype)
 
-    def _output(self, head: int, state: torch.Tensor) -> torch.Tensor:
+    def _outputs(self, states: torch.Tensor, heads: slice = slice(None)) -> torch.Tensor:
+        """`[rows, heads, hidden]` states of some heads to `[rows, heads, vocab]`; one product for a shared matrix."""
         if self.heads.config.own_outputs:
-            return cast(torch.Tensor, self.heads.lm_heads[head](state))
-        shared = output_matrix(self._target)(state)
-        return cast(
-            torch.Tensor,
-            shared if self._deltas is None else shared + state @ self._deltas[0][head] @ self._deltas[1][head],
-        )
-
-    def _outputs(self, states: torch.Tensor) -> torch.Tensor:
-        if self.heads.config.own_outputs:
-            return torch.stack([matrix(states[:, head]) for head, matrix in enumerate(self.heads.lm_heads)], dim=1)
-        shared = output_matrix(self._target)(states)
+            matrices = self.heads.lm_heads[heads]
+            return torch.stack([matrix(states[:, place]) for place, matrix in enumerate(matrices)], dim=1)
+        shared: torch.Tensor = output_matrix(self._target)(states)
         if self._deltas is None:
-            return cast(torch.Tensor, shared)
-        down, up = self._deltas  # [heads, hidden, rank], [heads, rank, vocab]
-        return cast(torch.Tensor, shared + (states.transpose(0, 1) @ down @ up).transpose(0, 1))
+            return shared
+        down, up = (part[heads] for part in self._deltas)  # [heads, hidden, rank], [heads, rank, vocab]
+        return shared + (states.transpose(0, 1) @ down @ up).transpose(0, 1)

@@ -35,9 +35,8 @@ from hf_specgen.heads.checkpoint import (
     tensor_infos,
     write_checkpoint,
 )
-from hf_specgen.heads.compatibility import check_heads
 from hf_specgen.heads.lora import load_lora, stacked_deltas
-from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
+from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads, check_heads
 from hf_specgen.targets.model_parts import output_matrix
 
 Shape = tuple[int, ...]

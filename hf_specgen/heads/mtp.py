@@ -1,27 +1,47 @@
-"""Multi-token prediction (MTP) layers, which are part of the checkpoint of some targets.
+"""Multi-token prediction (MTP) layers, which lie in a target's own checkpoint, where Transformers ignores them.
 
 An MTP layer is one more decoder layer of the target's own kind, with inputs as those of an EAGLE-1 head. Layer k drafts
 the token k + 2 places ahead from the output of layer k - 1; a single layer is applied to its own output again.
+
+| models | one set of tensors for each layer k | for all layers together |
+|---|---|---|
+| DeepSeek-V3, GLM-4.x | `model.layers.{L + k}.…` with `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` | |
+| Qwen3-Next, Qwen3.5 | `mtp.layers.{k}.…` | `mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}` |
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2.
 """
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
+from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
 from hf_specgen.heads.layers import causal_default
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-"""Modules around the decoder layer, by their names in DeepSeek-V3: the norms of embedding and state, the projection of
-both, the final norm."""
+"""Norms of embedding and state, projection of both and final norm, by their names in DeepSeek-V3."""
+EXTRA_LAYER = re.compile(r"^(?P<prefix>(?:.+\.)?layers)\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
+MTP_LAYER = re.compile(r"^(?:.+\.)?mtp\.(?P<part>.+)$")
+MTP_BLOCK = re.compile(r"^layers\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
+SHARED_LINKS = {
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "fc": "eh_proj",
+    "norm": "shared_head.norm",
+}
+TARGET_COPIES = ("embed_tokens", "shared_head.head")
+"""Copies of the target's embedding and output matrix, which are not loaded: the target's own are used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +61,7 @@ class MTPLayer(nn.Module):
 
 
 class MTPHead(DraftHead):
-    """The MTP layers of a checkpoint; made by `mtp_format.load_mtp`."""
+    """The MTP layers of a checkpoint; made by `load_mtp`."""
 
     config: MTPConfig
 
@@ -75,3 +95,178 @@ class MTPHead(DraftHead):
         )
         normed = layer.final_norm(states[0] if isinstance(states, tuple) else states)
         return HeadOutput(normed, normed)
+
+
+def load_mtp(
+    target: PreTrainedModel,
+    path_or_id: str | None = None,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | None = None,
+) -> MTPHead:
+    """Load the MTP layers of a target from its checkpoint: in its dtype, on the device of its last layer.
+
+    Args:
+        target: the model that is drafted for.
+        path_or_id: its checkpoint; None takes where it was loaded from.
+        revision, token, cache_dir: as for `from_pretrained`.
+    """
+    source = path_or_id or target.config.name_or_path
+    if not source:
+        raise ValueError("it is not known where the target was loaded from; name its checkpoint")
+    decoder = target.get_decoder()
+    first = decoder.config.num_hidden_layers
+    checkpoint = open_checkpoint(
+        Source(source, revision, token, cache_dir=cache_dir), lambda name: _is_mtp_name(name, first)
+    )
+    try:
+        return _assemble(decoder, checkpoint, first)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.source}: {error}") from None
+
+
+def has_mtp_layers(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is that of a target with MTP layers: it has a projection of embedding and state."""
+    if "speculators_model_type" in checkpoint.config:
+        return False
+    extra = (EXTRA_LAYER.match(name) for name in checkpoint.tensors)
+    of_extra_layer = any(match is not None and match["part"] == "eh_proj.weight" for match in extra)
+    return of_extra_layer or any(
+        match is not None and match["part"] == "fc.weight" for match in map(MTP_LAYER.match, checkpoint.tensors)
+    )
+
+
+def _is_mtp_name(name: str, first: int) -> bool:
+    extra = EXTRA_LAYER.match(name)
+    return MTP_LAYER.match(name) is not None or (extra is not None and int(extra["layer"]) >= first)
+
+
+def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
+    """For each MTP layer the names of its tensors in the file, by their names within a layer of the first layout."""
+    layers: dict[int, dict[str, str]] = {}
+    heads = [
+        match for name in checkpoint.tensors if (match := EXTRA_LAYER.match(name)) and match["part"] == "eh_proj.weight"
+    ]
+    if heads:
+        prefix = heads[0]["prefix"]
+        for name in checkpoint.tensors:
+            if (match := EXTRA_LAYER.match(name)) and match["prefix"] == prefix:
+                layers.setdefault(int(match["layer"]) - first, {})[match["part"]] = name
+    else:
+        shared = {}
+        for name in checkpoint.tensors:
+            match = MTP_LAYER.match(name)
+            part = match["part"] if match else ""
+            if block := MTP_BLOCK.match(part):
+                layers.setdefault(int(block["layer"]), {})[block["part"]] = name
+            elif part.rpartition(".")[0] in SHARED_LINKS:
+                link, _, kind = part.rpartition(".")
+                shared[f"{SHARED_LINKS[link]}.{kind}"] = name
+        layers = {index: parts | shared for index, parts in layers.items()}
+    if not layers or sorted(layers) != list(range(len(layers))):
+        raise ValueError(
+            "no MTP layers: neither model.layers.{number of layers}.eh_proj.weight nor mtp.fc.weight with mtp.layers.0 "
+            f"is among its tensors (found {sorted(checkpoint.tensors)[:3]})"
+        )
+    return [layers[index] for index in range(len(layers))]
+
+
+def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
+    layers = _parts(checkpoint, first)
+    blocks = _blocks(decoder, checkpoint, layers)
+    made: dict[tuple[str, str], nn.Module] = {}
+    mtp_layers = []
+    for parts, block in zip(layers, blocks.layers, strict=True):
+        links = {}
+        for link in LINKS:
+            name = parts.get(f"{link}.weight")
+            if name is None:
+                raise ValueError(f"the MTP layer has no {link}.weight")
+            if (link, name) not in made:
+                made[link, name] = _link(decoder, checkpoint, link, name)
+            links[link] = made[link, name]
+        mtp_layers.append(MTPLayer(links, block))
+    config = decoder.config
+    head_config = MTPConfig(
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.vocab_size,
+        target_hidden_size=config.hidden_size,
+        num_aux_hidden_states=1,
+        num_target_layers=first,
+        num_layers=len(layers),
+    )
+    head = MTPHead(
+        head_config, mtp_layers, blocks.rotary_emb, compat.attention_implementation(blocks.config) == "eager"
+    )
+    like = next(decoder.layers[-1].parameters())
+    return head.to(device=like.device).eval().requires_grad_(False)
+
+
+def _link(decoder: Any, checkpoint: Checkpoint, link: str, name: str) -> nn.Module:
+    """A norm of the target's kind, or the projection, with the checkpoint's weight."""
+    hidden = decoder.config.hidden_size
+    shape = (hidden, 2 * hidden) if link == "eh_proj" else (hidden,)
+    info = checkpoint.tensors[name]
+    if info.shape != shape or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
+        raise ValueError(f"tensor {name} has shape {info.shape} and dtype {info.dtype}, but this target needs {shape}")
+    with torch.device("meta"):
+        module = nn.Linear(2 * hidden, hidden, bias=False) if link == "eh_proj" else copy.deepcopy(decoder.norm)
+    weight = checkpoint.read([name])[name].to(decoder.norm.weight.dtype)
+    module.load_state_dict({"weight": weight}, assign=True)
+    return module
+
+
+def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) -> Any:
+    """The decoder layers of the MTP layers, as a model of the target's class that has these layers only."""
+    names = {
+        f"layers.{index}.{part}": name
+        for index, parts in enumerate(layers)
+        for part, name in parts.items()
+        if not part.startswith((*LINKS, *TARGET_COPIES))
+    }
+    wrong = [name for name in names.values() if checkpoint.tensors[name].dtype.itemsize < 2]
+    if wrong:
+        raise ValueError(f"quantised MTP layers such as {wrong[0]} are not supported")
+    tensors = checkpoint.read(names.values())
+    config = layer_config(decoder.config, len(layers), any(".experts." in name for name in names))
+    state = {name: tensors[names[name]] for name in names}
+    state |= {"embed_tokens.weight": torch.zeros(1, config.hidden_size), "norm.weight": torch.zeros(config.hidden_size)}
+    implementation = compat.attention_implementation(decoder.config)
+    try:
+        blocks, report = type(decoder).from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=decoder.norm.weight.dtype,
+            attn_implementation=implementation if implementation in ("sdpa", "eager") else "sdpa",
+            output_loading_info=True,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"its MTP layers do not fit this target ({str(error).splitlines()[0][:200]})") from None
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[kind]:
+            raise ValueError(f"its MTP layers do not fit this target ({kind}: {sorted(map(str, report[kind]))[:3]})")
+    return blocks
+
+
+def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> PretrainedConfig:
+    """A target's config for its MTP layers only: full attention, and experts in all of them or in none."""
+    result: Any = copy.deepcopy(config)
+    result.num_hidden_layers, result.vocab_size, result.pad_token_id = num_layers, 1, None
+    if getattr(result, "quantization_config", None) is not None:
+        del result.quantization_config
+    if getattr(config, "layer_types", None):
+        result.layer_types = getattr(config, "mtp_layer_types", None) or ["full_attention"] * num_layers
+    changes = {
+        "mlp_layer_types": ["sparse" if sparse else "dense"] * num_layers,
+        "first_k_dense_replace": 0 if sparse else num_layers,
+        "mlp_only_layers": [] if sparse else list(range(num_layers)),
+        "decoder_sparse_step": 1,
+        "per_layer_config": getattr(config, "mtp_per_layer_config", None),
+    }
+    for name, value in changes.items():
+        if getattr(result, name, None) is not None:
+            setattr(result, name, value)
+    return cast(PretrainedConfig, result)

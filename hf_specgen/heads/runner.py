@@ -2,13 +2,6 @@
 
 The cache keeps only entries computed from the target's features. Entries of draft nodes are appended after them and
 dropped before the next accepted tokens are processed with the features that the target has computed for them.
-
-    position           i-1      i             i+1            i+2
-    feature            f(i-1)   f(i)          h(i)           h(i+1)       f: the target's, h: the head's own output
-    token embedded     t(i)     t(i+1)        draft node     its child
-                       extend ──────────────┤ expand ─────────────────►
-
-Source: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), section 3.1.
 """
 
 from __future__ import annotations
@@ -33,11 +26,10 @@ from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.graphs import (
     Buffers,
+    CapturedModule,
     CapturedPass,
-    GraphBuffers,
     GraphMemory,
     StepLayer,
-    fingerprint,
     graph_memory,
     padded_width,
 )
@@ -155,20 +147,12 @@ class EagleRunner(HeadRunner):
         self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
         return HeadOutput(*map(self._scatter, output))
 
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden]` of `HeadOutput.output` to `[..., vocab]`; see `BoundHead.target_logits`."""
-        return self.bound.target_logits(output)
-
 
 class ParallelRunner(HeadRunner):
     """Base class of runners of heads that draft all tokens in the pass over new accepted positions, or in one after."""
 
     def draft(
-        self,
-        features: Sequence[torch.Tensor],
-        next_tokens: Sequence[Sequence[int]],
-        needed: Sequence[bool],
-        depth: int,
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool], depth: int
     ) -> torch.Tensor:
         """Process new accepted positions as `EagleRunner.extend`, and draft after them: `[batch, depth, vocab]`."""
         self._drop(needed)
@@ -253,29 +237,16 @@ class HeadInputs(NamedTuple):
     mask: torch.Tensor
 
 
-class CapturedHead:
+class CapturedHead(CapturedModule):
     """The passes of one EAGLE head as CUDA graphs, shared by all calls; used by one thread at a time.
 
     On an H100 drafting a level of a tree takes 4.4 ms, with captured passes 2.1 ms. Passes longer than 64 run eagerly.
     """
 
-    def __init__(self) -> None:
-        self._buffers, self._lock = GraphBuffers(), threading.Lock()
-        self._passes: dict[tuple[Any, ...], CapturedPass] = {}
-        self._fingerprint: int | None = None
-        self._memory: GraphMemory | None = None
-
-    def begin_call(self, head: DraftHead) -> None:
-        """Forget the graphs of a head that has changed."""
-        if (current := fingerprint(head)) != self._fingerprint:
-            with self._lock:
-                self._memory = graph_memory(next(head.parameters()).device)
-                self._passes, self._fingerprint = {}, current
-
     def run(self, head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
         """One pass of the head, which appends to the cache. Runs eagerly if it is long or cannot be captured."""
-        memory = self._memory
-        if inputs.positions.shape[1] <= 64 and cache.lengths and memory is not None and not memory.is_broken:
+        memory = self._memory = self._memory or graph_memory(inputs.hidden.device)
+        if inputs.positions.shape[1] <= 64 and cache.lengths and not memory.is_broken:
             try:
                 return self._replay(memory, head, inputs, cache)
             except Exception:

@@ -6,14 +6,14 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
+from functools import lru_cache
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from hf_specgen.call import Call
-from hf_specgen.counters import StepRecord
+from hf_specgen.counters import RowStep, Statistics, StepRecord
 
-if TYPE_CHECKING:
-    from hf_specgen.monitoring.prometheus import Counters
+PREFIX = "spec_decode_num_"
+"""Of the names of counters for Prometheus, as in vLLM."""
 
 logger = logging.getLogger("hf_specgen")
 
@@ -88,13 +88,9 @@ class SpeculationMonitor(Monitor):
                 self.window.append((depth, row.drafted, row.accepted, row.emitted))
                 if row.drafted:
                     self.histogram[row.accepted] += 1
-            sums = [
-                sum(depth for depth, _ in taken),
-                sum(r.drafted for _, r in taken),
-                sum(r.accepted for _, r in taken),
-            ]
-            means = [value / len(taken) for value in sums]
-            self.timeline.append((means[0], means[1], means[2], sum(step.seconds.values())))
+            columns = zip(*((depth, row.drafted, row.accepted) for depth, row in taken), strict=True)
+            depth, drafted, accepted = (sum(column) / len(taken) for column in columns)
+            self.timeline.append((depth, drafted, accepted, sum(step.seconds.values())))
         if self._counters is not None:
             for _, row in taken:
                 if row.drafted:
@@ -140,38 +136,62 @@ class _SpeculationMonitorSession(MonitorSession):
 
     def __init__(self, monitor: SpeculationMonitor, call: Call):
         self._monitor, self._call, self._started = monitor, call, perf_counter()
-        self._steps = self._rows = self._emitted = self._drafted = self._accepted = 0
+        self._steps, self._rows = 0, list[RowStep]()
 
     def observe(self, step: StepRecord) -> None:
-        rows = [row for row in step.rows if row is not None]
         self._steps += 1
-        self._rows += len(rows)
-        self._emitted += sum(row.emitted for row in rows)
-        self._drafted += sum(row.drafted for row in rows)
-        self._accepted += sum(row.accepted for row in rows)
+        self._rows += [row for row in step.rows if row is not None]
         self._monitor.record(self._call, step)
 
     def end(self) -> None:
+        counts = Statistics([self._rows])
         logger.info(
             "%s: %d tokens, %d steps, %.2f tokens per step, drafted %d, accepted %d (%.0f%%), %.2f s",
             self._call.drafting.name,
             sum(map(len, self._call.state.generated)),
             self._steps,
-            self._emitted / max(1, self._rows),
-            self._drafted,
-            self._accepted,
-            100 * self._accepted / max(1, self._drafted),
+            counts.tokens_per_step,
+            counts.drafted,
+            counts.accepted,
+            100 * counts.acceptance_rate,
             perf_counter() - self._started,
         )
+
+
+class Counters:
+    """Prometheus counters of this process in the default registry, which appends `_total` to each name."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter
+
+        self._drafts = Counter(f"{PREFIX}drafts", "Drafts that the target verified.")
+        self._drafted = Counter(f"{PREFIX}draft_tokens", "Draft tokens that the target verified.")
+        self._accepted = Counter(f"{PREFIX}accepted_tokens", "Draft tokens that were accepted.")
+        self._by_position = Counter(
+            f"{PREFIX}accepted_tokens_per_pos", "Drafts in which this position was accepted.", ["position"]
+        )
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count one draft of one row."""
+        self._drafts.inc()
+        self._drafted.inc(drafted)
+        self._accepted.inc(accepted)
+        for position in range(accepted):
+            self._by_position.labels(position=str(position)).inc()
+
+
+@lru_cache(maxsize=1)
+def _process_counters() -> Counters:
+    """The counters of this process: Prometheus registers each name once."""
+    return Counters()
 
 
 def _counters(wanted: bool | None) -> Counters | None:
     if wanted is False:
         return None
     try:
-        from hf_specgen.monitoring.prometheus import counters
+        return _process_counters()
     except ImportError as error:
         if wanted is None:
             return None
         raise ImportError("counters need prometheus_client: pip install 'hf-specgen[monitor]'") from error
-    return counters()

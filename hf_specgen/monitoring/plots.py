@@ -14,12 +14,7 @@ ACCEPTED, REJECTED = "#2a7f62", "#d9d9d9"
 def plot_statistics(statistics: Statistics, path: str | Path) -> None:
     """Plot acceptance by position, and the drafted and accepted tokens of each step of the first row.
 
-    Args:
-        statistics: of a finished call.
-        path: file to write; its suffix chooses the format (PNG, SVG, PDF).
-
-    Raises:
-        ImportError: without matplotlib.
+    The suffix of the path chooses the format (PNG, SVG, PDF).
     """
     figure = _figure()
     by_position, along_text = figure.subplots(2, 1)
@@ -38,21 +33,13 @@ def plot_statistics(statistics: Statistics, path: str | Path) -> None:
     along_text.bar(numbers, [step.accepted for step in steps], color=ACCEPTED, label="accepted")
     along_text.set(xlabel="verification step of the first row", ylabel="tokens")
     along_text.legend(frameon=False)
-    for axes in (by_position, along_text):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    _save(figure, path)
 
 
 def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
     """Plot depth, drafted and accepted tokens of the last steps, and the histogram of accepted tokens per draft.
 
-    Args:
-        monitor: with at least one recorded step.
-        path: file to write; its suffix chooses the format (PNG, SVG, PDF).
-
-    Raises:
-        ImportError: without matplotlib.
-        ValueError: if no step was recorded.
+    The suffix of the path chooses the format (PNG, SVG, PDF).
     """
     if not monitor.timeline:
         raise ValueError("the monitor has no steps yet; pass it to generate(…, monitor=monitor)")
@@ -67,14 +54,11 @@ def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
     timeline.set_ylim(0, 1.3 * max(1, *depths))
     timeline.legend(frameon=False, ncols=3, loc="upper right")
     counts = monitor.histogram.copy()  # calls of other threads may add to it
-    histogram.bar(
-        range(max(counts, default=0) + 1), [counts[n] for n in range(max(counts, default=0) + 1)], color=ACCEPTED
-    )
+    lengths = range(max(counts, default=0) + 1)
+    histogram.bar(lengths, [counts[length] for length in lengths], color=ACCEPTED)
     histogram.set(xlabel="accepted tokens of a draft", ylabel="drafts")
     histogram.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (timeline, histogram):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    _save(figure, path)
 
 
 def _figure() -> Any:
@@ -83,3 +67,9 @@ def _figure() -> Any:
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'hf-specgen[plot]'") from error
     return Figure(figsize=(9, 5.5), layout="constrained")
+
+
+def _save(figure: Any, path: str | Path) -> None:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

@@ -26,9 +26,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-FOLDED_DEVICES = ("cpu", "cuda")
-"""On other devices Transformers passes `enable_gqa` or converts masks itself."""
-
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
 """Arguments that change the scores (soft cap, attention sinks, biases), and the paged cache: left to Transformers."""
 
@@ -112,7 +109,9 @@ def _is_foldable(
     batch, heads, queries, _ = query.shape
     if groups == 1 or heads != groups * key.shape[1] or batch != key.shape[0]:
         return False
-    if query.device.type not in FOLDED_DEVICES or kwargs.get("dropout") or kwargs.get("output_attentions"):
+    if kwargs.get("dropout") or kwargs.get("output_attentions"):
+        return False
+    if query.device.type not in ("cpu", "cuda"):  # elsewhere Transformers passes `enable_gqa` or converts masks
         return False
     if any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS):
         return False

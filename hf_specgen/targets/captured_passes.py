@@ -26,9 +26,8 @@ from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.graphs import (
     GRAPH_DEVICES,
     Buffers,
+    CapturedModule,
     CapturedPass,
-    GraphBuffers,
-    GraphMemory,
     StepLayer,
     fingerprint,
     graph_memory,
@@ -79,21 +78,8 @@ def _check_capturable(model: PreTrainedModel) -> None:
         raise ValueError('compile="graphs" does not work under torch.autocast; load the model in that dtype')
 
 
-class CapturedPasses:
-    """The captured passes of one model on one device. May be used by several threads, one at a time."""
-
-    def __init__(self) -> None:
-        self._fingerprint: int | None = None
-        self._memory: GraphMemory | None = None
-        self._buffers = GraphBuffers()
-        self._functions: dict[tuple[Any, ...], CapturedPass] = {}
-        self._lock = threading.Lock()
-
-    def begin_call(self, model: PreTrainedModel) -> None:
-        """Forget the graphs of a model that has changed."""
-        if (current := fingerprint(model)) != self._fingerprint:
-            with self._lock:
-                self._functions, self._fingerprint = {}, current
+class CapturedPasses(CapturedModule):
+    """The captured passes of one model on one device."""
 
     def run(
         self,
@@ -113,9 +99,9 @@ class CapturedPasses:
             capacity = self._buffers.adopt(cache)
             attention = compat.attention_implementation(model.config.get_text_config())
             key = batch, width, capacity, taps, model.dtype, attention, torch.is_inference_mode_enabled()
-            if key not in self._functions:
-                self._functions[key] = self._capture(model, arguments, cache, capacity, taps)
-            output = _run_captured(self._functions[key], model, arguments, cache, capacity)
+            if key not in self._passes:
+                self._passes[key] = self._capture(model, arguments, cache, capacity, taps)
+            output = _run_captured(self._passes[key], model, arguments, cache, capacity)
         cache.set_lengths([length + tokens for length in cache.lengths])
         return PassOutput(output.logits[:, :tokens], tuple(state[:, :tokens] for state in output.states))
 

@@ -320,3 +320,19 @@ def _is_plain(value: Any) -> bool:
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 """Attributes of PyTorch's own: the collections of a module's parts and hooks."""
+
+
+class CapturedModule:
+    """The captured passes of one module, shared by all calls; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._fingerprint: int | None = None
+        self._memory: GraphMemory | None = None
+        self._passes: dict[tuple[Any, ...], CapturedPass] = {}
+        self._buffers, self._lock = GraphBuffers(), threading.Lock()
+
+    def begin_call(self, module: nn.Module) -> None:
+        """Forget the graphs of a module that has changed."""
+        if (current := fingerprint(module)) != self._fingerprint:
+            with self._lock:
+                self._passes, self._fingerprint = {}, current

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
@@ -14,7 +13,7 @@ from hf_specgen.targets.attention import grouped_attention, without_cudnn_attent
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
 from hf_specgen.targets.captured_passes import CapturedPasses, padded_pass
 from hf_specgen.targets.encoder import EncoderStepInputs
-from hf_specgen.targets.inputs import Prompt, RowLayout, StepInputs, on_device, step_tokens
+from hf_specgen.targets.inputs import Prompt, RowLayout, StepInputs, step_tokens
 from hf_specgen.targets.masks import StepMasks
 from hf_specgen.targets.model_parts import has_special_layers, keeps_state, layer_windows, mask_name, text_config
 from hf_specgen.targets.replay import MAX_UNCACHED, UncachedTokens
@@ -178,7 +177,7 @@ class Target:
         lengths = self.cache.lengths
         if cached:
             lengths = tuple(length - cached for length in lengths)
-        positions = on_device(np.array(self._layout.positions(tree, lengths, active, cached)), self.device)
+        positions = torch.tensor(self._layout.positions(tree, lengths, active, cached), device=self.device)
         mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
         arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
         with without_cudnn_attention(self.device):

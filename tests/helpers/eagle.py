@@ -11,7 +11,7 @@ from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets.cache import RaggedCache
-from tests.helpers.head_fixtures import Fixture
+from tests.helpers.head_fixtures import Fixture, features_of
 from tests.helpers.models import SHARED
 
 CONTEXT = 0.3
@@ -70,7 +70,7 @@ def reread(session: EagleSession, row: int, count: int) -> tuple[RaggedCache, to
     text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
     assert call.model is not None
     states: Any = call.model(text[:, :-1], output_hidden_states=True).hidden_states
-    hidden = bound.head.combine(bound.features(states)[:, :count])
+    hidden = bound.head.combine(features_of(bound, states)[:, :count])
     cache = RaggedCache()
     positions = torch.arange(count)[None]
     output = bound.head(bound.embed(text[:, 1 : 1 + count]), hidden, positions, causal_mask([0], count), cache)

@@ -12,6 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.models import SHARED
 
+
+def features_of(bound: Any, hidden_states: Any) -> torch.Tensor:
+    """What a bound head reads of a target's `hidden_states`: `[batch, length, layers * hidden]`."""
+    states = [hidden_states[layer] for layer in bound.aux_hidden_state_layers]
+    return torch.cat(states, dim=-1).to(next(bound.head.parameters()))
+
+
 FAMILIES = {
     "eagle1_original": "autoregressive",
     "eagle3_original": "autoregressive",

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from hf_specgen.heads.head_formats import load_head
-from tests.helpers.head_fixtures import Comparison, Fixture
+from tests.helpers.head_fixtures import Comparison, Fixture, features_of
 from tests.helpers.head_sessions import Autoregressive, Block, Parallel
 
 Rows = list[torch.Tensor]
@@ -35,8 +35,8 @@ class Rounds:
             if number == 1:
                 text = torch.cat((text, self.fixture.get(f"{prefix}next_token")), dim=1)
             rows = self.fixture.get(f"{own}features").shape[1]
-            states, logits = captured_features(self.fixture, self.bound.capture_arguments, text[:, :-1], rows)
-            features.append(self.bound.features(states)[0])
+            states, logits = captured_features(self.fixture, {"output_hidden_states": True}, text[:, :-1], rows)
+            features.append(features_of(self.bound, states)[0])
             tokens.append(text[0, -rows:])
             self.comparison.check(f"{own}features", features[-1])
             self.comparison.check(f"{prefix}next_token", logits[0, -1].argmax())

@@ -7,8 +7,8 @@ import torch
 from hf_specgen.heads.gemma_assistant import source_layers
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.medusa_formats import load_medusa
-from hf_specgen.heads.mtp_format import load_mtp
-from tests.helpers.head_fixtures import Comparison, Fixture
+from hf_specgen.heads.mtp import load_mtp
+from tests.helpers.head_fixtures import Comparison, Fixture, features_of
 from tests.helpers.head_runs import Rounds, captured_features
 from tests.helpers.head_sessions import Assistant, Autoregressive, LayeredMTP, RaggedCache
 
@@ -68,8 +68,8 @@ def run_mtp(fixture: Fixture, prompts: list[str], comparison: Comparison) -> Non
         for row, prompt in enumerate(prompts):
             text = fixture.get(f"{prompt}.round{number}.input_ids")
             rows = text.shape[1] - 1 - known[row]
-            states, _ = captured_features(fixture, bound.capture_arguments, text[:, :-1], rows)
-            features.append(bound.features(states)[0])
+            states, _ = captured_features(fixture, {"output_hidden_states": True}, text[:, :-1], rows)
+            features.append(features_of(bound, states)[0])
             tokens.append(text[0, -rows:])
             known[row] += rows
             comparison.check_end(f"{prompt}.round{number}.features", features[-1][None])
@@ -92,8 +92,8 @@ def run_assistant(fixture: Fixture, prompts: list[str], comparison: Comparison) 
         for prompt in prompts:
             text = fixture.get(f"{prompt}.round{number}.input_ids")
             cache = RaggedCache()
-            output = fixture.target(text[:, :-1], past_key_values=cache, **bound.capture_arguments)
-            states.append(bound.features(output.hidden_states)[0, -1])
+            output = fixture.target(text[:, :-1], past_key_values=cache, output_hidden_states=True)
+            states.append(features_of(bound, output.hidden_states)[0, -1])
             held = {kind: cache.layers[index] for kind, index in source_layers(fixture.target.config).items()}
             rows = text.shape[1] - 1
             keys_values.append(

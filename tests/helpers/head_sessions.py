@@ -205,7 +205,8 @@ class Assistant:
         positions, counts = torch.tensor(lengths)[:, None], torch.tensor(lengths)
         chains: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = [[] for _ in last]
         for _ in range(steps):
-            output = self.bound.head(self.bound.embed(tokens), hidden, positions, shared, counts)
+            arguments = positions, shared, counts, torch.zeros_like(counts), dict.fromkeys(shared, 0)
+            output = self.bound.head(self.bound.embed(tokens), hidden, *arguments)
             logits = self.bound.logits(output.output)[:, 0]
             tokens, hidden = self.bound.target_ids(logits.argmax(-1))[:, None], output.hidden
             for row, chain in enumerate(chains):

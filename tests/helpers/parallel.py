@@ -9,6 +9,7 @@ from hf_specgen import Call, DraftSession
 from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets.cache import RaggedCache
+from tests.helpers.head_fixtures import features_of
 
 RAISED = 50.0
 """Added to the logit of a token that is to be drafted."""
@@ -75,7 +76,7 @@ def reread(session: Any, row: int, count: int, parallel: bool) -> RaggedCache:
     bound = runner.bound
     text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
     states = call.model(text[:, :-1], output_hidden_states=True).hidden_states
-    features, cache = bound.features(states)[:, :count], RaggedCache()
+    features, cache = features_of(bound, states)[:, :count], RaggedCache()
     positions = torch.arange(count)[None]
     if parallel:
         tokens = bound.embed(text[:, 1 : 1 + count])

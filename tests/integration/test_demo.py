@@ -151,7 +151,7 @@ def test_read_prompts_of_a_text_file_takes_a_prompt_from_each_line(tmp_path: Pat
 def test_read_prompts_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: expected a JSON object with the key prompt"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: expected a JSON object"):
         read_prompts(file, 2)
 
 

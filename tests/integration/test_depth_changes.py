@@ -27,7 +27,7 @@ from hf_specgen import (
     StepRecord,
 )
 from hf_specgen.depth import CostCurve, LatencyModel, calibrate
-from hf_specgen.depth.ranks import from_first_rank, lockstep_group
+from hf_specgen.depth.calibrate import from_first_rank, lockstep_group
 from tests.helpers import Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.depth import Clock, Model, Target, depth_call, run
 from tests.helpers.medusa import random_heads

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModel
 from custom_generate import write_custom_generate
 from hf_specgen import MedusaCandidates
 from hf_specgen.heads import MedusaHeads, load_medusa
-from hf_specgen.heads.compatibility import fingerprint, other_chat_template
-from hf_specgen.heads.lora import load_lora, new_lora, output_of, stacked_deltas
-from hf_specgen.heads.medusa import Acceptance, MedusaRunner
+from hf_specgen.heads.lora import load_lora, stacked_deltas
+from hf_specgen.heads.medusa import Acceptance, MedusaRunner, fingerprint, other_chat_template
 from hf_specgen.heads.medusa_formats import export_medusa
+from medusa_lora import new_lora, output_of
 from tests.helpers import VOCAB, prompts, tiny_model
 from tests.helpers.medusa import random_heads
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hf_specgen import Call, Monitor, MonitorSession, NgramCandidates, SpeculationMonitor, Statistics, StepRecord
+from hf_specgen.monitoring.monitor import PREFIX
 from hf_specgen.monitoring.plots import plot_monitor
-from hf_specgen.monitoring.prometheus import PREFIX
 from tests.helpers import FailingOracle, Oracle, prompts, tiny_model
 
 

@@ -22,8 +22,9 @@ import train_medusa
 from distillation import target_states
 from hf_specgen import MedusaCandidates
 from hf_specgen.heads import MedusaHeads, load_medusa
-from hf_specgen.heads.lora import load_lora, new_lora
+from hf_specgen.heads.lora import load_lora
 from hf_specgen.targets.model_parts import decoder, output_logits
+from medusa_lora import new_lora
 from tests.helpers import VOCAB, tiny_model
 from tests.helpers.medusa import random_heads
 from tests.helpers.paths import ROOT

@@ -115,14 +115,14 @@ def test_tables_are_written_between_their_markers(finished, tmp_path: Path) -> N
     _, _, page = finished
     (tmp_path / "results" / "embedded").mkdir(parents=True)
     shutil.copy(page.parent / "report.json", tmp_path / "results" / "embedded")
-    shutil.copy(ROOT / "benchmarks" / "results" / "packed-weights.json", tmp_path / "results")
+    shutil.copy(ROOT / "benchmarks" / "results" / "large-target.json", tmp_path / "results")
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for _ in range(2):
         assert main(["tables", str(tmp_path / "results"), "--write", str(readme)]) == 0
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert text.count("### packed-weights") == 1 == text.count("#### speed") and "| domain | variant |" in text
+    assert text.count("### large-target") == 1 == text.count("#### speed") and "| domain | variant |" in text
 
 
 def test_readme_shows_the_recorded_results(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_model_times_are_positive_and_do_not_fall_beyond_the_last_point(
 ) -> None:
     step = model.at(rows, context)
     last = step.target.queries[-1] * step.target.batch
-    beyond = step.target.by_tokens(np.array([last, last + tokens, last + 2.0 * tokens]))
+    beyond = [step.target.seconds_of(size) for size in (last, last + tokens, last + 2.0 * tokens)]
     assert step.target.seconds_of(tokens) > 0
     assert (np.diff(beyond) >= -1e-9).all()
     assert step.drafter.draft([1, tokens]) >= step.drafter.overhead
@@ -138,7 +138,7 @@ def test_model_of_invalid_data_raises_a_value_error(data: Any, tmp_path: Path) -
         (((1, 2), (1.0,)), "seconds for each"),
         (((2, 3), (1.0, 1.0)), "increase from 1"),
         (((1, 1), (1.0, 1.0)), "increasing numbers"),
-        (((1, 2), (1.0, 0.0)), "seconds, context and batch must be positive"),
+        (((1, 2), (1.0, 0.0)), "positive"),
     ],
 )
 def test_cost_curve_of_bad_points_raises(arguments: tuple[Any, Any], message: str) -> None:

@@ -26,7 +26,7 @@ from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
 from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import FORMATS, load_head
 from hf_specgen.heads.layers import LayerConfig
-from hf_specgen.heads.mtp_format import load_mtp
+from hf_specgen.heads.mtp import load_mtp
 from tests.helpers.head_sessions import LayeredMTP
 
 LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8)

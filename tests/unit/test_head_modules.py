@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from hf_specgen.heads.aux_hidden_states import configured_layers
+from hf_specgen.heads.aux_hidden_states import block_layers, configured_layers, eagle_layers
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_mask
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding, causal_mask
@@ -198,3 +198,15 @@ def test_configured_layers_are_indices_of_hidden_states(
 def test_configured_layers_that_are_no_layer_numbers_raises(value: Any) -> None:
     with pytest.raises(ValueError, match="must be a list of layer numbers"):
         configured_layers({"eagle_aux_hidden_state_layer_ids": value})
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(32, (2, 16, 29)), (8, (2, 4, 5)), (6, (2, 3))])
+def test_eagle_layers_of_a_target(layers: int, expected: tuple[int, ...]) -> None:
+    assert eagle_layers(layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "draft_layers", "expected"), [(36, 5, (2, 10, 18, 26, 34)), (8, 3, (2, 4, 6)), (8, 1, (5,))]
+)
+def test_block_layers_of_a_target(layers: int, draft_layers: int, expected: tuple[int, ...]) -> None:
+    assert block_layers(layers, draft_layers) == expected

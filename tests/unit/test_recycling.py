@@ -196,6 +196,16 @@ def test_recycling_accepts_tokens_in_later_calls() -> None:
     assert accepted[1] > accepted[0]
 
 
+def test_recycling_without_memory_drafts_alike_in_equal_calls() -> None:
+    """Would catch: `memory=False` that still drafts from the table of earlier calls."""
+    model, candidates = tiny_model("llama"), RecyclingCandidates(k=4, tree=16)
+    accepted = []
+    for _ in range(2):
+        model.generate(**prompts(1), max_new_tokens=30, candidate_generator=candidates, memory=False)
+        accepted.append(candidates.speculation.accepted)
+    assert accepted[0] == accepted[1]
+
+
 def test_recycling_keeps_a_table_for_each_target() -> None:
     candidates = RecyclingCandidates()
     first, second = tiny_model("llama"), tiny_model("llama", vocab_size=120)

@@ -93,11 +93,11 @@ def test_finish_removes_what_lies_behind_the_end(
     assert stats.emitted == length
 
 
-def test_record_prefill_draft_counts_only_rows_with_a_draft() -> None:
+def test_record_of_the_prefill_counts_only_rows_with_a_draft() -> None:
     """Would catch: the first token counted as a step of rows without a draft, or a drafted one as the target's own."""
     stats = Statistics([[], []])
     tree = DraftTree.chains([[5, 6], []])
-    recorded = stats.record_prefill_draft(tree, VerificationResult([[0], []], [[5, 7], [8]], [1, 0]))
+    recorded = stats.record(tree, VerificationResult([[0], []], [[5, 7], [8]], [1, 0]), is_prefill=True)
     assert recorded == [RowStep(2, 2, 1, 2), None]
     stats.record(DraftTree.chains([[1], [1]]), VerificationResult([[0], []], [[1, 2], [3]], [1, 0]))
     stats.finish([4, 2], [0, 1])
