@@ -8,6 +8,7 @@ are compared separately for each previous token.
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -155,3 +156,19 @@ def goodness_of_fit(observed: np.ndarray, expected: np.ndarray) -> float:
             strata += 1
     assert len(found) - strata >= MIN_DEGREES_OF_FREEDOM, "too few trials reached this position for a test"
     return float(chisquare(found, wanted, ddof=strata - 1).pvalue)
+
+
+def fit_of_two_tokens(target: Any, ids: torch.Tensor, candidates: Any, calls: int) -> float:
+    """The p-value of the first two tokens that rejection sampling generates in calls with 500 texts each."""
+    vocab = target.config.vocab_size
+    with torch.no_grad():
+        first = target(ids).logits[0, -1].softmax(-1)
+        texts = torch.cat([ids.expand(vocab, -1), torch.arange(vocab)[:, None]], dim=1)
+        expected = (first[:, None] * target(texts).logits[:, -1].softmax(-1)).flatten()
+    torch.manual_seed(11)
+    counts, arguments = torch.zeros(vocab**2), {"max_new_tokens": 3, "do_sample": True, "verification": "rejection"}
+    for _ in range(calls):
+        ids_of_call = target.generate(ids, num_return_sequences=500, candidate_generator=candidates, **arguments)
+        counts += torch.bincount(ids_of_call[:, -3] * vocab + ids_of_call[:, -2], minlength=vocab**2)
+    assert candidates.speculation is not None and candidates.speculation.accepted > 100
+    return goodness_of_fit(counts.numpy()[None], (expected * counts.sum()).numpy()[None])

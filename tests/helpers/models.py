@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.paths import TINY_ARCHITECTURES
 
@@ -88,3 +88,12 @@ def prompts(batch: int, length: int = PROMPT_LENGTH) -> dict[str, torch.Tensor]:
         input_ids[row, :padding] = 0
         attention_mask[row, :padding] = 0
     return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def small_llama(vocab_size: int, seed: int, **settings: Any) -> Any:
+    """A random model of one layer with so few tokens that the distribution of its texts can be enumerated."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
+    config = LlamaConfig(**{"vocab_size": vocab_size, "initializer_range": 0.5, **sizes, **ends, **settings})
+    return LlamaForCausalLM(config).eval()

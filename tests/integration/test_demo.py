@@ -100,13 +100,6 @@ def test_embedded_models_of_the_data_package_are_found(monkeypatch: pytest.Monke
     assert workloads._assets() == tmp_path / "hf_specgen_demo"
 
 
-def test_demo_with_own_prompts_in_a_batch() -> None:
-    arguments = ["demo", "--model", str(REFERENCE_LM), "--prompt", "Hello there.", "--prompt", "And you?"]
-    output = output_of(*arguments, "--batch-size", "2", "--max-new-tokens", "8")
-    assert "one row" in output and "n-grams" in output
-    assert "one row only" not in output_of(*arguments[:5], "--max-new-tokens", "2", "--seconds", "0")
-
-
 def test_demo_with_prompts_from_a_file_and_a_mode_that_is_not_exact(tmp_path: Path) -> None:
     """Would catch: sampled tokens of rejection sampling reported as wrong ones."""
     file = tmp_path / "prompts.jsonl"

@@ -52,11 +52,6 @@ def test_links_of_a_page_lead_to_files(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_readme_is_short() -> None:
-    """Would catch: a README that grows into the documentation again."""
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-
-
 def test_navigation_names_every_page() -> None:
     """Would catch: a page that nobody finds."""
     navigation = (ROOT / "zensical.toml").read_text(encoding="utf-8")

@@ -4,30 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_specgen import AdaptiveDepth, Candidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates
 from hf_specgen.depth import CostCurve, LatencyModel
+from tests.helpers.goodness_of_fit import fit_of_two_tokens
+from tests.helpers.models import small_llama
 
 LATENCY = LatencyModel.from_curves(CostCurve((1, 65), (1.0, 1.1), 256, 1), draft_token=0.05)
 
 
 def llama(layers: int, seed: int) -> Any:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        eos_token_id=1,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
+    settings = {"num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 1}
+    return small_llama(40, seed, initializer_range=0.2, **sizes, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -133,39 +122,6 @@ def test_trees_rejection_sampling_has_the_distribution_of_the_target(tree: Any) 
 
     6,000 samples of two tokens; fails by chance once in 1,000 runs of another seed.
     """
-    target, draft = small_vocabulary(0), small_vocabulary(3)
-    ids = torch.tensor([[2, 3, 4]])
-    first = target(ids).logits[0, -1].softmax(-1)
-    second = torch.stack([target(torch.cat([ids, torch.tensor([[t]])], 1)).logits[0, -1].softmax(-1) for t in range(6)])
-    expected = (first[:, None] * second).flatten()
+    target, draft = small_llama(6, 0), small_llama(6, 3)
     candidates = DraftModelCandidates(draft, k=2, tree=tree, policy=AdaptiveDepth(LATENCY) if tree == "auto" else None)
-    torch.manual_seed(11)
-    counts = torch.zeros(36)
-    for _ in range(12):
-        output = target.generate(
-            ids,
-            do_sample=True,
-            max_new_tokens=3,
-            num_return_sequences=500,
-            candidate_generator=candidates,
-            verification="rejection",
-        )
-        counts += torch.bincount(output[:, 3] * 6 + output[:, 4], minlength=36)
-    assert candidates.speculation is not None and candidates.speculation.accepted > 100
-    assert chisquare(counts.numpy(), (expected * counts.sum()).detach().numpy()).pvalue > 1e-3
-
-
-def small_vocabulary(seed: int) -> Any:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=6,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        initializer_range=0.5,
-        pad_token_id=None,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
+    assert fit_of_two_tokens(target, torch.tensor([[2, 3, 4]]), candidates, calls=12) > 1e-3

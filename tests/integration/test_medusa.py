@@ -233,11 +233,6 @@ def test_hydra_logits_of_every_node_are_those_of_its_own_path(monkeypatch: pytes
     assert compared > 30
 
 
-def test_heads_that_read_the_path_read_its_first_token_too() -> None:
-    with pytest.raises(ValueError, match="needs reads_token=True"):
-        MedusaConfig(hidden_size=8, vocab_size=9, reads_path=True)
-
-
 def test_heads_with_too_few_tokens_name_what_they_read() -> None:
     heads = MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=9, num_heads=2, **HYDRA))
     with pytest.raises(ValueError, match="head 1 reads 2 tokens"):

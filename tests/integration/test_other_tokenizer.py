@@ -10,12 +10,13 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_specgen import DraftModelCandidates
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
 from tests.helpers import SAMPLING, assert_same_tokens
-from tests.helpers.goodness_of_fit import goodness_of_fit
+from tests.helpers.goodness_of_fit import fit_of_two_tokens
+from tests.helpers.models import small_llama
 
 
 def permuted(folder: Path, merges: int | None = None) -> Path:
@@ -99,20 +100,7 @@ def tokenizer_of(characters: Sequence[str], folder: Path) -> Path:
 
 
 def small_model(characters: Sequence[str], folder: Path, seed: int, positions: int = 64) -> Any:
-    config = LlamaConfig(
-        vocab_size=len(characters),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=positions,
-        initializer_range=0.5,
-        pad_token_id=None,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = small_llama(len(characters), seed, max_position_embeddings=positions)
     model.name_or_path = str(tokenizer_of(characters, folder))
     return model
 
@@ -124,25 +112,8 @@ def test_shared_vocabulary_rejection_sampling_has_the_distribution_of_the_target
     Three of six tokens are shared. 2,000 samples of two tokens; fails by chance once in 1,000 runs of another seed.
     """
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("gfxcy?a", tmp_path / "draft", 3)
-    ids = torch.tensor([[0, 2, 5]])
-    first = target(ids).logits[0, -1].softmax(-1)
-    second = torch.stack([target(torch.cat([ids, torch.tensor([[t]])], 1)).logits[0, -1].softmax(-1) for t in range(7)])
     candidates = DraftModelCandidates(draft, k=2, tree=tree)
-    torch.manual_seed(11)
-    counts = torch.zeros(49)
-    for _ in range(4):
-        output = target.generate(
-            ids,
-            do_sample=True,
-            max_new_tokens=3,
-            num_return_sequences=500,
-            candidate_generator=candidates,
-            verification="rejection",
-        )
-        counts += torch.bincount(output[:, 3] * 7 + output[:, 4], minlength=49)
-    assert candidates.speculation is not None and candidates.speculation.accepted > 100
-    expected = (first[:, None] * second).flatten().detach().numpy()
-    assert goodness_of_fit(counts.numpy()[None], (expected * float(counts.sum()))[None]) > 1e-3
+    assert fit_of_two_tokens(target, torch.tensor([[0, 2, 5]]), candidates, calls=4) > 1e-3
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])

@@ -101,7 +101,7 @@ def test_journal(tmp_path: Path) -> None:
         (["--dtype", "int3"], "int3"),
         (["--batches", "1,x"], "'1,x'"),
         (["--profile", "no-such-file.json"], "no-such-file.json"),
-        (["--profile", "pyproject.toml"], "'pyproject.toml' is not a latency profile"),
+        (["--profile", "pyproject.toml"], "'pyproject.toml' is not a latency file"),
         (["--out-of-range"], "--out-of-range"),
         (["--resume"], "nothing to resume"),
         (["--domains", "gsm8k-hub"], "no domain is left to measure"),
@@ -171,7 +171,7 @@ def profile(folder: Path, *drafters: str) -> str:
     curve = CostCurve((1, 256), (1.0, 1.0), context=512, batch=1)
     latency = LatencyModel((Bucket(curve, {name: DraftLatency(seconds=(0.05,)) for name in drafters}),))
     path = folder / "flat.json"
-    path.write_text(json.dumps(latency.to_dict()))
+    latency.save(path)
     return str(path)
 
 

@@ -7,12 +7,7 @@ import torch
 
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.captured_passes import fixed_mask
-from hf_specgen.targets.graphs import CAPACITY_BLOCK, GraphBuffers, StepLayer, padded_width
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2, 4), (4, 4), (5, 8), (16, 16), (17, 32), (65, 128)])
-def test_padded_width_is_next_width(tokens: int, width: int) -> None:
-    assert padded_width(tokens) == width
+from hf_specgen.targets.graphs import CAPACITY_BLOCK, GraphBuffers, StepLayer
 
 
 def test_fixed_mask_hides_added_slots_in_every_row() -> None:

@@ -155,7 +155,3 @@ def test_chain_mask_with_padding_equals_the_loops(call: dict[str, Any], window: 
     mask = chain_mask(call["lengths"], call["queries"], CPU, window, visible)
     expected = drawn(**call, window=window)
     assert mask.expand(len(expected), -1, -1, -1)[:, 0].int().tolist() == expected
-
-
-def test_chain_mask_is_one_for_equally_long_rows_without_padding() -> None:
-    assert chain_mask([5, 5, 5], 3, CPU).shape == (1, 1, 3, 8)

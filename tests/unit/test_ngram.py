@@ -245,12 +245,6 @@ def test_draft_of_rows_uses_their_own_texts() -> None:
     assert NgramCandidates(k=1).start(make_call(state)).draft([1, 1]).tokens.tolist() == [[8], [9]]
 
 
-def test_draft_at_prefill_is_a_chain() -> None:
-    state = make_state([[5, 6, 7, 5, 6, 1, 5, 8, 9, 5]])
-    tree = NgramCandidates(k=5, tree=15).start(make_call(state)).draft_at_prefill([5])
-    assert tree.nodes and tree.parents[0] == tuple(range(-1, tree.nodes - 1))
-
-
 # Padding
 
 

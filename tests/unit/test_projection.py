@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.projection import Projection, latency_for, project
+from benchmarks.harness.projection import latency_for, project
 from benchmarks.report.decision import choices, code_of
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.counters import RowStep, Statistics, StepPasses
@@ -23,15 +23,6 @@ def test_projection_by_hand() -> None:
     found = project(Statistics([steps], [8], {}, passes), LATENCY)
     assert found.seconds == pytest.approx(1.0 + 1.36 + 1.01) and found.plain_seconds == pytest.approx(7.0)
     assert found.speedup == pytest.approx(7.0 / 3.37)
-
-
-def test_calls_of_one_row_add_up() -> None:
-    one = Statistics([[RowStep(1, 1, 1, 2)]], [3], {}, [StepPasses(1, 9, 2, (1,))])
-    assert project(one + one, LATENCY) == project(one, LATENCY) + project(one, LATENCY)
-
-
-def test_call_without_steps_has_no_speedup() -> None:
-    assert project(Statistics([[]], [1]), LATENCY) == Projection() and Projection().speedup == 1.0
 
 
 def test_real_call_projects_to_its_tokens_per_step_on_a_flat_curve() -> None:
