@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
-from hf_specgen.depth.calibrate import DrafterTimer, target_curve
-from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, LatencyModel
+from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
+from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, LatencyModel
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.memory import memory
 from hf_specgen.targets.target import Target
@@ -104,13 +104,19 @@ class AdaptiveSession(PolicySession):
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
         if policy.latency is not None:
             self.latency = policy.latency.select(str(drafting.key[0]), drafting.negligible_cost)
-        elif drafting.negligible_cost:
+            return
+        self._use(known_curve(call))
+        if drafting.negligible_cost:
             self._speed = DraftingSpeed(max(self._speed.tokens, DraftingSpeed.tokens))
         elif self._speed.speedup <= 1 + self._margin:
             self._plain_steps = self._speed.interval
 
     def prefilled(self, target: Target) -> None:
-        if self.latency is None and (curve := target_curve(self._call, target)) is not None:
+        if self.latency is None:
+            self._use(target_curve(self._call, target))
+
+    def _use(self, curve: CostCurve | None) -> None:
+        if curve is not None:
             self._timer = DrafterTimer(self._call, curve)
             self.latency = LatencyModel((Bucket(curve, {ANY_DRAFTER: self._timer.latency()}),))
 

@@ -37,18 +37,20 @@ _lock = Lock()
 _measured: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
-def target_curve(call: Call, target: Target) -> CostCurve | None:
-    """T(q) of the target, measured once per dtype, device, rows and context; None near the end of its positions."""
-    assert call.model is not None
-    key = _key(call)
+def known_curve(call: Call) -> CostCurve | None:
+    """T(q) of the target, if an earlier call has measured it for this dtype, device, rows and context."""
     with _lock:
-        known: CostCurve | None = _measured.setdefault(call.model, {}).get(key)
-    position = max(target.first_positions, default=0) + QUERIES[2]
-    if known is not None or position > target.last_position:
-        return known
+        return None if call.model is None else _measured.setdefault(call.model, {}).get(_key(call))
+
+
+def target_curve(call: Call, target: Target) -> CostCurve | None:
+    """T(q) of the target, measured now and kept; None near the end of its position table."""
+    assert call.model is not None
+    if max(target.first_positions, default=0) + QUERIES[2] > target.last_position:
+        return None
     curve = _measure(call, target)
     with _lock:
-        return _measured[call.model].setdefault(key, curve)
+        return _measured.setdefault(call.model, {}).setdefault(_key(call), curve)
 
 
 def _key(call: Call) -> tuple[Hashable, ...]:

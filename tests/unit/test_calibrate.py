@@ -7,7 +7,7 @@ import pytest
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.counters import RowStep, StepRecord
-from hf_specgen.depth import CostCurve, calibrate
+from hf_specgen.depth import AdaptiveDepth, CostCurve, calibrate
 from tests.helpers import prompts, shared_draft, tiny_model
 from tests.helpers.depth import Clock, Model, Target, depth_call
 from tests.helpers.medusa import random_heads
@@ -54,7 +54,9 @@ def test_target_curve_is_measured_once_per_model_rows_and_context(clock: Clock) 
     ]
     for rows, prompt, measured in sizes:
         before = len(target.passes)
-        calibrate.target_curve(depth_call(rows, prompt, model=model), target)  # type: ignore[arg-type]
+        session = AdaptiveDepth().start(depth_call(rows, prompt, model=model))
+        assert (session.latency is None) == measured, "known before the prefill"
+        session.prefilled(target)  # type: ignore[arg-type]
         assert (len(target.passes) > before) == measured, (rows, prompt)
 
 
