@@ -11,95 +11,11 @@ Example:
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_specgen.patch import install, uninstall
-from hf_specgen.version import __version__
-
-if TYPE_CHECKING:
-    from hf_specgen.attachment import attach, attached, detach, statistics
-    from hf_specgen.call import Call
-    from hf_specgen.candidates import (
-        AutoCandidates,
-        Candidates,
-        CombinedCandidates,
-        DFlashCandidates,
-        DraftModelCandidates,
-        DraftSession,
-        EagleCandidates,
-        GemmaAssistantCandidates,
-        LayerSkipCandidates,
-        MedusaCandidates,
-        MTPCandidates,
-        NgramCandidates,
-        NgramHistory,
-        PEagleCandidates,
-        RecyclingCandidates,
-        RecyclingTable,
-    )
-    from hf_specgen.candidates.base import DraftCall
-    from hf_specgen.counters import CallTotals, Statistics, StepRecord
-    from hf_specgen.depth import (
-        AdaptiveDepth,
-        FixedDepth,
-        MovingWindow,
-        Policy,
-        PolicySession,
-        Schedule,
-    )
-    from hf_specgen.generate import speculate
-    from hf_specgen.monitoring.monitor import Monitor, MonitorSession, SpeculationMonitor
-    from hf_specgen.outputs import SpeculativeOutput
-    from hf_specgen.prepacked_weights import prepacked
-    from hf_specgen.tree import DraftTree
-    from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
-
-__all__ = [
-    "AdaptiveDepth",
-    "AutoCandidates",
-    "Call",
-    "CallTotals",
-    "Candidates",
-    "CombinedCandidates",
-    "DFlashCandidates",
-    "DraftCall",
-    "DraftModelCandidates",
-    "DraftSession",
-    "DraftTree",
-    "EagleCandidates",
-    "FixedDepth",
-    "GemmaAssistantCandidates",
-    "LayerSkipCandidates",
-    "MTPCandidates",
-    "MedusaCandidates",
-    "Monitor",
-    "MonitorSession",
-    "MovingWindow",
-    "NgramCandidates",
-    "NgramHistory",
-    "PEagleCandidates",
-    "Policy",
-    "PolicySession",
-    "RecyclingCandidates",
-    "RecyclingTable",
-    "Schedule",
-    "SpeculationMonitor",
-    "SpeculativeOutput",
-    "Statistics",
-    "StepRecord",
-    "VerificationResult",
-    "VerificationSession",
-    "Verifier",
-    "__version__",
-    "attach",
-    "attached",
-    "detach",
-    "install",
-    "prepacked",
-    "speculate",
-    "statistics",
-    "uninstall",
-]
+from hf_specgen.patch import install as install
+from hf_specgen.patch import uninstall as uninstall
+from hf_specgen.version import __version__ as __version__
 
 _MODULES = {
     "attachment": "attach attached detach statistics",
@@ -117,8 +33,9 @@ _MODULES = {
     "tree": "DraftTree",
     "verification": "VerificationResult VerificationSession Verifier",
 }
-"""Where each lazily imported name is defined. `tests/unit/test_start_up.py` compares it with `__all__`."""
+"""Where each lazily imported name is defined; `__init__.pyi` has them for type checkers."""
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted([*_HOMES, "__version__", "install", "uninstall"])
 
 
 def __getattr__(name: str) -> Any:
