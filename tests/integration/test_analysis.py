@@ -97,20 +97,6 @@ def test_bad_acceptance(arguments: tuple, message: str) -> None:
         expected_accepted(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("queries", "seconds", "message"),
-    [
-        ((2, 4), (1.0, 1.0), r"increase from 1, got \[2, 4\]"),
-        ((1, 4, 4), (1.0, 1.0, 1.0), "increasing numbers of tokens"),
-        ((1, 2), (1.0,), "seconds for each"),
-        ((1, 2), (1.0, 0.0), "0.0"),
-    ],
-)
-def test_bad_curves(queries: tuple, seconds: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CostCurve(queries, seconds, context=1, batch=1)
-
-
 def test_measured_curve_runs_the_passes_it_says() -> None:
     """One prefill, then a warm-up and `repeats` turns, each a pass over 1, 2 and 8 tokens behind 12 cached ones."""
     model = tiny_model("llama")
