@@ -114,7 +114,7 @@ class DrafterTimer:
         assert call.model is not None
         with _lock:
             known = 0.0 if call.drafting.negligible_cost else _measured.setdefault(call.model, {}).get(self._key)
-        self.fraction = 0.1 if known is None else known
+        self.fraction = 0.3 if known is None else known
         self._ratios: list[float] | None = [] if known is None else None
 
     def latency(self) -> DraftLatency:

@@ -95,7 +95,7 @@ def test_drafter_timer_takes_the_minimum_without_the_first_draft() -> None:
     curve = CostCurve((1, 4), (1.0, 2.0), 256, 1)
     call = depth_call(model=Model(), negligible_cost=False)
     timer = calibrate.DrafterTimer(call, curve)
-    assert timer.fraction == 0.1
+    assert timer.fraction == 0.3
     known = [timer.observe(draft_record(3.0 * fraction)) for fraction in (0.1, 0.5, 0.3, 0.9, 0.3, 0.5)]
     assert known == [False, False, False, False, True, False]
     assert timer.fraction == pytest.approx(0.3)
