@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import cycle
+from statistics import median
 from threading import Lock
 from time import perf_counter, thread_time
 from typing import Any, TypeVar
@@ -130,7 +131,7 @@ class DrafterTimer:
         self._ratios.append(step.seconds["draft"] / sum(map(self._curve.seconds_of, step.passes)))
         if len(self._ratios) < 5:  # the first draft includes the drafter's prefill
             return False
-        fraction = from_first_rank(min(self._ratios[1:]), self._group)
+        fraction = from_first_rank(median(self._ratios[1:]), self._group)
         self._ratios = None
         assert self._model is not None
         with _lock:
