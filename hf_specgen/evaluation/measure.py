@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.counters import Statistics
+from hf_specgen.counters import Rates, Statistics
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Sample:
 
 
 @dataclass
-class Total:
+class Total(Rates):
     """Sums over samples. Throughput is the sum of tokens divided by the sum of time, never a mean of rates."""
 
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
-    emitted: int = 0
+    emitted_in_steps: int = 0
     drafted: int = 0
     accepted: int = 0
     identical: bool = True
@@ -92,21 +92,13 @@ class Total:
         self.samples.append(sample)
         if sample.speculation is not None:
             self.steps += sample.speculation.steps
-            self.emitted += sum(step.emitted for row in sample.speculation.rows for step in row)
+            self.emitted_in_steps += sample.speculation.emitted_in_steps
             self.drafted += sample.speculation.drafted
             self.accepted += sample.speculation.accepted
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        return self.emitted / self.steps if self.steps else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
 
 
 def measure_round(
@@ -126,7 +118,8 @@ def measure_round(
         followups: for a chat (one row) the tokens `[1, length]` of every further turn, starting at the end of the
             previous answer; each turn continues from the cache of the previous one.
     """
-    inputs = {name: tensor.to(compat.input_device(model)) for name, tensor in inputs.items()}
+    device = compat.input_device(model)
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     able = [variant for variant in variants if variant.batched or len(inputs["input_ids"]) == 1]
     order = able[first % len(able) :] + able[: first % len(able)]
     samples = {v.name: _run(model, inputs, followups, {**settings, **v.arguments()}, seed) for v in order}
