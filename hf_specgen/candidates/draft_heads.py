@@ -80,9 +80,6 @@ class BoundModules(Generic[T]):
                 self._loaded[model] = loaded
             return loaded[1]
 
-    def __deepcopy__(self, memo: object) -> BoundModules[T]:
-        return BoundModules()
-
     def __reduce__(self) -> tuple[type[BoundModules[T]], tuple[()]]:
         return BoundModules, ()
 

@@ -25,7 +25,7 @@ from hf_specgen.compat import attention_implementation
 from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.cost import measure_cost_curve
-from hf_specgen.evaluation.measure import Interval, Total, Variant, measure_round, speedup_interval
+from hf_specgen.evaluation.measure import Speed, Total, Variant, measure_round
 from hf_specgen.evaluation.workloads import DEFAULT, PLAIN, Strategy, strategies
 from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
 from hf_specgen.heads.head_formats import holds_medusa, load_head
@@ -34,8 +34,6 @@ from hf_specgen.heads.medusa_formats import inspect_medusa
 from hf_specgen.heads.mtp import has_mtp_layers
 from hf_specgen.targets.support import check_model
 
-MARGIN = 1.05
-"""Smallest ratio that counts: of speeds, of a speed to its tokens per step, of tokens per step."""
 PROMPTS = (
     "Rename `x` to `total` in this code and repeat it whole.\n\n"
     "def add(x, y):\n    x = x + y\n    if x > 10:\n        x = 10\n    return x\n",
@@ -325,39 +323,6 @@ def _variants(found: Sequence[Strategy], device: str) -> tuple[dict[str, str], l
         codes |= {f"{one.name}, graphs": f'{one.code}, compile="graphs"' for one in found}
         variants += [replace(one.variant(compile="graphs"), name=f"{one.name}, graphs") for one in found]
     return codes, variants
-
-
-@dataclass(frozen=True)
-class Speed:
-    """The calls of a strategy, and its speedup over plain `generate` with a confidence interval over calls."""
-
-    total: Total
-    interval: Interval
-
-    @classmethod
-    def of(cls, total: Total, plain: Total) -> Speed:
-        """From the totals of a strategy and of plain `generate` on the same batches."""
-        columns = [[getattr(one, name) for one in s.samples] for s in (total, plain) for name in ("tokens", "seconds")]
-        return cls(total, speedup_interval(*columns))
-
-    @property
-    def plausible(self) -> bool:
-        """Whether the speedup is possible: a step takes no less than a plain one, so it is at most tokens per step."""
-        return self.interval.value <= MARGIN * max(1.0, self.total.tokens_per_step)
-
-    @property
-    def faster(self) -> bool:
-        """Whether the strategy was clearly faster than plain `generate`."""
-        return self.plausible and self.interval.low > 1 and self.interval.value >= MARGIN
-
-    def __str__(self) -> str:
-        return f"{self.interval.value:.2f}x plain ({self.interval.low:.2f}-{self.interval.high:.2f})"
-
-    def to_dict(self) -> dict[str, float]:
-        """Numbers by name, ready for JSON."""
-        names = ("tokens_per_second", "tokens_per_step", "acceptance_rate")
-        speedup = {"speedup": self.interval.value, "speedup_low": self.interval.low, "speedup_high": self.interval.high}
-        return speedup | {name: getattr(self.total, name) for name in names}
 
 
 def verification_cost(curve: CostCurve) -> Finding:

@@ -20,14 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specgen.attachment import attached
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import GenerateSettings
-from hf_specgen.evaluation.workloads import (
-    chat_text,
-    generation_settings,
-    load_model,
-    maybe_prepacked,
-    parse_object,
-    strategies,
-)
+from hf_specgen.evaluation import workloads
+from hf_specgen.evaluation.workloads import chat_text, load_model, maybe_prepacked, parse_object, strategies
 
 Row = dict[str, Any]
 RESUMABLE = ("plain", "draft", "heads", "adapter", "device")
@@ -146,7 +140,7 @@ def answer(
     inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not formatted)
     inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
     torch.manual_seed(seed)
-    generation = generation_settings(settings.max_new_tokens, settings.temperature)
+    generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     ids = cast(Any, model).generate(**inputs, **generation)
     generated = ids[:, inputs["input_ids"].shape[1] :]
     answers = tokenizer.batch_decode(generated, skip_special_tokens=True)

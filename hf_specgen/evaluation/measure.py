@@ -20,6 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.counters import Rates, Statistics
 
+MARGIN = 1.05
+"""Smallest ratio that counts: of speeds, of a speed to its tokens per step, of tokens per step."""
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -248,3 +251,36 @@ def speedup_interval(
 def _ratio(sums: Sequence[np.ndarray]) -> np.ndarray:
     tokens, seconds, plain_tokens, plain_seconds = sums
     return (tokens / seconds) / (plain_tokens / plain_seconds)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The calls of a strategy, and its speedup over plain `generate` with a confidence interval over calls."""
+
+    total: Total
+    interval: Interval
+
+    @classmethod
+    def of(cls, total: Total, plain: Total) -> Speed:
+        """From the totals of a strategy and of plain `generate` on the same batches."""
+        columns = [[getattr(one, name) for one in s.samples] for s in (total, plain) for name in ("tokens", "seconds")]
+        return cls(total, speedup_interval(*columns))
+
+    @property
+    def plausible(self) -> bool:
+        """Whether the speedup is possible: a step takes no less than a plain one, so it is at most tokens per step."""
+        return self.interval.value <= MARGIN * max(1.0, self.total.tokens_per_step)
+
+    @property
+    def faster(self) -> bool:
+        """Whether the strategy was clearly faster than plain `generate`."""
+        return self.plausible and self.interval.low > 1 and self.interval.value >= MARGIN
+
+    def __str__(self) -> str:
+        return f"{self.interval.value:.2f}x plain ({self.interval.low:.2f}-{self.interval.high:.2f})"
+
+    def to_dict(self) -> dict[str, float]:
+        """Numbers by name, ready for JSON."""
+        names = ("tokens_per_second", "tokens_per_step", "acceptance_rate")
+        speedup = {"speedup": self.interval.value, "speedup_low": self.interval.low, "speedup_high": self.interval.high}
+        return speedup | {name: getattr(self.total, name) for name in names}

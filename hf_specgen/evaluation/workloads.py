@@ -56,14 +56,14 @@ PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "
 EAGLE, PEAGLE, DFLASH, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "DFlash", "MTP", "Gemma assistant"
 COMBINED, DEFAULT = "n-grams + draft", "auto"
 """Names of variants in tables; PEER is the prompt lookup of Transformers, DEFAULT is `candidate_generator="auto"`."""
-HEAD_NAMES = dict(
-    MedusaCandidates=MEDUSA,
-    EagleCandidates=EAGLE,
-    PEagleCandidates=PEAGLE,
-    DFlashCandidates=DFLASH,
-    MTPCandidates=MTP,
-    GemmaAssistantCandidates=ASSISTANT,
-)
+HEAD_NAMES = {
+    "MedusaCandidates": MEDUSA,
+    "EagleCandidates": EAGLE,
+    "PEagleCandidates": PEAGLE,
+    "DFlashCandidates": DFLASH,
+    "MTPCandidates": MTP,
+    "GemmaAssistantCandidates": ASSISTANT,
+}
 
 # Greedy decoding of a small model falls into repetition where the answer is open, which favours every n-gram method:
 # those domains are sampled with a seed, so that tokens can still be compared one by one.

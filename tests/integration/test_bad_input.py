@@ -298,7 +298,9 @@ def heads(**shape: Any) -> Any:
     return random_heads(tiny_model("llama"), **shape)
 
 
-@pytest.mark.parametrize(("architecture", "make", "words"), MISMATCHES, ids=lambda value: value[:30] if isinstance(value, str) else "make")
+@pytest.mark.parametrize(
+    ("architecture", "make", "words"), MISMATCHES, ids=lambda value: value[:30] if isinstance(value, str) else "make"
+)
 def test_strategy_that_does_not_fit_the_target_raises(architecture: str, make: Callable[[], Any], words: str) -> None:
     target = stateful_model(architecture) if architecture in CONFIGS else tiny_model(architecture)
     with pytest.raises(ValueError, match=words):
