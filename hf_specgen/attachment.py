@@ -112,14 +112,6 @@ def attached(
 
     Yields:
         the statistics of the calls in the block, updated with every call.
-
-    Example:
-        >>> from transformers import AutoModelForCausalLM
-        >>> model = AutoModelForCausalLM.from_pretrained("benchmarks/assets/reference-lm")
-        >>> with attached(model, "auto") as totals:
-        ...     ids = model.generate(model.dummy_inputs["input_ids"][:1], max_new_tokens=4, do_sample=False)
-        >>> totals.calls, totals.emitted
-        (1, 4)
     """
     target = _target(model)
     attachment = _attachment(target, candidate_generator, settings.pop("strict", False), settings)

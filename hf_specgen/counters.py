@@ -11,19 +11,10 @@ from typing import Any
 from hf_specgen.tree import DraftTree, depths
 from hf_specgen.verification import VerificationResult
 
-REPORTED = (  # properties that `Statistics.to_dict` contains
-    "steps",
-    "drafts",
-    "drafted",
-    "accepted",
-    "emitted",
-    "acceptance_rate",
-    "tokens_per_step",
-    "mean_acceptance_length",
-    "drafted_per_position",
-    "accepted_per_position",
-    "acceptance_rate_per_position",
-)
+COUNTS = ("steps", "drafts", "drafted", "accepted", "emitted")
+RATES = ("acceptance_rate", "tokens_per_step", "mean_acceptance_length")
+POSITIONS = ("drafted_per_position", "accepted_per_position")
+"""Properties that `to_dict` contains."""
 
 
 @dataclass
@@ -91,8 +82,30 @@ class StepRecord:
         return [self.batch] * self.depth if self.drafter_passes is None else self.drafter_passes
 
 
+class Rates:
+    """Ratios of the counters `steps`, `drafts`, `drafted`, `accepted` and `emitted_in_steps`."""
+
+    @property
+    def acceptance_rate(self: Any) -> float:
+        """accepted / drafted."""
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def tokens_per_step(self: Any) -> float:
+        """Mean accepted length over all steps, the bonus token included (Spec-Bench's definition)."""
+        return _ratio(self.emitted_in_steps, self.steps)
+
+    @property
+    def mean_acceptance_length(self: Any) -> float:
+        """1 + accepted / drafts: only steps with a draft (vLLM's definition)."""
+        return 1 + _ratio(self.accepted, self.drafts)
+
+    def __str__(self: Any) -> str:
+        return str(self.summary())
+
+
 @dataclass
-class Statistics:
+class Statistics(Rates):
     """Counters of one `generate` call.
 
     A *step* of a row is one verification (a forward pass of the target) in which the row took part; a *draft* is a step
@@ -119,10 +132,7 @@ class Statistics:
     passes: list[StepPasses] = field(default_factory=list)
 
     def record(self, tree: DraftTree, result: VerificationResult, is_prefill: bool = False) -> list[RowStep | None]:
-        """Count one verification; returns the outcome of each row, None for a row that took no part.
-
-        The prefill is a step only for the rows that had a draft.
-        """
+        """Count one verification; returns the outcome of each row, None for a row that took no part."""
         steps: list[RowStep | None] = [None] * len(self.rows)
         for row, path in enumerate(result.paths):
             parents = tree.parents[row]
@@ -191,19 +201,9 @@ class Statistics:
         return sum(self.lengths)
 
     @property
-    def acceptance_rate(self) -> float:
-        """accepted / drafted."""
-        return _ratio(self.accepted, self.drafted)
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Mean accepted length over all steps, the bonus token included (Spec-Bench's definition)."""
-        return _ratio(sum(step.emitted for step in self._steps), self.steps)
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafts: only steps with a draft (vLLM's definition)."""
-        return 1 + _ratio(self.accepted, self.drafts)
+    def emitted_in_steps(self) -> int:
+        """The same without first tokens from a prefill that verified no draft."""
+        return sum(step.emitted for step in self._steps)
 
     @property
     def drafted_per_position(self) -> list[int]:
@@ -230,7 +230,8 @@ class Statistics:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and lists, ready for JSON."""
-        result: dict[str, Any] = {name: getattr(self, name) for name in REPORTED}
+        names = (*COUNTS, *RATES, *POSITIONS, "acceptance_rate_per_position")
+        result: dict[str, Any] = {name: getattr(self, name) for name in names}
         result["seconds"] = dict(self.seconds)
         if len(self.rows) > 1:
             result["rows"] = [self.row(index).to_dict() for index in range(len(self.rows))]
@@ -248,16 +249,13 @@ class Statistics:
             f"time: {times or '(not measured)'}"
         )
 
-    def __str__(self) -> str:
-        return self.summary()
-
     def to_json(self) -> str:
         """`to_dict` as a JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
 
 @dataclass
-class CallTotals:
+class CallTotals(Rates):
     """Sums over the `generate` calls of a model that a strategy is attached to; see `hf_specgen.attach`.
 
     Args:
@@ -271,12 +269,6 @@ class CallTotals:
         emitted_in_steps: the same without first tokens from a prefill that verified no draft.
         drafted_per_position, accepted_per_position: how many drafts reached, and were accepted at, position 1, 2, …
         seconds: wall time of the calls.
-
-    Example:
-        >>> totals = CallTotals()
-        >>> totals.add(Statistics([[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2)]], lengths=[7]))
-        >>> totals.calls, totals.drafted, totals.accepted, totals.tokens_per_step
-        (1, 6, 4, 3.0)
     """
 
     calls: int = 0
@@ -294,39 +286,20 @@ class CallTotals:
     def add(self, call: Statistics) -> None:
         """Add a call that speculated."""
         self.calls += 1
-        self.steps += call.steps
-        self.drafts += call.drafts
-        self.drafted += call.drafted
-        self.accepted += call.accepted
-        self.emitted += call.emitted
-        self.emitted_in_steps += sum(step.emitted for row in call.rows for step in row)
-        self.drafted_per_position = _sums(self.drafted_per_position, call.drafted_per_position)
-        self.accepted_per_position = _sums(self.accepted_per_position, call.accepted_per_position)
+        for name in (*COUNTS, "emitted_in_steps"):
+            setattr(self, name, getattr(self, name) + getattr(call, name))
+        for name in POSITIONS:
+            columns = zip_longest(getattr(self, name), getattr(call, name), fillvalue=0)
+            setattr(self, name, [sum(column) for column in columns])
         self.seconds += call.seconds.get("total", 0.0)
 
     def add_plain(self, reason: str) -> None:
         """Count a call that fell back to plain generation."""
         self.plain_calls[reason] = self.plain_calls.get(reason, 0) + 1
 
-    @property
-    def acceptance_rate(self) -> float:
-        """accepted / drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Mean accepted length over all steps, the bonus token included (Spec-Bench's definition)."""
-        return self.emitted_in_steps / self.steps if self.steps else 0.0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafts: only steps with a draft (vLLM's definition)."""
-        return 1 + (self.accepted / self.drafts if self.drafts else 0.0)
-
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and lists, ready for JSON."""
-        rates = ("acceptance_rate", "tokens_per_step", "mean_acceptance_length")
-        return {**asdict(self), **{name: getattr(self, name) for name in rates}}
+        return asdict(self) | {name: getattr(self, name) for name in RATES}
 
     def summary(self) -> str:
         """The main counters in a few lines of text."""
@@ -337,9 +310,6 @@ class CallTotals:
         ]
         lines += [f"{_calls(count)} without speculation: {reason}" for reason, count in self.plain_calls.items()]
         return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.summary()
 
 
 def _reached(values: Sequence[int]) -> list[int]:
@@ -352,7 +322,3 @@ def _ratio(part: float, whole: float) -> float:
 
 def _calls(count: int) -> str:
     return f"{count} call{'' if count == 1 else 's'}"
-
-
-def _sums(a: list[int], b: list[int]) -> list[int]:
-    return [x + y for x, y in zip_longest(a, b, fillvalue=0)]

@@ -9,29 +9,15 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_specgen.candidates import draft_heads
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.draft_heads import (
-    DFlashCandidates,
-    EagleCandidates,
-    GemmaAssistantCandidates,
-    MTPCandidates,
-    PEagleCandidates,
-)
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
+from hf_specgen.heads import head_formats
 from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
 from hf_specgen.heads.exit_head import EXIT_CONFIG, exit_layer_of
-from hf_specgen.heads.head_formats import (
-    FORMATS,
-    head_format,
-    holds_medusa,
-    load_eagle1,
-    load_eagle3,
-    load_speculators_block,
-    load_zlab_block,
-    speculators_type,
-)
+from hf_specgen.heads.head_formats import FORMATS, head_format, holds_medusa, speculators_type
 from hf_specgen.heads.mtp import has_mtp_layers
 
 Build = Callable[..., Candidates]
@@ -92,7 +78,7 @@ def _strategy(source: Source) -> Build:
         return MedusaCandidates
     checkpoint = open_checkpoint(source)
     if has_mtp_layers(checkpoint):
-        return MTPCandidates
+        return draft_heads.MTPCandidates
     try:
         found = head_format(checkpoint)
     except ValueError:
@@ -107,12 +93,12 @@ def _strategy(source: Source) -> Build:
             ("exit adapters", "Medusa heads", "MTP layers", "causal language models", *(f.name for f in FORMATS))
         )
         raise ValueError(f"{checkpoint.source} has none of the known formats, which are: {known}") from None
-    if found.load in (load_speculators_block, load_zlab_block):
-        return DFlashCandidates
-    if found.load in (load_eagle1, load_eagle3):
+    if found.load in (head_formats.load_speculators_block, head_formats.load_zlab_block):
+        return draft_heads.DFlashCandidates
+    if found.load in (head_formats.load_eagle1, head_formats.load_eagle3):
         parallel = any(name.endswith("mask_hidden") for name in checkpoint.tensors)
-        return PEagleCandidates if parallel else EagleCandidates
-    return GemmaAssistantCandidates
+        return draft_heads.PEagleCandidates if parallel else draft_heads.EagleCandidates
+    return draft_heads.GemmaAssistantCandidates
 
 
 def _is_causal_model(checkpoint: Checkpoint) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -81,15 +80,12 @@ class BoundModules(Generic[T]):
                 self._loaded[model] = loaded
             return loaded[1]
 
-    def __deepcopy__(self, memo: object) -> BoundModules[T]:
-        return BoundModules()
-
     def __reduce__(self) -> tuple[type[BoundModules[T]], tuple[()]]:
         return BoundModules, ()
 
 
 class HeadCandidates(Candidates):
-    """Base class of strategies with a draft head; a subclass sets `max_depth`, and writes `check` and `begin`.
+    """Base class of strategies with a draft head; a subclass sets the class attributes, and overrides `begin`.
 
     Args:
         head_or_path: a loaded head, or a folder or Hub id of one.
@@ -108,6 +104,9 @@ class HeadCandidates(Candidates):
 
     max_depth: int
     """Maximum depth of k="auto"."""
+    head_classes: tuple[type[DraftHead], ...] = (DraftHead,)
+    expected = "a head"
+    """Which heads the strategy drafts with, as classes and in words."""
 
     def __init__(
         self,
@@ -126,13 +125,14 @@ class HeadCandidates(Candidates):
         self._name = type(head_or_path).__qualname__ if self._head is not None else str(head_or_path)
         self._bound: BoundModules[BoundHead] = BoundModules()
 
-    @abstractmethod
     def check(self, head: DraftHead) -> None:
         """Raise a `ValueError` unless the strategy can draft with this head."""
+        if not isinstance(head, self.head_classes):
+            raise self._refusal(head)
 
-    @abstractmethod
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         """The session of a call."""
+        return EagleSession(call, target, bound, self.k, self.tree)
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The head, on the CPU; a copy of one that was given loaded."""
@@ -163,9 +163,9 @@ class HeadCandidates(Candidates):
         weight = output_matrix(model).weight
         return head.to(device=weight.device, dtype=weight.dtype).eval().bind(model, self.aux_hidden_state_layers)
 
-    def _refusal(self, head: DraftHead, expected: str) -> ValueError:
+    def _refusal(self, head: DraftHead) -> ValueError:
         return ValueError(
-            f"{self._name!r} is a {type(head).__name__}, not {expected}; use AutoCandidates.from_pretrained, which "
+            f"{self._name!r} is a {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, which "
             "chooses the strategy"
         )
 
@@ -196,17 +196,14 @@ class EagleCandidates(HeadCandidates):
     max_depth = 16
     """With the depth 8 of EAGLE-3's trees the projected speed of the bundled head is 4.92x of plain decoding, with 16
     it is 5.47x, as text that the head is nearly sure of deserves deep drafts."""
+    head_classes, expected = (Eagle1Head, Eagle3Head), "an EAGLE head"
 
     def check(self, head: DraftHead) -> None:
-        if not isinstance(head, Eagle1Head | Eagle3Head):
-            raise self._refusal(head, "an EAGLE head")
+        super().check(head)
         if head.config.mask_token_id is not None:
             raise ValueError(
                 f"{self._name!r} is a P-EAGLE head, which drafts all tokens in one pass; use PEagleCandidates"
             )
-
-    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        return EagleSession(call, target, bound, self.k, self.tree)
 
 
 class PEagleCandidates(HeadCandidates):
@@ -224,10 +221,12 @@ class PEagleCandidates(HeadCandidates):
 
     max_depth = 8
     """Published heads were trained to draft 5 to 8 tokens."""
+    head_classes, expected = (Eagle3Head,), "a P-EAGLE head"
 
     def check(self, head: DraftHead) -> None:
-        if not isinstance(head, Eagle3Head) or head.config.mask_token_id is None:
-            raise self._refusal(head, "a P-EAGLE head")
+        super().check(head)
+        if head.config.mask_token_id is None:
+            raise self._refusal(head)
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         runner = PEagleRunner(bound, call.state.batch)
@@ -249,10 +248,7 @@ class DFlashCandidates(HeadCandidates):
 
     max_depth = 16
     """Published heads have blocks of 8 to 16 tokens."""
-
-    def check(self, head: DraftHead) -> None:
-        if not isinstance(head, BlockHead):
-            raise self._refusal(head, "a DFlash or JetSpec head")
+    head_classes, expected = (BlockHead,), "a DFlash or JetSpec head"
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         runner = BlockRunner(bound, call.state.batch)
@@ -300,9 +296,6 @@ class MTPCandidates(HeadCandidates):
                 "drafts with checkpoints that have one layer"
             )
 
-    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        return EagleSession(call, target, bound, self.k, self.tree)
-
     def __repr__(self) -> str:
         return super().__repr__().replace("('', ", "(")
 
@@ -321,10 +314,7 @@ class GemmaAssistantCandidates(HeadCandidates):
 
     max_depth = 8
     """Without a cache, one hidden state and the last token stand for all draft tokens."""
-
-    def check(self, head: DraftHead) -> None:
-        if not isinstance(head, AssistantHead):
-            raise self._refusal(head, "a Gemma 4 assistant")
+    head_classes, expected = (AssistantHead,), "a Gemma 4 assistant"
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         return AssistantSession(call, target, bound, self.k, self.tree)

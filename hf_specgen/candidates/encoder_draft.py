@@ -136,13 +136,10 @@ def have_same_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
 
 
 def _have_equal_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    if ours.keys() != theirs.keys() or any(ours[name].shape != theirs[name].shape for name in ours):
+    kinds, others = ({name: (one.shape, one.dtype) for name, one in tensors.items()} for tensors in (ours, theirs))
+    if kinds != others or any(one.device.type == "meta" for one in ours.values()):
         return False
-    return all(ours[name].dtype == theirs[name].dtype and _equal(ours[name], theirs[name]) for name in ours)
-
-
-def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return ours.device.type != "meta" and torch.equal(ours, theirs.to(ours.device))
+    return all(torch.equal(one, theirs[name].to(one.device)) for name, one in ours.items())
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

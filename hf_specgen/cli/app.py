@@ -9,15 +9,8 @@ from typing import Annotated
 
 import typer
 
-from hf_specgen.cli.settings import (
-    ChatSettings,
-    DemoSettings,
-    DoctorSettings,
-    GenerateSettings,
-    TuneSettings,
-    command,
-    errors,
-)
+from hf_specgen.cli import settings as options
+from hf_specgen.cli.settings import command, errors
 from hf_specgen.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Lossless speculative decoding for Transformers.")
@@ -38,14 +31,11 @@ def main(
     """Lossless speculative decoding for Transformers."""
 
 
-for name, settings in {
-    "demo": DemoSettings,
-    "chat": ChatSettings,
-    "generate": GenerateSettings,
-    "tune": TuneSettings,
-    "doctor": DoctorSettings,
-}.items():
-    command(app, name, settings)
+command(app, "demo", options.DemoSettings)
+command(app, "chat", options.ChatSettings)
+command(app, "generate", options.GenerateSettings)
+command(app, "tune", options.TuneSettings)
+command(app, "doctor", options.DoctorSettings)
 
 
 @app.command()

@@ -17,6 +17,7 @@ from hf_specgen.candidates import Candidates
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import ChatSettings
 from hf_specgen.counters import Statistics, StepRecord
+from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import DEFAULT, PLAIN, chat_text, load_model, maybe_prepacked, strategies
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 
@@ -222,11 +223,11 @@ class ColouredStreamer(BaseStreamer):
             return
         self._held += value.flatten().tolist()
         if not self._holds_tokens:
-            self._flush(0, 0)
+            self.step(0, 0)
 
     def end(self) -> None:
         """Write what is left."""
-        self._flush(0, 0)
+        self.step(0, 0)
         self._decode(False, final=True)
 
     def wait_for_steps(self) -> None:
@@ -234,10 +235,7 @@ class ColouredStreamer(BaseStreamer):
         self._holds_tokens = True
 
     def step(self, accepted: int, emitted: int) -> None:
-        """The last `emitted` tokens are those of a step that accepted so many draft tokens."""
-        self._flush(accepted, emitted)
-
-    def _flush(self, accepted: int, emitted: int) -> None:
+        """Write the held tokens; the last `emitted` are those of a step that accepted so many draft tokens."""
         before = len(self._held) - emitted
         for place, token in enumerate(self._held):
             self._line.append(token)
@@ -278,9 +276,7 @@ def show(settings: ChatSettings) -> None:
     model, tokenizer = load_model(settings.model, settings.dtype, settings.device)
     choices: dict[str, Candidates | None] = {PLAIN: None, DEFAULT: default_candidates()}
     choices.update({strategy.name: strategy.candidates for strategy in named})
-    generation: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0}
-    if settings.temperature > 0:
-        generation["temperature"] = settings.temperature
+    generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     console = Console()
     console.print(
         f"[bold]{settings.model}[/]. [{ACCEPTED}]Accepted draft tokens[/] are coloured; /help lists commands.\n"

@@ -20,29 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.candidates import Candidates, NgramCandidates
 from hf_specgen.cli.settings import DemoSettings, check_writable, terminal
+from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.cost import widen_in_fast_dtype
 from hf_specgen.evaluation.measure import Sample, Total, Variant, measure_round
-from hf_specgen.evaluation.workloads import (
-    DOMAINS,
-    EMBEDDED_ADAPTER,
-    EMBEDDED_DFLASH,
-    EMBEDDED_DRAFT,
-    EMBEDDED_EAGLE,
-    EMBEDDED_HEADS,
-    GREEDY,
-    NGRAM,
-    PEER,
-    PLAIN,
-    Difference,
-    check_installed,
-    default_device,
-    domain_prompts,
-    encode,
-    first_difference,
-    head_strategy,
-    load,
-    strategies,
-)
+from hf_specgen.evaluation.workloads import NGRAM, PEER, PLAIN, Difference, encode, first_difference
 from hf_specgen.version import __version__
 
 BAR = 15
@@ -79,7 +60,7 @@ class MeasuredTarget:
 def show(settings: DemoSettings, console: Console | None = None) -> bool:
     """Run the demo and print it; returns False if a token differs in float32."""
     check_writable(settings.json_file)
-    settings = replace(settings, device=settings.device or default_device())
+    settings = replace(settings, device=settings.device or workloads.default_device())
     console = console or terminal()
     with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
         targets, tokenizer = run_demo(settings, lambda found, now: live.update(comparison(found, now), refresh=True))
@@ -98,14 +79,13 @@ def run_demo(
     settings: DemoSettings, on_change: Callable[[list[MeasuredTarget], str], None]
 ) -> tuple[list[MeasuredTarget], PreTrainedTokenizerBase]:
     """Measure all variants on every target; `on_change` receives the targets and what is being done."""
-    check_installed(settings)
-    prompts = list(round_robin(domain_prompts(settings)))
-    model, tokenizer = load(settings)
+    workloads.check_installed(settings)
+    prompts = list(round_robin(workloads.domain_prompts(settings)))
+    model, tokenizer = workloads.load(settings)
     size = sum(parameter.numel() for parameter in model.parameters())
-    titles = {
-        f"{size / 1e6:.0f}M {settings.dtype}": settings.dtype,
-        **({f"{settings.wide}M": ""} if settings.widened else {}),
-    }
+    titles = {f"{size / 1e6:.0f}M {settings.dtype}": settings.dtype}
+    if settings.widened:
+        titles[f"{settings.wide}M"] = ""
     targets = [
         MeasuredTarget(title, dtype, {variant.name: Total() for variant in variants(settings)})
         for title, dtype in titles.items()
@@ -145,7 +125,7 @@ def _measure(
         if number and started - begin + slowest > seconds:
             break
         target.domains.append(domain)
-        generation = {"max_new_tokens": length, **DOMAINS.get(domain, GREEDY)}
+        generation = {"max_new_tokens": length, **workloads.DOMAINS.get(domain, workloads.GREEDY)}
         exact = settings.verification == "exact"
         exact |= settings.verification == "rejection" and not generation["do_sample"]
         for inputs in encode(tokenizer, texts, size):
@@ -198,11 +178,15 @@ def variants(settings: DemoSettings) -> list[Variant]:
     """Plain `generate`, Transformers' prompt lookup, then our strategies: those named, or the fastest embedded ones."""
     draft, adapter, heads = settings.draft, settings.adapter, [settings.heads] if settings.heads else []
     if not settings.model:
-        draft = draft or str(EMBEDDED_DRAFT)
-        adapter = adapter or (str(EMBEDDED_ADAPTER) if settings.every else "")
-        shipped = (EMBEDDED_EAGLE, EMBEDDED_HEADS, EMBEDDED_DFLASH) if settings.every else (EMBEDDED_EAGLE,)
+        draft = draft or str(workloads.EMBEDDED_DRAFT)
+        adapter = adapter or (str(workloads.EMBEDDED_ADAPTER) if settings.every else "")
+        further = (workloads.EMBEDDED_HEADS, workloads.EMBEDDED_DFLASH) if settings.every else ()
+        shipped = (workloads.EMBEDDED_EAGLE, *further)
         heads = heads or [str(folder) for folder in shipped if folder.exists()]
-    built = [*strategies(draft, "", adapter, dtype=settings.dtype), *map(head_strategy, heads)]
+    built = [
+        *workloads.strategies(draft, "", adapter, dtype=settings.dtype),
+        *map(workloads.head_strategy, heads),
+    ]
     found: dict[str, Candidates] = {strategy.name: strategy.candidates for strategy in built}
     found[NGRAM] = NgramCandidates(k=settings.k)
     ours: Any = partial(dict, verification=settings.verification)
@@ -218,10 +202,6 @@ def answer_length(longest: int, seconds: float, speed: float, compared: int) -> 
     """Tokens per answer with which a prompt of each of the 5 embedded domains fits into the time, but at least 24.
 
     Every variant is assumed to be as slow as plain `generate`, which generates `speed` tokens per second.
-
-    Example:
-        >>> [answer_length(64, seconds=40, speed=speed, compared=6) for speed in (200, 40, 8)]
-        [64, 53, 24]
     """
     return int(min(longest, max(24, seconds * speed / max(1, compared) / 5)))
 
@@ -286,15 +266,14 @@ def closing_lines(targets: Sequence[MeasuredTarget], widened: bool) -> Iterator[
 
 def one_answer(totals: dict[str, Total], tokenizer: PreTrainedTokenizerBase) -> RenderableType:
     """The answer with the most tokens per step of the fastest strategy, its accepted draft tokens coloured."""
-    answers = {
-        name: [(sample, sample.speculation) for sample in totals[name].samples if sample.speculation is not None]
-        for name in _ordered(totals)
-        if name in totals
-    }
-    name = next((name for name in reversed(answers) if answers[name]), None)
-    if name is None:
+    for name in reversed(_ordered(totals)):
+        samples = totals[name].samples if name in totals else []
+        answers = [(sample, sample.speculation) for sample in samples if sample.speculation is not None]
+        if answers:
+            break
+    else:
         return ""
-    sample, statistics = max(answers[name], key=lambda answer: answer[1].tokens_per_step)
+    sample, statistics = max(answers, key=lambda answer: answer[1].tokens_per_step)
     text = Text()
     tokens = sample.ids[0, sample.ids.shape[1] - max(statistics.lengths) :].tolist()
     for token, accepted in zip(tokens, statistics.origins(0), strict=False):

@@ -16,25 +16,17 @@ import torch
 from accelerate import init_empty_weights
 from rich.box import SIMPLE
 from rich.table import Table
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import DoctorSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.depth import CostCurve
+from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.cost import measure_cost_curve
-from hf_specgen.evaluation.measure import Interval, Total, Variant, measure_round, speedup_interval
-from hf_specgen.evaluation.workloads import (
-    DEFAULT,
-    PLAIN,
-    Strategy,
-    check_device,
-    default_device,
-    encode,
-    load_model,
-    strategies,
-    torch_dtype,
-)
+from hf_specgen.evaluation.measure import Speed, Total, Variant, measure_round
+from hf_specgen.evaluation.workloads import DEFAULT, PLAIN, Strategy, strategies
 from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
 from hf_specgen.heads.head_formats import holds_medusa, load_head
 from hf_specgen.heads.medusa import check_heads
@@ -42,8 +34,6 @@ from hf_specgen.heads.medusa_formats import inspect_medusa
 from hf_specgen.heads.mtp import has_mtp_layers
 from hf_specgen.targets.support import check_model
 
-MARGIN = 1.05
-"""Smallest ratio that counts: of speeds, of a speed to its tokens per step, of tokens per step."""
 PROMPTS = (
     "Rename `x` to `total` in this code and repeat it whole.\n\n"
     "def add(x, y):\n    x = x + y\n    if x > 10:\n        x = 10\n    return x\n",
@@ -51,8 +41,7 @@ PROMPTS = (
     "Tell a short story about a lighthouse keeper who collects clocks.",
 )
 LINE = "model.generate(**inputs, candidate_generator={})"
-
-
+GIB = 2**30
 GOOD, WARNING, BAD = "good", "warning", "bad"
 """Results of a check."""
 SIGNS = {GOOD: "[green]✓[/]", WARNING: "[yellow]![/]", BAD: "[red]✗[/]"}
@@ -79,7 +68,6 @@ class Report:
 
     @property
     def bad(self) -> list[Finding]:
-        """The findings that have to be solved first."""
         return [finding for finding in self.findings if finding.result == BAD]
 
 
@@ -109,8 +97,8 @@ def examine(settings: DoctorSettings) -> Report:
     name = settings.model or settings.model_option
     if not name or (settings.model and settings.model_option):
         raise ValueError("name one target: hf-specgen doctor MODEL")
-    settings = replace(settings, model=name, device=settings.device or default_device())
-    check_device(settings.device)
+    settings = replace(settings, model=name, device=settings.device or workloads.default_device())
+    workloads.check_device(settings.device)
     report = Report()
     target = blueprint(settings.model, settings.dtype)
     draft = blueprint(settings.draft, settings.dtype) if settings.draft else None
@@ -147,13 +135,9 @@ class Blueprint:
         return self.model.config.get_text_config()
 
     @property
-    def parameters(self) -> int:
-        """Number of parameters; tied ones count once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
     def weight_bytes(self) -> int:
-        return self.parameters * self.dtype.itemsize
+        """Bytes of the parameters; tied ones count once."""
+        return _parameters(self.model) * self.dtype.itemsize
 
     def cache_bytes(self, batch: int, length: int) -> int:
         """Bytes of keys and values for `batch` rows of `length` tokens; sliding windows do not reduce them here."""
@@ -167,7 +151,7 @@ def blueprint(name: str, dtype: str) -> Blueprint:
     """Read the configuration and the tokenizer of a model, in a dtype or "auto" for the checkpoint's."""
     with source_errors(name):
         config = AutoConfig.from_pretrained(name)
-        chosen = torch_dtype(dtype) if dtype != "auto" else config.dtype or torch.float32
+        chosen = workloads.torch_dtype(dtype) if dtype != "auto" else config.dtype or torch.float32
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
@@ -216,15 +200,14 @@ def tokenizers(target: Blueprint, draft: Blueprint) -> list[Finding]:
 
 def _alike(subject: str, unlike: str, texts: str) -> Finding:
     """A warning if the draft model was trained on other texts than the target writes."""
-    if not unlike:
-        return Finding(subject, GOOD, "the same")
-    return Finding(subject, WARNING, unlike, f"trained on {texts}: fewer of its draft tokens are accepted")
+    meaning = f"trained on {texts}: fewer of its draft tokens are accepted"
+    return Finding(subject, WARNING, unlike, meaning) if unlike else Finding(subject, GOOD, "the same")
 
 
 def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
     """Whether the draft model, which runs once per draft token, is small enough."""
     ratio = draft.weight_bytes / target.weight_bytes
-    found = f"{_count(draft.parameters)} / {_count(target.parameters)} parameters, {ratio:.0%} of the target's bytes"
+    found = f"{_count(draft.model)} / {_count(target.model)} parameters, {ratio:.0%} of the target's bytes"
     if ratio <= 0.12:
         return Finding("draft size", GOOD, found)
     rarely = "faster only if most draft tokens are accepted" if ratio <= 0.35 else "rarely faster"
@@ -253,8 +236,7 @@ def _draft_head(name: str, target: Blueprint) -> list[Finding]:
     if has_mtp_layers(open_checkpoint(Source(name))):
         return [Finding("heads", GOOD, "MTP layers in the target's own checkpoint")]
     head = load_head(name)
-    parameters = sum(parameter.numel() for parameter in head.parameters())
-    findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(parameters)} parameters")]
+    findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(head)} parameters")]
     try:
         layers = head.bind(target.model).aux_hidden_state_layers
         findings[0] = replace(findings[0], found=f"{findings[0].found}, reads hidden states {layers}")
@@ -276,10 +258,10 @@ def memory(models: list[Blueprint], batch: int, length: int, device: str, availa
     weights = sum(model.weight_bytes for model in models)
     caches = sum(model.cache_bytes(batch, length) for model in models)
     free = free_bytes(device) if available is None else available
-    found = f"weights {_gib(weights)}, caches for {batch} x {length} tokens {_gib(caches)}"
+    found = f"weights {weights / GIB:.2f} GiB, caches for {batch} x {length} tokens {caches / GIB:.2f} GiB"
     if free is None:
         return Finding("memory", WARNING, found, f"the free memory of {device} is unknown")
-    found += f"; {_gib(free)} free on {device}"
+    found += f"; {free / GIB:.2f} GiB free on {device}"
     if weights + caches > free:
         meaning = "does not fit: use a smaller batch, length, dtype or draft model, or device_map='auto'"
         return Finding("memory", BAD, found, meaning)
@@ -295,29 +277,28 @@ def free_bytes(device: str) -> int | None:
     return int(psutil.virtual_memory().available) if torch.device(device).type == "cpu" else None
 
 
-def _count(parameters: int) -> str:
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _count(model: nn.Module) -> str:
+    parameters = _parameters(model)
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
-
-
-def _gib(number: float) -> str:
-    return f"{number / 2**30:.2f} GiB"
 
 
 def _measure(settings: DoctorSettings, target: Blueprint, report: Report) -> None:
     """Time T(q), and every strategy against plain `generate`; add findings and a recommendation to the report."""
-    model, tokenizer = load_model(settings.model, target.dtype, settings.device)
+    model, tokenizer = workloads.load_model(settings.model, target.dtype, settings.device)
     limit = getattr(target.config, "max_position_embeddings", None) or 2**31
     sizes, context = (1, 2, 4, 8, 16), min(128, limit // 2)
     curve = measure_cost_curve(model, sizes, context=context, batch=settings.batch_size, repeats=5)
     report.findings.append(verification_cost(curve))
-    generation: dict[str, Any] = {"do_sample": False, "max_new_tokens": settings.max_new_tokens}
-    if settings.temperature:
-        generation |= {"do_sample": True, "temperature": settings.temperature}
+    generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     named = strategies(settings.draft, settings.heads, settings.adapter, dtype=target.dtype)
     prompts = list(settings.prompt or PROMPTS)
     codes, variants = _variants([Strategy(DEFAULT, '"auto"', default_candidates()), *named], settings.device)
     texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
-    batches = list(encode(tokenizer, texts, settings.batch_size))
+    batches = list(workloads.encode(tokenizer, texts, settings.batch_size))
     measure_round(model, batches[0], variants, generation, 0)  # not counted: it loads models and prepares kernels
     totals = {variant.name: Total() for variant in variants}
     for number, inputs in enumerate(batches * settings.rounds):
@@ -342,40 +323,6 @@ def _variants(found: Sequence[Strategy], device: str) -> tuple[dict[str, str], l
         codes |= {f"{one.name}, graphs": f'{one.code}, compile="graphs"' for one in found}
         variants += [replace(one.variant(compile="graphs"), name=f"{one.name}, graphs") for one in found]
     return codes, variants
-
-
-@dataclass(frozen=True)
-class Speed:
-    """The calls of a strategy, and its speedup over plain `generate` with a confidence interval over calls."""
-
-    total: Total
-    interval: Interval
-
-    @classmethod
-    def of(cls, total: Total, plain: Total) -> Speed:
-        """From the totals of a strategy and of plain `generate` on the same batches."""
-        columns = [[getattr(one, name) for one in s.samples] for s in (total, plain) for name in ("tokens", "seconds")]
-        return cls(total, speedup_interval(*columns))
-
-    @property
-    def plausible(self) -> bool:
-        """Whether the speedup is possible: a step takes no less than a plain one, so it is at most tokens per step."""
-        return self.interval.value <= MARGIN * max(1.0, self.total.tokens_per_step)
-
-    @property
-    def faster(self) -> bool:
-        """Whether the strategy was clearly faster than plain `generate`."""
-        return self.plausible and self.interval.low > 1 and self.interval.value >= MARGIN
-
-    def __str__(self) -> str:
-        return f"{self.interval.value:.2f}x plain ({self.interval.low:.2f}-{self.interval.high:.2f})"
-
-    def to_dict(self) -> dict[str, float]:
-        """Numbers by name, ready for JSON."""
-        ratio, total = self.interval, self.total
-        speedups = {"speedup": ratio.value, "speedup_low": ratio.low, "speedup_high": ratio.high}
-        names = ("tokens_per_second", "tokens_per_step", "acceptance_rate")
-        return speedups | {name: getattr(total, name) for name in names}
 
 
 def verification_cost(curve: CostCurve) -> Finding:
@@ -435,8 +382,5 @@ def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[st
     if faster:
         best = max(faster, key=lambda name: speeds[name].interval.value)
         return LINE.format(codes[best]), f"the fastest in the quick benchmark: {speeds[best]}"
-    first = next(iter(codes))
-    return LINE.format(codes[first]), (
-        "no strategy was clearly faster on these prompts; the default then drafts almost nothing, and more where text "
-        "repeats itself"
-    )
+    reason = "no strategy was clearly faster on these prompts; the default then drafts almost nothing, and more where "
+    return LINE.format(next(iter(codes.values()))), f"{reason}text repeats itself"

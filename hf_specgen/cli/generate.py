@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specgen.attachment import attached
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import GenerateSettings
+from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import chat_text, load_model, maybe_prepacked, parse_object, strategies
 
 Row = dict[str, Any]
@@ -138,11 +139,9 @@ def answer(
     formatted = bool(tokenizer.chat_template) and settings.chat
     inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not formatted)
     inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    sampling: dict[str, Any] = {"do_sample": settings.temperature > 0}
-    if settings.temperature > 0:
-        sampling["temperature"] = settings.temperature
     torch.manual_seed(seed)
-    ids = cast(Any, model).generate(**inputs, max_new_tokens=settings.max_new_tokens, **sampling)
+    generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
+    ids = cast(Any, model).generate(**inputs, **generation)
     generated = ids[:, inputs["input_ids"].shape[1] :]
     answers = tokenizer.batch_decode(generated, skip_special_tokens=True)
     return answers, int((generated != tokenizer.pad_token_id).sum())

@@ -13,17 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specgen import compat
 from hf_specgen.cli.settings import TuneSettings, check_writable, terminal
 from hf_specgen.depth import LatencyModel
+from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.calibration import Counts, measure_acceptance, save_acceptance
 from hf_specgen.evaluation.cost import measure_latency
-from hf_specgen.evaluation.workloads import (
-    DOMAINS,
-    EMBEDDED_PROMPTS,
-    GREEDY,
-    encode,
-    load_model,
-    read_prompts,
-    strategies,
-)
+from hf_specgen.evaluation.workloads import EMBEDDED_PROMPTS, encode, load_model, read_prompts, strategies
 from hf_specgen.heads.lora import copy_lora
 from hf_specgen.heads.medusa import other_chat_template
 from hf_specgen.heads.medusa_formats import load_medusa
@@ -85,7 +78,7 @@ def tune_heads(
         {
             **{name: tensor.to(compat.input_device(model)) for name, tensor in inputs.items()},
             "max_new_tokens": settings.max_new_tokens,
-            **DOMAINS.get(domain, GREEDY),
+            **workloads.DOMAINS.get(domain, workloads.GREEDY),
         }
         for domain, texts in prompts.items()
         for inputs in encode(tokenizer, texts, 1)

@@ -101,18 +101,7 @@ def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = N
     """A model with about `parameters` parameters that computes the same function as `model`.
 
     Every MLP gets additional neurons whose output columns are zero: acceptance is that of the small model, latency that
-    of a larger one.
-
-    Args:
-        model: a Llama-like model, whose MLPs have `gate_proj`, `up_proj` and `down_proj`.
-        parameters: size of the result; at least that of `model`.
-        dtype: of the result; that of `model` if left out.
-
-    Returns:
-        A new model on the same device, in evaluation mode; `model` is unchanged.
-
-    Raises:
-        ValueError: if `model` is larger than that.
+    of a larger one. `model`, which stays as it is, has the layers `gate_proj`, `up_proj` and `down_proj` of Llama.
     """
     config = model.config
     missing = parameters - sum(p.numel() for p in model.parameters())

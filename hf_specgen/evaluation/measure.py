@@ -18,7 +18,10 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.counters import Statistics
+from hf_specgen.counters import Rates, Statistics
+
+MARGIN = 1.05
+"""Smallest ratio that counts: of speeds, of a speed to its tokens per step, of tokens per step."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,13 @@ class Sample:
 
 
 @dataclass
-class Total:
+class Total(Rates):
     """Sums over samples. Throughput is the sum of tokens divided by the sum of time, never a mean of rates."""
 
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
-    emitted: int = 0
+    emitted_in_steps: int = 0
     drafted: int = 0
     accepted: int = 0
     identical: bool = True
@@ -92,21 +95,13 @@ class Total:
         self.samples.append(sample)
         if sample.speculation is not None:
             self.steps += sample.speculation.steps
-            self.emitted += sum(step.emitted for row in sample.speculation.rows for step in row)
+            self.emitted_in_steps += sample.speculation.emitted_in_steps
             self.drafted += sample.speculation.drafted
             self.accepted += sample.speculation.accepted
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        return self.emitted / self.steps if self.steps else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
 
 
 def measure_round(
@@ -126,7 +121,8 @@ def measure_round(
         followups: for a chat (one row) the tokens `[1, length]` of every further turn, starting at the end of the
             previous answer; each turn continues from the cache of the previous one.
     """
-    inputs = {name: tensor.to(compat.input_device(model)) for name, tensor in inputs.items()}
+    device = compat.input_device(model)
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     able = [variant for variant in variants if variant.batched or len(inputs["input_ids"]) == 1]
     order = able[first % len(able) :] + able[: first % len(able)]
     samples = {v.name: _run(model, inputs, followups, {**settings, **v.arguments()}, seed) for v in order}
@@ -255,3 +251,36 @@ def speedup_interval(
 def _ratio(sums: Sequence[np.ndarray]) -> np.ndarray:
     tokens, seconds, plain_tokens, plain_seconds = sums
     return (tokens / seconds) / (plain_tokens / plain_seconds)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The calls of a strategy, and its speedup over plain `generate` with a confidence interval over calls."""
+
+    total: Total
+    interval: Interval
+
+    @classmethod
+    def of(cls, total: Total, plain: Total) -> Speed:
+        """From the totals of a strategy and of plain `generate` on the same batches."""
+        columns = [[getattr(one, name) for one in s.samples] for s in (total, plain) for name in ("tokens", "seconds")]
+        return cls(total, speedup_interval(*columns))
+
+    @property
+    def plausible(self) -> bool:
+        """Whether the speedup is possible: a step takes no less than a plain one, so it is at most tokens per step."""
+        return self.interval.value <= MARGIN * max(1.0, self.total.tokens_per_step)
+
+    @property
+    def faster(self) -> bool:
+        """Whether the strategy was clearly faster than plain `generate`."""
+        return self.plausible and self.interval.low > 1 and self.interval.value >= MARGIN
+
+    def __str__(self) -> str:
+        return f"{self.interval.value:.2f}x plain ({self.interval.low:.2f}-{self.interval.high:.2f})"
+
+    def to_dict(self) -> dict[str, float]:
+        """Numbers by name, ready for JSON."""
+        names = ("tokens_per_second", "tokens_per_step", "acceptance_rate")
+        speedup = {"speedup": self.interval.value, "speedup_low": self.interval.low, "speedup_high": self.interval.high}
+        return speedup | {name: getattr(self.total, name) for name in names}

@@ -21,15 +21,9 @@ from hf_specgen.candidates import (
     AutoCandidates,
     Candidates,
     CombinedCandidates,
-    DFlashCandidates,
     DraftModelCandidates,
-    EagleCandidates,
-    GemmaAssistantCandidates,
     LayerSkipCandidates,
-    MedusaCandidates,
-    MTPCandidates,
     NgramCandidates,
-    PEagleCandidates,
 )
 from hf_specgen.evaluation import DTYPES
 from hf_specgen.evaluation import WorkloadSettings as WorkloadSettings
@@ -62,13 +56,13 @@ PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "
 EAGLE, PEAGLE, DFLASH, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "DFlash", "MTP", "Gemma assistant"
 COMBINED, DEFAULT = "n-grams + draft", "auto"
 """Names of variants in tables; PEER is the prompt lookup of Transformers, DEFAULT is `candidate_generator="auto"`."""
-HEAD_NAMES: dict[type[Candidates], str] = {
-    MedusaCandidates: MEDUSA,
-    EagleCandidates: EAGLE,
-    PEagleCandidates: PEAGLE,
-    DFlashCandidates: DFLASH,
-    MTPCandidates: MTP,
-    GemmaAssistantCandidates: ASSISTANT,
+HEAD_NAMES = {
+    "MedusaCandidates": MEDUSA,
+    "EagleCandidates": EAGLE,
+    "PEagleCandidates": PEAGLE,
+    "DFlashCandidates": DFLASH,
+    "MTPCandidates": MTP,
+    "GemmaAssistantCandidates": ASSISTANT,
 }
 
 # Greedy decoding of a small model falls into repetition where the answer is open, which favours every n-gram method:
@@ -209,6 +203,12 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, A
     return cast(str, text)
 
 
+def generation_settings(max_new_tokens: int, temperature: float) -> dict[str, Any]:
+    """Arguments of `generate` for a temperature; 0 is greedy decoding."""
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else GREEDY
+    return {"max_new_tokens": max_new_tokens, **sampling}
+
+
 def maybe_prepacked(model: PreTrainedModel, pack: bool) -> AbstractContextManager[Any]:
     """`hf_specgen.prepacked(model)` if `pack`, else nothing."""
     return prepacked(model) if pack else nullcontext()
@@ -270,8 +270,8 @@ def strategies(draft: str = "", heads: str = "", adapter: str = "", *, dtype: An
 def head_strategy(heads: str, **settings: Any) -> Strategy:
     """The strategy for heads of any known format; `settings` are arguments of the strategy, such as `k=4`."""
     candidates = AutoCandidates.from_pretrained(heads, **settings)
-    kind = type(candidates)
+    kind = type(candidates).__name__
     if kind not in HEAD_NAMES:
-        raise ValueError(f"{heads!r} holds no heads, but what {kind.__name__} drafts with; name it as such")
+        raise ValueError(f"{heads!r} holds no heads, but what {kind} drafts with; name it as such")
     given = "".join(f", {name}={value!r}" for name, value in settings.items())
-    return Strategy(HEAD_NAMES[kind], f"{kind.__name__}({heads!r}{given})", candidates)
+    return Strategy(HEAD_NAMES[kind], f"{kind}({heads!r}{given})", candidates)

@@ -99,36 +99,32 @@ class SpeculationMonitor(Monitor):
     @property
     def acceptance_rate(self) -> float:
         """accepted / drafted, in the window."""
-        window = self._recorded()
-        drafted = sum(row[1] for row in window)
-        return sum(row[2] for row in window) / drafted if drafted else 0.0
+        _, drafted, accepted, _ = self._means()
+        return accepted / drafted if drafted else 0.0
 
     @property
     def tokens_per_step(self) -> float:
         """Emitted tokens per row step, in the window."""
-        window = self._recorded()
-        return sum(row[3] for row in window) / len(window) if window else 0.0
+        return self._means()[3]
 
     @property
     def mean_depth(self) -> float:
         """Mean of the maximum depth, in the window; 0 if nothing is drafted."""
-        window = self._recorded()
-        return sum(row[0] for row in window) / len(window) if window else 0.0
+        return self._means()[0]
 
     def summary(self) -> str:
         """One line about the window."""
-        window = self._recorded()
-        if not any(row[1] for row in window):
-            return f"last {len(window)} row steps: nothing was drafted"
+        if not self._means()[1]:
+            return f"last {len(self.window)} row steps: nothing was drafted"
         return (
-            f"last {len(window)} row steps: {self.tokens_per_step:.2f} tokens per step, "
+            f"last {len(self.window)} row steps: {self.tokens_per_step:.2f} tokens per step, "
             f"{self.acceptance_rate:.0%} of draft tokens accepted, mean depth {self.mean_depth:.1f}"
         )
 
-    def _recorded(self) -> list[tuple[int, int, int, int]]:
-        """A copy of the window: other threads may append to it meanwhile."""
-        with self._lock:
-            return list(self.window)
+    def _means(self) -> list[float]:
+        """Means over the window: maximum depth, drafted, accepted and emitted tokens; 0 if it is empty."""
+        with self._lock:  # other threads may append to it
+            return [sum(column) / len(self.window) for column in zip(*self.window, strict=True)] or [0.0] * 4
 
 
 class _SpeculationMonitorSession(MonitorSession):

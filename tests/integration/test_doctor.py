@@ -169,7 +169,7 @@ def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None
 
 def total(seconds: float, accepted: int = 5, drafted: int = 10, steps: int = 25, calls: int = 4) -> Total:
     """Several calls of 25 tokens each, in so many seconds and steps together."""
-    sums = Total(steps=steps * calls, emitted=25 * calls, drafted=drafted, accepted=accepted)
+    sums = Total(steps=steps * calls, emitted_in_steps=25 * calls, drafted=drafted, accepted=accepted)
     sums.samples = [Sample(25, seconds / calls, torch.zeros(1, 1), None) for _ in range(calls)]
     sums.tokens, sums.seconds = 25 * calls, seconds
     return sums
