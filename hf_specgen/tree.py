@@ -169,12 +169,7 @@ def chain_parents(length: int) -> Parents:
 
 
 def merge_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], Parents]:
-    """Merge token paths into one tree (a trie); nodes are in order of first appearance.
-
-    Example:
-        >>> merge_paths([[5, 6], [5, 7]])
-        ([5, 6, 7], (-1, 0, 0))
-    """
+    """Merge token paths into one tree (a trie); nodes are in order of first appearance."""
     tokens: list[int] = []
     parents: list[int] = []
     node_of: dict[tuple[int, int], int] = {}
@@ -215,10 +210,6 @@ def ancestor_matrix(parents: Parents) -> torch.Tensor:
 
     Returns:
         `[1 + nodes, 1 + nodes]` bool; entry `[i, j]` is True where ``j`` is ``i`` or one of its ancestors.
-
-    Example:
-        >>> ancestor_matrix((-1, -1, 0)).int().tolist()
-        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     """
     size = len(parents) + 1
     rows = [[True] + [False] * (size - 1)]

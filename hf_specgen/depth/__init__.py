@@ -4,23 +4,15 @@ A draft costs time: the target verifies more tokens in the step, and the drafter
 accepted before the first rejection. The best depth depends on the text and on the machine, and may be 0.
 """
 
-from hf_specgen.counters import StepRecord
-from hf_specgen.depth.adaptive import AdaptiveDepth
-from hf_specgen.depth.latency import Bucket, CostCurve, DraftLatency, LatencyModel
-from hf_specgen.depth.policy import FixedDepth, Policy, PolicySession
-from hf_specgen.depth.schedules import DisableWhen, MovingWindow, Schedule
-
-__all__ = [
-    "AdaptiveDepth",
-    "Bucket",
-    "CostCurve",
-    "DisableWhen",
-    "DraftLatency",
-    "FixedDepth",
-    "LatencyModel",
-    "MovingWindow",
-    "Policy",
-    "PolicySession",
-    "Schedule",
-    "StepRecord",
-]
+from hf_specgen.counters import StepRecord as StepRecord
+from hf_specgen.depth.adaptive import AdaptiveDepth as AdaptiveDepth
+from hf_specgen.depth.latency import Bucket as Bucket
+from hf_specgen.depth.latency import CostCurve as CostCurve
+from hf_specgen.depth.latency import DraftLatency as DraftLatency
+from hf_specgen.depth.latency import LatencyModel as LatencyModel
+from hf_specgen.depth.policy import FixedDepth as FixedDepth
+from hf_specgen.depth.policy import Policy as Policy
+from hf_specgen.depth.policy import PolicySession as PolicySession
+from hf_specgen.depth.schedules import DisableWhen as DisableWhen
+from hf_specgen.depth.schedules import MovingWindow as MovingWindow
+from hf_specgen.depth.schedules import Schedule as Schedule

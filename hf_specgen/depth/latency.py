@@ -47,11 +47,6 @@ class CostCurve:
         seconds: of a pass over that many tokens in each row.
         context: cached tokens in each row.
         batch: rows.
-
-    Example:
-        >>> curve = CostCurve((1, 4), (0.010, 0.016), context=256, batch=1)
-        >>> round(curve(2), 4), round(curve(6), 4), round(curve.relative(4), 2)
-        (0.012, 0.02, 1.6)
     """
 
     queries: tuple[int, ...]

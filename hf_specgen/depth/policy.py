@@ -66,13 +66,6 @@ class FixedDepth(Policy):
 
     Args:
         k: maximum depth; the strategy's own if None. 0 turns drafting off.
-
-    Raises:
-        ValueError: if k is negative.
-
-    Example:
-        >>> FixedDepth(3)
-        FixedDepth(k=3)
     """
 
     k: int | None = None

@@ -19,10 +19,6 @@ class Schedule(Policy):
         by_batch: depth from each number of rows on: `{1: 8, 4: 4, 16: 0}` drafts 8 tokens for 1 to 3 rows, 4 for 4 to
             15, and none from 16 on. Only rows that still generate count.
         by_context: depth from each number of tokens in the longest row on.
-
-    Example:
-        >>> Schedule({1: 8, 4: 4, 16: 0})
-        Schedule(by_batch={1: 8, 4: 4, 16: 0}, by_context={})
     """
 
     by_batch: Mapping[int, int] = field(default_factory=dict)
@@ -106,10 +102,6 @@ class DisableWhen(Policy):
         temperature_above: calls that sample at a higher temperature draft nothing; None for no limit.
         new_tokens_below: calls that may generate fewer tokens draft nothing.
         otherwise: the policy of all other calls.
-
-    Example:
-        >>> DisableWhen(temperature_above=1.0, new_tokens_below=16)
-        DisableWhen(temperature_above=1.0, new_tokens_below=16, otherwise=FixedDepth(k=None))
     """
 
     temperature_above: float | None = None

@@ -61,12 +61,7 @@ def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResul
 
 
 def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Follow the target's choices down the tree for as long as they are draft tokens.
-
-    Example:
-        >>> accepted_path([5, 6, 7], (-1, -1, 1), [6, 0, 7, 9])
-        ([1, 2], [6, 7, 9])
-    """
+    """Follow the target's choices down the tree for as long as they are draft tokens."""
     node = -1
     path: list[int] = []
     emitted = [chosen[0]]
@@ -79,12 +74,7 @@ def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]
 
 
 def verified_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
-    """The nodes that were accepted or rejected: the children of the last token and of accepted nodes.
-
-    Example:
-        >>> verified_nodes([5, 6, 7, 8], [-1, -1, 1, 0], emitted=[6, 9])  # 8 follows 5, which was rejected
-        [(0, False), (1, True), (2, False)]
-    """
+    """The nodes that were accepted or rejected: the children of the last token and of accepted nodes."""
     following = {-1: 0}  # accepted node -> index of the emitted token after it
     judged: list[tuple[int, bool]] = []
     for node, parent in enumerate(parents):

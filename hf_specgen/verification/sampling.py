@@ -91,11 +91,6 @@ def child_table(tree: DraftTree, nodes: Sequence[Sequence[int]], device: torch.d
 
     Returns:
         `[batch, slots, siblings]` node indices in the order of the tree, padded with -1.
-
-    Example:
-        >>> tree = DraftTree.from_paths([[[5, 6], [7]]])  # parents (-1, 0, -1)
-        >>> child_table(tree, [[-1, 0, 1, 2]], torch.device("cpu")).tolist()
-        [[[0, 2], [1, -1], [-1, -1], [-1, -1]]]
     """
     table = []
     for parents, slots in zip(tree.parents, nodes, strict=True):
