@@ -62,13 +62,7 @@ class AdaptiveDepth(Policy):
 
 @dataclass
 class DraftingSpeed:
-    """Speed of the recent steps with drafts, in plain steps; starts with a prior of 1.2.
-
-    Args:
-        tokens: that the steps emitted per row.
-        cost: their latency over T(1).
-        interval: plain steps before drafting is tried again, once it is off.
-    """
+    """Tokens per row of the recent steps with drafts, their cost over T(1), and the interval until the next trial."""
 
     tokens: float = 4.8
     cost: float = 4.0

@@ -104,10 +104,7 @@ def _wait(device: torch.device) -> None:
 
 
 class DrafterTimer:
-    """Derives the cost of a drafter's pass from the first drafts with a target, as a fraction of T(q).
-
-    A pass of the drafter is taken to depend on its tokens as the target's does, so that one number is enough.
-    """
+    """Derives the cost of a drafter's pass, as a fraction of T(q), from its first drafts with a target."""
 
     def __init__(self, call: Call, curve: CostCurve):
         self._curve, self._model = curve, call.model
