@@ -82,11 +82,10 @@ def test_widen_computes_the_same_function(reference_model, dtype: torch.dtype | 
 
 def test_demo_without_the_data_package_in_an_installed_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Would catch: a message about a draft model's folder where the whole package is missing."""
-    from hf_specgen.cli import demo as command
     from hf_specgen.evaluation import workloads
 
     monkeypatch.setattr(workloads, "EMBEDDED_MODEL", tmp_path / "none")
-    monkeypatch.setattr(command, "EMBEDDED_DRAFT", tmp_path / "none")
+    monkeypatch.setattr(workloads, "EMBEDDED_DRAFT", tmp_path / "none")
     assert "pip install 'hf-specgen[demo]'" in output_of("demo", "--prompt", "Hello.", exit_code=2)
 
 
