@@ -165,8 +165,8 @@ class HeadCandidates(Candidates):
 
     def _refusal(self, head: DraftHead) -> ValueError:
         return ValueError(
-            f"{self._name!r} is a {type(head).__name__}, not {self.expected}; AutoCandidates.from_pretrained "
-            "chooses the strategy"
+            f"{self._name!r} is a {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
+            "which chooses the strategy"
         )
 
     def __repr__(self) -> str:

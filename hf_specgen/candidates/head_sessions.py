@@ -225,11 +225,7 @@ class IndependentHeadsSession(CalibratedSession):
 
 
 def with_q(draft: DraftTree, depths: Sequence[Sequence[int]], scores: torch.Tensor) -> DraftTree:
-    """The draft with the probabilities of each node's depth.
-
-    Args:
-        scores: `[batch, depths, vocab]`.
-    """
+    """The draft with the probabilities of each node's depth; `scores` are `[batch, depths, vocab]`."""
     sources = [[*row, *[0] * (draft.nodes - len(row))] for row in depths]
     index = torch.tensor(sources, device=scores.device)[..., None].expand(-1, -1, scores.shape[-1])
     return DraftTree(draft.tokens, draft.parents, scores.softmax(dim=-1).gather(1, index))

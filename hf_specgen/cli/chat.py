@@ -54,10 +54,7 @@ class Answer:
 class Conversation:
     """Messages, and the key/value cache of the tokens that were read and generated for them.
 
-    Attributes:
-        messages: of the conversation, in the format of chat templates.
-        read: `[1, tokens]` prompt and answer of the last `generate` call; None if its cache is not used again.
-        cache: returned by that call.
+    `read`, `[1, tokens]`, is the text that the cache holds; None if the cache is not used again.
     """
 
     model: PreTrainedModel

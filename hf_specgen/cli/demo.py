@@ -34,17 +34,9 @@ ACCEPTED = "black on green"
 
 @dataclass
 class MeasuredTarget:
-    """A target and what was measured on it.
+    """A target and what was measured on it: totals by variant, the domain of each batch, answers that were compared.
 
-    Args:
-        title: above its column.
-        dtype: of its weights.
-        totals: measurements by variant, without those that accept one prompt at a time where batches were asked for.
-        domains: the domain of each batch.
-        prompts: how many were answered by every variant that can.
-        length: maximum tokens of each answer.
-        answers: number of compared answers, which must have the tokens of plain `generate`.
-        differences: (variant, first difference) of each answer that has other tokens.
+    `differences` holds the variant and the first difference of each compared answer that has other tokens.
     """
 
     title: str

@@ -60,11 +60,7 @@ class Variant:
 
 @dataclass
 class Sample:
-    """One variant on one batch of prompts.
-
-    Args:
-        ids: `[batch, prompt + generated]`.
-    """
+    """One variant on one batch of prompts; `ids` are `[batch, prompt + generated]`."""
 
     tokens: int
     seconds: float

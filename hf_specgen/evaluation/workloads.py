@@ -219,8 +219,7 @@ def first_difference(
 ) -> Difference | None:
     """The first token at which `ours` differs from `plain`; None if they are identical.
 
-    Args:
-        attention_mask: `[batch, prompt]` of the prompts, which are left-padded; None: no padding.
+    The prompts are left-padded, with this mask `[batch, prompt]`; None: no padding.
     """
     width = max(plain.ids.shape[1], ours.ids.shape[1])
     plain_ids, our_ids = (pad(s.ids, (0, width - s.ids.shape[1]), value=NO_TOKEN) for s in (plain, ours))
