@@ -87,20 +87,21 @@ class CapturedPasses(CapturedModule):
         arguments: dict[str, Any],
         cache: RaggedCache,
         tokens: int,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> PassOutput:
         """One forward pass, padded by `padded_pass`, over `tokens` columns that are appended to the cache of the call.
 
-        `taps` are the hidden states to return. Raises if the pass cannot be captured, or differs from an ordinary one.
+        `aux_layers` are the hidden states to return. Raises if the pass cannot be captured, or differs from the
+        ordinary one.
         """
         batch, width = arguments["input_ids"].shape
         with self._lock:
             cache.reserve(max(cache.lengths) + width)
             capacity = self._buffers.adopt(cache)
             attention = compat.attention_implementation(model.config.get_text_config())
-            key = batch, width, capacity, taps, model.dtype, attention, torch.is_inference_mode_enabled()
+            key = batch, width, capacity, aux_layers, model.dtype, attention, torch.is_inference_mode_enabled()
             if key not in self._passes:
-                self._passes[key] = self._capture(model, arguments, cache, capacity, taps)
+                self._passes[key] = self._capture(model, arguments, cache, capacity, aux_layers)
             output = _run_captured(self._passes[key], model, arguments, cache, capacity)
         cache.set_lengths([length + tokens for length in cache.lengths])
         return PassOutput(output.logits[:, :tokens], tuple(state[:, :tokens] for state in output.states))
@@ -116,16 +117,16 @@ class CapturedPasses(CapturedModule):
         arguments: dict[str, Any],
         cache: RaggedCache,
         capacity: int,
-        taps: tuple[int, ...],
+        aux_layers: tuple[int, ...],
     ) -> CapturedPass:
         """Capture passes of this shape, and compare one with an ordinary pass."""
         name, lengths = type(model).__name__, cache.lengths
         logger.info("capturing %s for %d rows of %d tokens", name, *arguments["input_ids"].shape)
-        more = {"output_hidden_states": True} if taps else {}
+        more = {"output_hidden_states": True} if aux_layers else {}
         with grouped_attention():
             ordinary = cast(Any, model)(**arguments, past_key_values=cache, use_cache=True, return_dict=True, **more)
         cache.set_lengths(lengths)
-        function = self._function(model, taps)
+        function = self._function(model, aux_layers)
         try:
             output = _run_captured(function, model, arguments, cache, capacity)
         except torch.OutOfMemoryError:
@@ -138,14 +139,14 @@ class CapturedPasses(CapturedModule):
         self._fingerprint = fingerprint(model)  # the first pass that returns hidden states installs hooks
         return function
 
-    def _function(self, model: PreTrainedModel, taps: tuple[int, ...]) -> CapturedPass:
+    def _function(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> CapturedPass:
         """A pass that is captured when it first runs."""
         if self._memory is None or self._memory.is_broken:
             self._memory = graph_memory(compat.input_device(model))
 
         def run(model: Any, inputs: tuple[dict[str, Any], torch.Tensor], buffers: Buffers) -> Any:
             with grouped_attention():
-                return _forward(model, *inputs, buffers, taps)
+                return _forward(model, *inputs, buffers, aux_layers)
 
         return CapturedPass(run, self._memory)
 
@@ -185,16 +186,16 @@ def _run_captured(
 
 
 def _forward(
-    model: Any, arguments: dict[str, Any], slots: torch.Tensor, buffers: Buffers, taps: Sequence[int]
+    model: Any, arguments: dict[str, Any], slots: torch.Tensor, buffers: Buffers, aux_layers: Sequence[int]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The function that is captured: logits `[batch, new, vocab]` and hidden states `[batch, new, hidden]`."""
     masks = arguments["attention_mask"]
     by_type = masks if isinstance(masks, dict) else {"": masks}
     width = next(mask.shape[-1] for mask in by_type.values() if mask is not None)
     cache = Cache(layers=[StepLayer(keys, values, slots, width) for keys, values in buffers])
-    more = {"output_hidden_states": True} if taps else {}
+    more = {"output_hidden_states": True} if aux_layers else {}
     outputs = model(**arguments, past_key_values=cache, use_cache=True, return_dict=True, **more)
-    return outputs.logits, tuple(outputs.hidden_states[tap] for tap in taps)
+    return outputs.logits, tuple(outputs.hidden_states[layer] for layer in aux_layers)
 
 
 def _agree(ordinary: torch.Tensor, captured: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -18,10 +18,10 @@ from hf_specgen.tree import DraftTree
 
 
 class HiddenStateTarget(Target):
-    """A `Target` that captures the hidden states `taps` (as in `TargetRequirements`).
+    """A `Target` that captures auxiliary hidden states, those of `aux_layers` (as in `TargetRequirements`).
 
-    `states` `[batch, taps * hidden]` are those at the position that chose each row's last token, `pass_states`
-    `[batch, positions, taps * hidden]` those of the last forward pass.
+    `states` `[batch, aux_layers * hidden]` are those at the position that chose each row's last token, `pass_states`
+    `[batch, positions, aux_layers * hidden]` those of the last forward pass.
     """
 
     states: torch.Tensor
@@ -33,15 +33,15 @@ class HiddenStateTarget(Target):
         input_ids: torch.Tensor,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        taps: Sequence[int],
+        aux_layers: Sequence[int],
         captured: CapturedPasses | None = None,
     ):
-        self._taps = [_tap(model, index) for index in taps]
-        self._indices = tuple(taps)
+        self._hook_points = [_hook_point(model, index) for index in aux_layers]
+        self._indices = tuple(aux_layers)
         self._kept: list[list[int]] = []
         super().__init__(model, input_ids, generation_config, model_kwargs, captured)
         layers = len(decoder_layers(model))
-        self.captured_taps = tuple(layers if index == -1 else index for index in taps)
+        self.captured_layers = tuple(layers if index == -1 else index for index in aux_layers)
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
         with self._capturing() as captured:
@@ -78,26 +78,26 @@ class HiddenStateTarget(Target):
         self.states[rows] = self._step_states[rows, ends]
         self._kept = [[] if path is None else [0, *(1 + node for node in path)] for path in paths]
 
-    def states_of(self, taps: Sequence[int]) -> torch.Tensor:
-        """`[batch, taps * hidden]` of `states` those of some taps: several strategies may read different ones."""
-        return _columns(self.states, self._indices, taps)
+    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
+        """`[batch, aux_layers * hidden]` the `states` of some layers: several strategies may read different ones."""
+        return _columns(self.states, self._indices, aux_layers)
 
-    def committed_states(self, taps: Sequence[int]) -> list[torch.Tensor]:
-        """The states `[kept, taps * hidden]` of each row's tokens that the last `commit` kept, for draft heads.
+    def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
+        """The states `[kept, aux_layers * hidden]` of each row's tokens that the last `commit` kept, for draft heads.
 
         After prefill these are the prompt's columns (padding included) and the accepted nodes, after a step the pending
         token and the accepted nodes.
         """
         prompt = self.pass_states[:, : self.pass_states.shape[1] - self._step_states.shape[1]]
         return [
-            _columns(torch.cat([prompt[row], self._step_states[row, kept]]), self._indices, taps)
+            _columns(torch.cat([prompt[row], self._step_states[row, kept]]), self._indices, aux_layers)
             for row, kept in enumerate(self._kept)
         ]
 
     @contextmanager
     def _capturing(self) -> Iterator[list[list[torch.Tensor]]]:
-        """Capture, per tap, the states of each forward pass that this thread (and no other) runs inside."""
-        captured: list[list[torch.Tensor]] = [[] for _ in self._taps]
+        """Capture, per layer, the states of each forward pass that this thread (and no other) runs inside."""
+        captured: list[list[torch.Tensor]] = [[] for _ in self._hook_points]
         thread = threading.get_ident()
 
         def keep(place: int, value: Any) -> None:
@@ -114,7 +114,7 @@ class HiddenStateTarget(Target):
 
         handles = []
         try:
-            for place, (module, reads_input) in enumerate(self._taps):
+            for place, (module, reads_input) in enumerate(self._hook_points):
                 if reads_input:
                     hook = module.register_forward_pre_hook(lambda _, args, place=place: keep(place, args))
                 else:
@@ -126,8 +126,8 @@ class HiddenStateTarget(Target):
                 handle.remove()
 
 
-def _tap(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
-    """The module to hook for a tap, and whether to capture its input rather than its output."""
+def _hook_point(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
+    """The module to hook for a layer, and whether to capture its input rather than its output."""
     if index == -1:
         return output_matrix(model), True
     if index == 0:
@@ -140,9 +140,9 @@ def _tap(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
     return layers[index - 1], False
 
 
-def _columns(states: torch.Tensor, captured: Sequence[int], taps: Sequence[int]) -> torch.Tensor:
-    """`[length, captured * hidden]` states, reduced to some of the taps."""
-    if tuple(captured) == tuple(taps):
+def _columns(states: torch.Tensor, captured: Sequence[int], aux_layers: Sequence[int]) -> torch.Tensor:
+    """`[length, captured * hidden]` states, reduced to those of some layers."""
+    if tuple(captured) == tuple(aux_layers):
         return states
     parts = states.chunk(len(captured), dim=-1)
-    return torch.cat([parts[captured.index(tap)] for tap in taps], dim=-1)
+    return torch.cat([parts[captured.index(layer)] for layer in aux_layers], dim=-1)

@@ -19,7 +19,7 @@ from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 OUTPUT_STATE = -1
-"""The tap of the output matrix's input (after the final norm)."""
+"""Stands for the input of the output matrix (after the final norm)."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,24 @@ class TargetRequirements:
     """What a strategy needs from the target's forward passes: hidden states, or layers that run separately.
 
     Args:
-        taps: indices into Transformers' `hidden_states`; `OUTPUT_STATE` for the input of the output matrix, which for a
+        aux_hidden_state_layers: indices into Transformers' `hidden_states`, whose states are captured; `OUTPUT_STATE`
+            for the input of the output matrix, which for a
             prompt may be the last position alone.
         exit_layer: number of first layers that run separately to draft; None if not needed.
     """
 
-    taps: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     exit_layer: int | None = None
 
     def __or__(self, other: TargetRequirements) -> TargetRequirements:
-        """Both requirements together; raises for two different exit layers, or an exit layer beside taps."""
+        """Both requirements together; raises for two different exit layers, or an exit layer beside hidden states."""
         exits = {self.exit_layer, other.exit_layer} - {None}
-        taps = (*self.taps, *(tap for tap in other.taps if tap not in self.taps))
-        if len(exits) > 1 or (exits and taps):
+        aux_layers = tuple(dict.fromkeys(self.aux_hidden_state_layers + other.aux_hidden_state_layers))
+        if len(exits) > 1 or (exits and aux_layers):
             raise ValueError(
                 "these strategies run the target in different ways (an early exit, hidden states); keep one of them"
             )
-        return TargetRequirements(taps, exits.pop() if exits else None)
+        return TargetRequirements(aux_layers, exits.pop() if exits else None)
 
 
 def check_decoder_only(model: PreTrainedModel, strategy: str) -> None:
@@ -66,7 +67,7 @@ def make_target(
 ) -> Target:
     """The target of one call, with captured passes if `compile` is "graphs"; raises if it cannot be made."""
     if "encoder_outputs" in model_kwargs:
-        if requirements.taps or requirements.exit_layer is not None:
+        if requirements.aux_hidden_state_layers or requirements.exit_layer is not None:
             check_decoder_only(model, "this strategy")
         if compile:
             raise ValueError('compile="graphs" works with decoder-only models; leave it out for encoder-decoders')
@@ -80,8 +81,8 @@ def make_target(
     captured = captured_passes(model) if compile else None
     if requirements.exit_layer is not None:
         return EarlyExitTarget(model, input_ids, config, model_kwargs, requirements.exit_layer)
-    if requirements.taps:
-        return HiddenStateTarget(model, input_ids, config, model_kwargs, requirements.taps, captured)
+    if requirements.aux_hidden_state_layers:
+        return HiddenStateTarget(model, input_ids, config, model_kwargs, requirements.aux_hidden_state_layers, captured)
     return Target(model, input_ids, config, model_kwargs, captured)
 
 

@@ -32,7 +32,7 @@ class Target:
     """Whether a step starts from hidden states that drafting has computed for its tokens."""
     max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
-    captured_taps: tuple[int, ...] = ()
+    captured_layers: tuple[int, ...] = ()
     """Hidden states that captured passes return, as indices into Transformers' `hidden_states`."""
 
     def __init__(
@@ -183,7 +183,7 @@ class Target:
         with without_cudnn_attention(self.device):
             if self._captured is not None:
                 del arguments["past_key_values"]
-                return self._captured.run(self.model, arguments, self.cache, new, self.captured_taps)
+                return self._captured.run(self.model, arguments, self.cache, new, self.captured_layers)
             with grouped_attention():
                 return module(**{**arguments, "use_cache": True, "return_dict": True})
 

@@ -76,15 +76,15 @@ def _random_head(name: str, model: Any, random: Random) -> DraftHead:
         head_dim=16,
         qk_norm=random.random() < 0.5,
     )
-    taps = {"eagle1": (layers,), "dflash": (1, layers)}.get(name, (0, 1, layers))
+    aux_layers = {"eagle1": (layers,), "dflash": (1, layers)}.get(name, (0, 1, layers))
     reduced = random.random() < 0.3  # not all of the target's tokens can be proposed
     sizes: dict[str, Any] = {
         "hidden_size": width,
         "vocab_size": len(embedding),
         "draft_vocab_size": len(embedding) - (20 if reduced else 0),
         "target_hidden_size": width,
-        "num_aux_hidden_states": len(taps),
-        "aux_hidden_state_layers": taps,
+        "num_aux_hidden_states": len(aux_layers),
+        "aux_hidden_state_layers": aux_layers,
         "own_embeddings": embedding.shape[1] != width or random.random() < 0.3,
         "own_lm_head": True,
     }

@@ -188,7 +188,7 @@ def test_hidden_states_with_another_axis_are_refused() -> None:
 
     class Reads(NgramCandidates):
         def target_requirements(self, model: Any) -> TargetRequirements:
-            return TargetRequirements(taps=(0, 1, 2))
+            return TargetRequirements(aux_hidden_state_layers=(0, 1, 2))
 
     with pytest.raises(ValueError, match="not \\[batch, positions, hidden\\], so that a draft head cannot read it"):
         tiny_model("gemma3n_text").generate(torch.tensor([[5, 6]]), max_new_tokens=2, candidate_generator=Reads(k=2))
