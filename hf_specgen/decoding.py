@@ -157,7 +157,7 @@ class _Loop:
         state, padding = self.state, self.padding
         while not state.all_stopped:
             active = self._active_rows()
-            tree = self._propose(self.drafter.draft, active)
+            tree = self.policy.padded(self._propose(self.drafter.draft, active))
             pending, processed = state.pending(), active
             if padding.in_steps:
                 tree, processed = padding.add_to_step(tree, pending), [True] * state.batch
@@ -254,6 +254,14 @@ class PolicyRunner:
             draft_limit = positions if tokens else min(positions, MAX_PREFILL_DRAFT)
             limits.append(int(max(0, min(state.remaining(row) - 1, draft_limit))))
         return limits
+
+    def padded(self, tree: DraftTree) -> DraftTree:
+        """The draft, padded to a size that the target computes faster, if there is one."""
+        latency = self._session.latency
+        if latency is None or not tree.nodes or self._target.verifies_chains_only:
+            return tree
+        step = latency.at(sum(map(bool, tree.parents)), self._call.context_length)
+        return tree.padded(int(step.target.padded(1 + tree.nodes)) - 1)
 
     def prefilled(self) -> None:
         """Let the policy measure the target's latency, unless the target's slots are few."""

@@ -14,11 +14,12 @@ A chain is a tree with one path; an empty tree makes the step a plain decoding s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 Parents = tuple[int, ...]
 
@@ -100,6 +101,14 @@ class DraftTree:
         q = None if self.q is None else self.q[:, :count]
         probability = None if self.probability is None else tuple(row[:count] for row in self.probability)
         return DraftTree(tokens, parents, q, probability)
+
+    def padded(self, nodes: int) -> DraftTree:
+        """The same drafts with columns for at least `nodes` nodes; those that are no node are padding."""
+        more = nodes - self.nodes
+        if more <= 0:
+            return self
+        q = None if self.q is None else pad(self.q, (0, 0, 0, more))
+        return replace(self, tokens=pad(self.tokens, (0, more)), q=q)
 
     def leftmost_chain(self) -> DraftTree:
         """The leftmost path of each row, from every node to its first child, as a chain."""

@@ -29,8 +29,8 @@ from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 T = TypeVar("T")
-QUERIES = (1, 2, 4, 8, 24)
-"""Tokens per row of the timed passes."""
+QUERIES = (1, 2, 4, 8, 24, 64)
+"""Tokens per row of the timed passes, as far as there is time for them."""
 MAX_PLAIN_STEPS = 10.0
 """Time that the passes of a calibration may take, in plain steps."""
 
@@ -64,20 +64,24 @@ def _key(call: Call) -> tuple[Hashable, ...]:
 
 
 def _measure(call: Call, target: Target) -> CostCurve:
-    """Time chains of increasing size again and again until `MAX_PLAIN_STEPS` are spent; the minimum counts."""
+    """Time chains of increasing size again and again until `MAX_PLAIN_STEPS` are spent; the minimum counts.
+
+    Sizes beyond are assumed to take time in proportion, so that no large tree is built because a small one was fast.
+    """
     pending, group = call.state.pending(), lockstep_group(call.model)
     attributes = dict(vars(target))  # a target that captures hidden states replaces them in every pass
     longest = target.last_position - max(target.first_positions) + 1
     times: dict[int, float] = {}
-    spent = 0.0
+    spent = seconds = 0.0
     for q in cycle((1, *(q for q in QUERIES if q <= longest))):
-        expected = times.get(q, 2 * max(times.values(), default=0.0)) / times.get(1, 1.0)
+        expected = times.get(q, 1.25 * seconds) / times.get(1, 1.0)
         if spent + expected > MAX_PLAIN_STEPS:
             break
         seconds = from_first_rank(time_pass(target, pending, q), group)
         times[q] = min(seconds, times.get(q, seconds))
         spent += seconds / times[1]
     vars(target).update(attributes)
+    times.setdefault(QUERIES[-1], times[max(times)] * QUERIES[-1] / max(times))
     sizes = sorted(times)
     return CostCurve(tuple(sizes), tuple(times[q] for q in sizes), call.context_length, call.state.batch)
 

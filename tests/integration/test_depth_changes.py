@@ -243,3 +243,18 @@ def test_model_whose_ranks_are_unknown_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
     with pytest.raises(ValueError, match="spread over 2 of 8 processes, but has no device mesh"):
         lockstep_group(SimpleNamespace(tp_size=2, _device_mesh=None))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_padded_passes_generate_the_tokens_of_plain_decoding(name: str, batch: int, sampled: bool) -> None:
+    """Passes over 8 tokens count as the fastest, so that smaller drafts are padded."""
+    model, inputs = tiny_model("llama"), prompts(batch)
+    curve = CostCurve((1, 2, 8, 24), (1.0, 2.0, 1.01, 1.02), context=32, batch=1)
+    candidates = strategy(name, policy=AdaptiveDepth(LatencyModel.from_curves(curve)))
+    settings: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": sampled}
+    assert_same_tokens(model, inputs, candidates, **settings)
+    assert candidates.speculation is not None
+    sizes = [step.target // step.rows for step in candidates.speculation.passes[1:]]  # the first is the prefill
+    assert all(size == 1 or size >= 8 for size in sizes)
