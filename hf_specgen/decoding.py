@@ -260,7 +260,7 @@ class PolicyRunner:
         latency = self._session.latency
         if latency is None or not tree.nodes or self._target.verifies_chains_only:
             return tree
-        step = latency.at(sum(map(bool, tree.parents)), self._call.context_length)
+        step = latency.at(tree.drafting_rows, self._call.context_length)
         return tree.padded(int(step.target.padded(1 + tree.nodes)) - 1)
 
     def prefilled(self) -> None:

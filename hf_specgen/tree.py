@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,6 +71,39 @@ class DraftTree:
     def nodes(self) -> int:
         """The node count of the largest row."""
         return self.tokens.shape[1]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every row's draft is a chain."""
+        return all(parents == chain_parents(len(parents)) for parents in self.parents)
+
+    @property
+    def drafting_rows(self) -> int:
+        """How many rows have a draft."""
+        return sum(map(bool, self.parents))
+
+    def structure(self) -> TreeStructure:
+        """The structure as tensors; padding nodes continue the row as a chain."""
+        padded = [parents + chain_parents(self.nodes)[len(parents) :] for parents in self.parents]
+        return TreeStructure(
+            torch.tensor(padded, dtype=torch.long).view(self.batch, self.nodes),
+            torch.tensor([self.depths(row) for row in range(self.batch)]),
+            torch.stack([ancestor_matrix(parents) for parents in padded]),
+        )
+
+    def input_tokens(self, device: torch.device) -> torch.Tensor:
+        """`[batch, nodes]` the tokens as a model reads them, padding included."""
+        return self.tokens.clamp(min=0).to(device)
+
+    def token_lists(self) -> list[list[int]]:
+        """`[batch][nodes]` the tokens, padding included."""
+        lists: list[list[int]] = self.tokens.tolist()
+        return lists
+
+    def read_with(self, chosen: torch.Tensor) -> list[list[int]]:
+        """`[batch][slots]` of tokens chosen by the target, and with them what is still on the device of the tree."""
+        lists: list[list[int]] = chosen.tolist()
+        return lists
 
     def depths(self, row: int) -> list[int]:
         """`[1 + nodes]` depths in a row: 0 for its last token, then each node's; 0 for padding nodes."""
@@ -144,6 +178,167 @@ class DraftTree:
     def from_paths(cls, rows: Sequence[Sequence[Sequence[int]]]) -> DraftTree:
         """From a list of token paths per row; paths that begin alike share their nodes."""
         return cls.from_nodes([merge_paths(paths) for paths in rows])
+
+
+class TreeStructure(NamedTuple):
+    """The structure of draft trees as tensors, with each row's last token as index 0 and node ``i`` as ``i + 1``.
+
+    Args:
+        parents: `[batch, nodes]` the parent node of each node, -1 for the row's last token.
+        depths: `[batch, 1 + nodes]`.
+        ancestors: `[batch, 1 + nodes, 1 + nodes]` bool; `[b, i, j]` is True where ``j`` is ``i`` or its ancestor.
+    """
+
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+
+
+class GrownTree(DraftTree):
+    """A draft tree that was grown on the drafter's device, which the host reads at once, and only when it has to.
+
+    Args:
+        tokens: `[batch, nodes]`; -1 for a node that is never accepted.
+        structure: of the trees; None for chains.
+        values: `[batch, nodes, values]` of each node: its path probability, 0 for padding at the end of a row, then
+            what the strategy reads in `node_values`. None if all are nodes.
+        q, drafting_rows: as for `DraftTree`.
+    """
+
+    drafting_rows: int = 0
+    _structure: TreeStructure | None
+    _values: torch.Tensor | None
+    _host: _HostTree | None
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        structure: TreeStructure | None = None,
+        values: torch.Tensor | None = None,
+        *,
+        drafting_rows: int,
+        q: torch.Tensor | None = None,
+    ):
+        vars(self).update(tokens=tokens, q=q, drafting_rows=drafting_rows)
+        vars(self).update(_structure=structure, _values=values, _host=None)
+
+    @property
+    def is_chain(self) -> bool:
+        return self._structure is None
+
+    @property
+    def batch(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def parents(self) -> tuple[Parents, ...]:
+        return self._read().parents
+
+    @property
+    def probability(self) -> tuple[tuple[float, ...], ...]:
+        return self._read().probability
+
+    @property
+    def node_values(self) -> list[list[list[float]]]:
+        """`[batch][nodes][values]` of the rows' nodes, without the path probability."""
+        return self._read().values
+
+    def structure(self) -> TreeStructure:
+        if self._structure is not None:
+            return self._structure
+        return TreeStructure(*(part.expand(self.batch, *part.shape[1:]) for part in _chain_structure(self.nodes)))
+
+    def token_lists(self) -> list[list[int]]:
+        return self._read().tokens
+
+    def read_with(self, chosen: torch.Tensor) -> list[list[int]]:
+        if self._host is None and chosen.device == self.tokens.device:
+            return self._read(chosen).chosen
+        return super().read_with(chosen)
+
+    def depths(self, row: int) -> list[int]:
+        return list(range(1 + self.nodes)) if self.is_chain else super().depths(row)
+
+    def with_q(self, q: torch.Tensor) -> GrownTree:
+        """The same trees with the probabilities `[batch, nodes, vocab]` of their nodes."""
+        return GrownTree(self.tokens, self._structure, self._values, drafting_rows=self.drafting_rows, q=q)
+
+    def select(self, rows: Sequence[int]) -> DraftTree:
+        index = torch.tensor(list(rows), device=self.tokens.device)
+
+        def chosen(part: torch.Tensor | None) -> Any:
+            return None if part is None else part[index]
+
+        structure = None if self._structure is None else TreeStructure(*map(chosen, self._structure))
+        values, q, count = chosen(self._values), chosen(self.q), self.drafting_rows
+        return GrownTree(self.tokens[index], structure, values, drafting_rows=count, q=q)
+
+    def padded(self, nodes: int) -> DraftTree:
+        more = nodes - self.nodes
+        if more <= 0:
+            return self
+        structure, values = self._structure, self._values
+        if structure is not None:
+            ancestors = pad(structure.ancestors, (0, more, 0, more))
+            ancestors[:, -more:, 0] = True  # a query that sees nothing would write NaN into the cache
+            structure = TreeStructure(
+                pad(structure.parents, (0, more), value=-1), pad(structure.depths, (0, more)), ancestors
+            )
+        if values is None:
+            values = torch.ones(*self.tokens.shape, 1, device=self.tokens.device)
+        q = None if self.q is None else pad(self.q, (0, 0, 0, more))
+        tokens, values = pad(self.tokens, (0, more), value=-1), pad(values, (0, 0, 0, more))
+        return GrownTree(tokens, structure, values, drafting_rows=self.drafting_rows, q=q)
+
+    def _read(self, chosen: torch.Tensor | None = None) -> _HostTree:
+        if self._host is None:
+            tokens = self.tokens[..., None].double()
+            parts = [tokens] if self._structure is None else [tokens, self._structure.parents[..., None].double()]
+            table = torch.cat(parts if self._values is None else [*parts, self._values.double()], dim=-1)
+            packed = table.flatten(1) if chosen is None else torch.cat([table.flatten(1), chosen.double()], dim=1)
+            values = packed.cpu().numpy()
+            size = self.nodes * table.shape[2]
+            nodes = values[:, :size].reshape(len(values), self.nodes, table.shape[2])
+            vars(self)["_host"] = _HostTree.of(nodes, self.is_chain, self._values is not None, values[:, size:])
+        host = self._host
+        assert host is not None
+        return host
+
+
+@lru_cache(maxsize=256)
+def _chain_structure(nodes: int) -> TreeStructure:
+    """The structure of one row that is a chain."""
+    index = torch.arange(1 + nodes)
+    ancestors = torch.ones(1 + nodes, 1 + nodes, dtype=torch.bool).tril()
+    return TreeStructure(index[None, :-1] - 1, index[None], ancestors[None])
+
+
+@dataclass(frozen=True)
+class _HostTree:
+    """What the host has read of a `GrownTree`."""
+
+    tokens: list[list[int]]
+    parents: tuple[Parents, ...]
+    probability: tuple[tuple[float, ...], ...]
+    values: list[list[list[float]]]
+    chosen: list[list[int]]
+
+    @classmethod
+    def of(cls, table: Any, is_chain: bool, has_values: bool, chosen: Any) -> _HostTree:
+        """From `[batch, nodes, fields]`: token, parent unless it is a chain, path probability and values of a node."""
+        values = table[:, :, 1 if is_chain else 2 :]
+        nodes = table.shape[1]
+        sizes = (values[:, :, 0] > 0).sum(axis=1).tolist() if has_values else [nodes] * len(table)
+        rows = list(zip(table, values, sizes, strict=True))
+        return cls(
+            table[:, :, 0].astype(int).tolist(),
+            tuple(
+                chain_parents(size) if is_chain else tuple(row[:size, 1].astype(int).tolist()) for row, _, size in rows
+            ),
+            tuple(tuple(row[:size, 0].tolist()) if has_values else () for _, row, size in rows),
+            [row[:size, 1:].tolist() for _, row, size in rows],
+            chosen.astype(int).tolist(),
+        )
 
 
 def _leftmost_path(parents: Parents) -> list[int]:

@@ -7,8 +7,6 @@ shrunk towards the confidence itself. Counts of earlier calls are kept in `hf_sp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from hf_specgen.candidates.base import DraftCall, DraftSession
-from hf_specgen.candidates.tree_search import Floats, TreeBuilder
+from hf_specgen.candidates.tree_search import Floats
 from hf_specgen.memory import memory
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, verified_nodes
@@ -24,6 +22,11 @@ from hf_specgen.verification.result import VerificationResult, verified_nodes
 EDGES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95, 0.985])
 """Bounds of the confidence bins, narrower towards 0 and 1: relative errors matter there."""
 BIN_CENTERS = (np.append(0.0, EDGES) + np.append(EDGES, 1.0)) / 2
+FINE_EDGES = np.concatenate([np.geomspace(0.001, 0.5, 64), 1 - np.geomspace(0.5, 0.002, 48)[1:]])
+"""Bounds of the bins that confidences are looked up in while a draft grows."""
+FINE_CENTERS = (np.append(0.0005, FINE_EDGES) + np.append(FINE_EDGES, 1.0)) / 2
+MAX_PROBABILITY = 0.999
+"""Upper limit of an acceptance probability: keeps every node strictly less likely than its parent."""
 RANKS = 4
 """Ranks with bins of their own; later ones share the last."""
 
@@ -63,6 +66,12 @@ class Calibration:
         estimate = np.minimum.accumulate(estimate, axis=-1)
         before = np.cumsum(estimate, axis=-1) - estimate
         return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))
+
+    def log_table(self) -> Floats:
+        """`[RANKS * fine bins]` logarithms of the acceptance of a token by rank and fine bin of confidence."""
+        bins = np.searchsorted(EDGES, FINE_CENTERS)
+        estimate = (self.accepted[:, bins] + 6.0 * FINE_CENTERS) / (self.seen[:, bins] + 6.0)
+        return np.log(np.minimum(np.minimum.accumulate(estimate, axis=0), MAX_PROBABILITY)).astype(np.float32).ravel()
 
     def by_bin(self, prior: float = 1.0) -> Floats:
         """`[RANKS, bins]` acceptance of a token by its rank and the bin of its confidence."""
@@ -108,20 +117,6 @@ class CalibratedSession(DraftSession):
         # For each row the rank, confidence and depth of its nodes.
         self._features: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
 
-    def verified(self, tree: DraftTree, builder: TreeBuilder, nodes: Sequence[list[int]], confidence: Any) -> DraftTree:
-        """Record the tree that is verified; returns it with its path probabilities.
-
-        Args:
-            confidence: `[rows, nodes of the builder]`.
-        """
-        self._features = [
-            (builder.rank[row, index], confidence[row, index], builder.depth[row, index])
-            for row, index in enumerate(nodes)
-        ]
-        probability = tuple(tuple(builder.probability[row, index].tolist()) for row, index in enumerate(nodes))
-        self._tree = replace(tree, probability=probability)
-        return self._tree
-
     def not_drafted(self, batch: int) -> DraftTree:
         """An empty draft."""
         self._tree, self._features = DraftTree.empty(batch), []
@@ -132,7 +127,7 @@ class CalibratedSession(DraftSession):
         for row, path in enumerate(result.paths):
             if path is None or not self._features or not self._tree.parents[row]:
                 continue
-            outcomes = verified_nodes(self._tree.tokens[row].tolist(), self._tree.parents[row], result.tokens[row])
+            outcomes = verified_nodes(self._tree.token_lists()[row], self._tree.parents[row], result.tokens[row])
             accepted = np.array([is_accepted for _, is_accepted in outcomes], dtype=bool)
             rank, confidence, depth = (values[[node for node, _ in outcomes]] for values in self._features[row])
             for index, calibration in enumerate(self.calibrations):

@@ -10,27 +10,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.functional import pad
 
-from hf_specgen.candidates.acceptance import CalibratedSession, confidence_by_rank
+from hf_specgen.candidates.acceptance import FINE_CENTERS, FINE_EDGES, RANKS, CalibratedSession, confidence_by_rank
 from hf_specgen.candidates.base import DraftCall
-from hf_specgen.candidates.tree_search import MAX_CHILDREN, Floats, Ints, Proposals, TreeBuilder, TreeSize, tree_size
-from hf_specgen.tree import DraftTree
+from hf_specgen.candidates.tree_search import MAX_CHILDREN, Growth, tree_size
+from hf_specgen.tree import DraftTree, GrownTree
 from hf_specgen.verification import VerificationResult
-
-
-class _Scored(NamedTuple):
-    """What the network proposes after the nodes of a pass: `[batch, nodes, children]`, q `[batch, nodes, vocab]`."""
-
-    tokens: Ints
-    confidence: Floats
-    expandable: NDArray[np.bool_] | None
-    q: torch.Tensor | None
 
 
 class AutoregressiveSession(CalibratedSession):
@@ -57,8 +46,8 @@ class AutoregressiveSession(CalibratedSession):
         chains_only = call.target is not None and call.target.verifies_chains_only
         self._k, self._size, self._vocab = k, None if chains_only else tree, vocab
         self._threshold = confidence_threshold
-        self._expanded: Ints = np.zeros((call.state.batch, 0), dtype=np.int64)
-        self._nodes: list[list[int]] = []
+        self._edges: torch.Tensor | None = None
+        self._qs: list[torch.Tensor] = []
         self.max_depths: Sequence[int] = ()
         self.passes: list[int] = []
 
@@ -90,86 +79,82 @@ class AutoregressiveSession(CalibratedSession):
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance, and keep what was computed for accepted nodes."""
-        super().observe(result)
-        if not self._expanded.shape[1]:
+        tree = self._tree
+        if not isinstance(tree, GrownTree):
             return
-        paths = []
-        for row, path in enumerate(result.paths):
-            computed = {node: index for index, node in reversed(list(enumerate(self._expanded[row].tolist())))}
-            nodes = [computed.get(self._nodes[row][node]) for node in path or ()]
-            # The nodes of a path that were expanded come first: a child is expanded after its parent.
-            paths.append([node for node in nodes if node is not None])
-        self.commit(paths)
+        values = [np.array(row, dtype=np.int64).reshape(-1, 2) for row in tree.node_values]
+        bins = len(FINE_CENTERS)
+        self._features = [(row[:, 0] // bins, FINE_CENTERS[row[:, 0] % bins], row[:, 0]) for row in values]
+        super().observe(result)
+        # The nodes of a path that were expanded come first: a child is expanded after its parent.
+        places = [[int(row[node, 1]) for node in path or ()] for row, path in zip(values, result.paths, strict=True)]
+        if self._has_expanded:
+            self.commit([[place - 1 for place in row if place] for row in places])
 
     @torch.no_grad()
     def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
-        self.max_depths, self.passes, self._nodes = max_depths, [], []
+        self.max_depths, self.passes, self._qs, self._has_expanded = max_depths, [], [], False
         depths = [min(self._k, depth, self.max_draft_tokens(row)) for row, depth in enumerate(max_depths)]
-        rows, active = len(depths), sum(depth > 0 for depth in depths)
-        self._expanded = np.zeros((rows, 0), dtype=np.int64)
+        active = sum(depth > 0 for depth in depths)
         if not active:
-            return self.not_drafted(rows)
-        size, builder = tree_size(tree, self.call, depths, children), TreeBuilder(depths)
-        scored = [self._score(self.first_scores()[:, None], np.zeros((rows, 1), dtype=np.int64), size)]
-        builder.add_root(self._proposals(scored[0]))
-        while (width := size.width(builder)) and (nodes := builder.frontier(width)).shape[1]:
-            self._expanded = np.concatenate([self._expanded, nodes], axis=1)
-            logits = self.next_scores(_subtree(builder, self._expanded), nodes.shape[1])
-            self.passes.append(active * nodes.shape[1])
-            scored.append(self._score(logits, np.take_along_axis(builder.depth, nodes, axis=1), size))
-            builder.add(nodes, self._proposals(scored[-1]))
-        expanded = self._expanded if self.expanded_nodes_first else None
-        least = 0 if expanded is None else expanded.shape[1]
-        trees, self._nodes = builder.best(max(size.nodes(builder), least), expanded)
-        draft = DraftTree.from_nodes(trees)
+            return self.not_drafted(len(depths))
+        size = tree_size(tree, self.call, depths, children)
+        growth = Growth(depths, min(size.children, self._vocab))
+        self._add(growth, self.first_scores()[:, None], None)
+        while width := size.width(growth):
+            expanded = growth.expand(width)
+            logits = self.next_scores(expanded, width)
+            self.passes.append(active * width)
+            self._add(growth, logits, expanded)
+        self._has_expanded = growth.expanded > 0
+        first = self.expanded_nodes_first
+        draft, source = growth.best(max(size.nodes(growth), growth.expanded if first else 0), first)
         if self.wants_q and draft.nodes:
-            draft = self._with_q(draft, [part.q for part in scored if part.q is not None], size.children)
-        confidence = np.concatenate([part.confidence.reshape(rows, -1) for part in scored], axis=1)
-        return self.verified(draft, builder, self._nodes, confidence)
+            q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
+            draft = draft.with_q(q.gather(1, source[..., None].expand(-1, -1, q.shape[-1])))
+        self._tree = draft
+        return draft
 
-    def _proposals(self, scored: _Scored) -> Proposals:
-        return Proposals(scored.tokens, self.calibrations[0].acceptance(scored.confidence), scored.expandable)
-
-    def _score(self, logits: torch.Tensor, depth: Ints, size: TreeSize) -> _Scored:
-        """The most likely tokens after each node of a pass.
+    def _add(self, growth: Growth, logits: torch.Tensor, expanded: GrownTree | None) -> None:
+        """Add the most likely tokens after each node of a pass.
 
         Args:
             logits: `[batch, nodes, vocab]` after each node.
-            depth: `[batch, nodes]` of each node, 0 for a row's last token.
+            expanded: the tree that ends with these nodes; None for each row's last token.
         """
-        call, vocab, verification = self.call, self._vocab, self.call.verification
-        scores = logits[..., :vocab].float()
+        verification, scores = self.call.verification, logits[..., : self._vocab].float()
         if verification is None:
             weights = scores.softmax(dim=-1)
         else:
             scores = verification.processors.warp(scores.flatten(0, 1)).view(scores.shape)
-            texts = zip(call.state.generated, depth.tolist(), strict=True)
-            weights = verification.draft_weights(scores, [[len(text) + below for below in row] for text, row in texts])
-        best, tokens = weights.topk(min(size.children, weights.shape[-1]), dim=-1)
-        confidence, expandable, q = best / weights.sum(dim=-1, keepdim=True), None, None
+            steps = [range(len(text), len(text) + 1 + growth.levels) for text in self.call.state.generated]
+            weights = verification.draft_weights(scores, steps, self._depths_of(expanded, logits))
+        best, tokens = weights.topk(min(growth.children, weights.shape[-1]), dim=-1)
+        confidence, expandable = best, None
+        if self.call.do_sample:
+            confidence = best / weights.sum(dim=-1, keepdim=True)
         if self.wants_q or self._threshold:
             probabilities = scores.softmax(dim=-1)
-            expandable = (probabilities.gather(-1, tokens) >= self._threshold).cpu().numpy()
+            expandable = probabilities.gather(-1, tokens) >= self._threshold if self._threshold else None
             if self.wants_q:
-                q = pad(probabilities, (0, vocab - probabilities.shape[-1]))
+                self._qs.append(pad(probabilities, (0, self._vocab - probabilities.shape[-1])))
                 confidence = confidence_by_rank(probabilities.amax(dim=-1), best.shape[-1])
-        return _Scored(tokens.cpu().numpy(), confidence.cpu().numpy().astype(np.float64), expandable, q)
+        if self._edges is None or expanded is None:
+            self._edges, self._table, self._ranks = self._tables(logits.device, best.shape[-1])
+        features = torch.bucketize(confidence, self._edges) + self._ranks
+        growth.add(tokens, self._table[features], features, expandable)
 
-    def _with_q(self, draft: DraftTree, qs: list[torch.Tensor], children: int) -> DraftTree:
-        """The draft with the probabilities of its nodes: those after the parent of each."""
-        q = torch.cat(qs, dim=1)  # [batch, 1 + expanded, vocab]
-        sources = [[node // children for node in nodes] + [0] * (draft.nodes - len(nodes)) for nodes in self._nodes]
-        index = torch.tensor(sources, device=q.device)[..., None].expand(-1, -1, q.shape[-1])
-        return DraftTree(draft.tokens, draft.parents, q.gather(1, index))
+    def _depths_of(self, expanded: GrownTree | None, logits: torch.Tensor) -> torch.Tensor | None:
+        """`[batch, nodes]` the depth of each node of a pass, where a token's weight depends on it."""
+        if not self.call.do_sample:
+            return None
+        if expanded is None:
+            return torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
+        return expanded.structure().depths[:, -logits.shape[1] :].to(logits.device)
 
-
-def _subtree(builder: TreeBuilder, expanded: Ints) -> DraftTree:
-    """The expanded nodes as a tree; a node that fills up a row is attached to the row's last token or its parent."""
-    rows = []
-    for row, nodes in enumerate(expanded.tolist()):
-        new_index: dict[int, int] = {-1: -1}
-        for index, node in enumerate(nodes):
-            new_index.setdefault(node, index)
-        parents = tuple(new_index.get(parent, -1) for parent in builder.parents[row, nodes].tolist())
-        rows.append((builder.tokens[row, nodes].tolist(), parents))
-    return DraftTree.from_nodes(rows)
+    def _tables(self, device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Bounds of the bins of confidence, logarithms of acceptance by rank and bin, and where a rank's bins begin."""
+        ranks = np.minimum(np.arange(children), RANKS - 1) * len(FINE_CENTERS)
+        arrays = FINE_EDGES.astype(np.float32), self.calibrations[0].log_table(), ranks
+        edges, table, first = (torch.from_numpy(array).to(device) for array in arrays)
+        return edges, table, first

@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
+from hf_specgen.candidates.acceptance import MAX_PROBABILITY
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
-from hf_specgen.candidates.tree_search import MAX_PROBABILITY, TreeSize, draft_of, tree_size
+from hf_specgen.candidates.tree_search import TreeSize, draft_of, tree_size
 from hf_specgen.depth import Policy
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements
@@ -231,7 +232,7 @@ class _RowSearch:
 
 def _children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
     """For each node of a row's draft (-1 for the last token), its children: node, token, acceptance."""
-    tokens, parents = draft.tokens[row].tolist(), draft.parents[row]
+    tokens, parents = draft.token_lists()[row], draft.parents[row]
     path = None if draft.probability is None else draft.probability[row]
     below: dict[int, list[tuple[int, int, float]]] = {}
     for node, parent in enumerate(parents):
@@ -271,7 +272,7 @@ def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
     drafts = sorted((tree for tree in trees if tree.nodes), key=lambda tree: tree.q is not None)
     if len(drafts) < 2:
         return drafts[0] if drafts else trees[0]
-    rows = [_merge_row(drafts, [tree.tokens[row].tolist() for tree in drafts], row) for row in range(drafts[0].batch)]
+    rows = [_merge_row(drafts, [tree.token_lists()[row] for tree in drafts], row) for row in range(drafts[0].batch)]
     merged = DraftTree.from_nodes([(tokens, parents) for tokens, parents, _ in rows])
     sampled = [tree.q for tree in drafts if tree.q is not None]
     if not sampled:

@@ -114,7 +114,7 @@ class CrossTokenizerSession(AutoregressiveSession):
         return self._shared.target_logits(torch.where(is_new, after, self._prompt_logits))
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        draft_tree = DraftTree(self._shared.draft_tokens(tree.tokens), tree.parents)
+        draft_tree = DraftTree(self._shared.draft_tokens(tree.input_tokens(tree.tokens.device)), tree.parents)
         self._tree_tokens = draft_tree.tokens.tolist()
         return self._shared.target_logits(self._reader.grow(draft_tree, new, self._drafts))
 

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hf_specgen.candidates.acceptance import CalibratedSession, confidence_by_rank
+from hf_specgen.candidates.acceptance import MAX_PROBABILITY, CalibratedSession, confidence_by_rank
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
-from hf_specgen.candidates.tree_search import Floats, TreeBuilder, TreeSize, tree_size
+from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
+from hf_specgen.candidates.tree_search import Floats, Ints, TreeSize, draft_of, tree_size
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantRunner
@@ -184,13 +185,17 @@ class IndependentHeadsSession(CalibratedSession):
             return self.not_drafted(len(max_depths))
         scores, tokens, confidence = self.ranked_tokens(self.depth_logits(max(depths)))
         size, acceptance = self.tree_size(depths), self.acceptance(confidence)
-        builder = TreeBuilder.of_parallel_heads(depths, tokens.cpu().numpy(), acceptance, size.max_nodes)
-        trees, indices = builder.best(size.nodes(builder))
-        draft = DraftTree.from_nodes(trees)
+        ranked = tokens.cpu().numpy()
+        trees = [best_combinations(ranked[row], acceptance[row], depth, size) for row, depth in enumerate(depths)]
+        nodes = size.best_size([tree.probability for tree in trees])
+        draft, tags = draft_of(trees, nodes), [np.array(tree.tags[:nodes], dtype=int).reshape(-1, 2) for tree in trees]
+        self._features = [
+            (tag[:, 1], confidence[row, tag[:, 0] - 1, tag[:, 1]], tag[:, 0]) for row, tag in enumerate(tags)
+        ]
         if self.wants_q and draft.nodes:
-            draft = with_q(draft, [(builder.depth[row, i] - 1).tolist() for row, i in enumerate(indices)], scores)
-        row = np.arange(len(depths))[:, None]
-        return self.verified(draft, builder, indices, confidence[row, np.maximum(builder.depth - 1, 0), builder.rank])
+            draft = with_q(draft, [(tag[:, 0] - 1).tolist() for tag in tags], scores)
+        self._tree = draft
+        return draft
 
     def tree_size(self, depths: Sequence[int]) -> TreeSize:
         """How large the trees become; without a latency model "auto" stands for `DEFAULT_NODES`."""
@@ -222,6 +227,26 @@ class IndependentHeadsSession(CalibratedSession):
         """`[batch, depths, ranks]` acceptance probabilities of confidences."""
         calibrations = self.calibrations[: confidence.shape[1]]
         return np.stack([one.acceptance(confidence[:, depth]) for depth, one in enumerate(calibrations)], axis=1)
+
+
+def best_combinations(tokens: Ints, acceptance: Floats, depth: int, size: TreeSize) -> SearchTree[tuple[int, int]]:
+    """The most probable tree of a row whose tokens at a depth do not depend on the path; tags are depth and rank.
+
+    Args:
+        tokens, acceptance: `[depths, ranks]` of each depth, most preferred first: the token, and the probability that
+            it is accepted, given that the path before it was.
+
+    Example:
+        >>> tokens, acceptance = np.array([[5, 6], [7, 8]]), np.array([[0.6, 0.3], [0.9, 0.1]])
+        >>> best_combinations(tokens, acceptance, 2, TreeSize(3)).tokens
+        [5, 7, 6]
+    """
+    values = np.minimum(acceptance, MAX_PROBABILITY).tolist()
+    ranked = [
+        [(token, value, (level, rank)) for rank, (token, value) in enumerate(zip(*pair, strict=True))]
+        for level, pair in enumerate(zip(tokens.tolist(), values, strict=True), start=1)
+    ]
+    return best_first((0, 0), lambda _, level: ranked[level], depth, SearchLimits(size.max_nodes))
 
 
 def with_q(draft: DraftTree, depths: Sequence[Sequence[int]], scores: torch.Tensor) -> DraftTree:

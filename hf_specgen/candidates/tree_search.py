@@ -16,21 +16,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, zip_longest
-from math import isqrt
+from math import inf, isqrt
 from typing import Any, Generic
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
 
 from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
-from hf_specgen.candidates.best_first import SearchLimits, SearchTree, Tag, best_first
+from hf_specgen.candidates.best_first import SearchLimits, SearchTree, Tag
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency
-from hf_specgen.tree import DraftTree, Parents
+from hf_specgen.tree import DraftTree, GrownTree, TreeStructure
 
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.integer[Any]]
-MAX_PROBABILITY = 0.999
-"""Upper limit of an acceptance probability: keeps every node strictly less likely than its parent."""
+CLOSED = 1e4
+"""Subtracted from the logarithm of the probability of a candidate that cannot be expanded."""
+LEVELS_PER_READ = 4
+"""Passes between two reads of the probabilities by the host, which waits for an accelerator then. A CPU waits anyway
+and reads after every pass that decides about the next one."""
 MAX_NODES = 64
 """Maximum number of nodes of a row: beyond, each further one adds to the latency even of a memory-bound target."""
 MAX_CHILDREN = 8
@@ -39,168 +45,221 @@ MIN_GAIN = 0.001
 """Relative gain in expected tokens per second below which no pass of the drafter is made, even if it costs nothing."""
 
 
-@dataclass(frozen=True)
-class Proposals:
-    """What a drafter proposes below some nodes, most preferred first.
+class Growth:
+    """Draft trees that grow by one pass of the drafter at a time, as tensors on the drafter's device.
 
-    Args:
-        tokens: `[rows, nodes, children]`.
-        acceptance: `[rows, nodes, children]` probability that the target chooses the token, given that it reached the
-            node.
-        expandable: `[rows, nodes, children]` whether a child may be expanded further.
-    """
-
-    tokens: Ints
-    acceptance: Floats
-    expandable: NDArray[np.bool_] | None = None
-
-
-class TreeBuilder:
-    """The draft trees of one step.
+    Every expanded node has the same number of candidate children. Expanded node 0 is the row's last token, and
+    candidate ``i`` is a child of expanded node ``i // children``.
 
     Args:
         depths: `[rows]` maximum depth of each row's tree; 0 for a row without a draft.
+        children: of a node; 1 for chains.
 
     Attributes:
-        tokens, probability, parents, depth, rank: `[rows, nodes]` of every node that was added: its token, its path
-            probability, its parent (-1 for the row's last token), its depth from 1 on, and its place among its
-            parent's children.
-        expandable: `[rows, nodes]` whether children of a node can be added.
+        tokens, log_probability, features: `[rows, candidates]` of every candidate: its token, the logarithm of its path
+            probability, and the bin that its confidence is counted in.
+        levels: passes so far; no candidate is deeper.
+        expanded: how many nodes of each row were expanded, without its last token.
 
     Example:
-        >>> builder = TreeBuilder([2])
-        >>> builder.add_root(Proposals(np.array([[[5, 6]]]), np.array([[[0.6, 0.3]]])))
-        >>> builder.frontier(1).tolist()  # the most likely node is expanded first
-        [[0]]
-        >>> builder.add(builder.frontier(1), Proposals(np.array([[[7, 8]]]), np.array([[[0.9, 0.1]]])))
-        >>> builder.best(3)  # of 4 nodes: 5, then 7 below it (0.54), then 6 (0.3)
-        ([([5, 7, 6], (-1, 0, -1))], [[0, 2, 1]])
+        >>> growth = Growth([2], children=2)
+        >>> bins = torch.zeros(1, 1, 2)
+        >>> growth.add(torch.tensor([[[5, 6]]]), torch.tensor([[[0.6, 0.3]]]).log(), bins)
+        >>> growth.expand(1).tokens.tolist()  # the most likely node is expanded first
+        [[5]]
+        >>> growth.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.9, 0.1]]]).log(), bins)
+        >>> tree = growth.best(3)  # of 4 nodes: 5, then 7 below it (0.54), then 6 (0.3)
+        >>> tree.token_lists(), tree.parents
+        ([[5, 7, 6]], ((-1, 0, -1),))
     """
 
-    def __init__(self, depths: Sequence[int]):
-        self.limits = np.asarray(depths)
-        rows = len(depths)
-        self.tokens: Ints = np.zeros((rows, 0), dtype=np.int64)
-        self.probability: Floats = np.zeros((rows, 0))
-        self.parents: Ints = np.zeros((rows, 0), dtype=np.int64)
-        self.depth: Ints = np.zeros((rows, 0), dtype=np.int64)
-        self.rank: Ints = np.zeros((rows, 0), dtype=np.int64)
-        self.expandable: NDArray[np.bool_] = np.zeros((rows, 0), dtype=bool)
-        self._expanded: NDArray[np.bool_] = np.zeros((rows, 0), dtype=bool)
+    tokens: Tensor
+    log_probability: Tensor
+    features: Tensor
+    _open: Tensor
 
-    @classmethod
-    def of_parallel_heads(cls, depths: Sequence[int], tokens: Ints, acceptance: Floats, nodes: int) -> TreeBuilder:
-        """The best trees where tokens at a depth do not depend on the path: heads that draft all depths at once.
+    def __init__(self, depths: Sequence[int], children: int):
+        self.limits, self.children, self.levels, self.expanded = list(depths), children, 0, 0
+        self.rows = sum(depth > 0 for depth in depths)
+        self._shallowest = min((depth for depth in depths if depth), default=0)
+
+    def add(self, tokens: Tensor, log_acceptance: Tensor, features: Tensor, expandable: Tensor | None = None) -> None:
+        """Add the children of the nodes that were expanded last, at first of each row's last token.
 
         Args:
-            depths: `[rows]` maximum depths.
-            tokens: `[rows, depth, ranks]` of each depth, most preferred first.
-            acceptance: `[rows, depth, ranks]` probability of each, given that the path before it was accepted.
+            tokens: `[rows, expanded, children]`, most preferred first.
+            log_acceptance: of the same shape: logarithm of the probability that the target chooses the token, given
+                that it reached the node; below 0.
+            features: of the same shape.
+            expandable: of the same shape: whether a child may be expanded.
         """
-        builder = cls(depths)
-        trees = []
-        for row, limit in enumerate(depths):
-            ranked = [
-                [(token, value, (level + 1, rank)) for rank, (token, value) in enumerate(zip(*pair, strict=True))]
-                for level, pair in enumerate(zip(tokens[row].tolist(), acceptance[row].tolist(), strict=True))
-            ]
+        is_first = self.levels == 0
+        if is_first:
+            self._begin(log_acceptance)
+        self.levels += 1
+        path = (self._above[..., None] + log_acceptance).flatten(1)
+        opened = path
+        if self.levels >= self._shallowest and self._limits is not None:
+            depth = 1 + self._depths[:, -self._above.shape[1] :].repeat_interleave(self.children, dim=1)
+            path = path.masked_fill(depth > self._limits, -inf)
+            opened = torch.where(depth < self._limits, path, path - CLOSED)
+        if expandable is not None:
+            opened = torch.where(expandable.flatten(1), opened, path - CLOSED)
+        new = [tokens.flatten(1), path, features.flatten(1), opened]
+        if not is_first:
+            old = self.tokens, self.log_probability, self.features, self._open
+            new = [torch.cat(pair, dim=1) for pair in zip(old, new, strict=True)]
+        self.tokens, self.log_probability, self.features, self._open = new
 
-            def children(tag: tuple[int, int], depth: int, ranked: Any = ranked) -> list[tuple[int, float, Any]]:
-                return ranked[depth]
+    def _begin(self, like: Tensor) -> None:
+        rows, device = len(self.limits), like.device
+        self._above = like.new_zeros(rows, 1)
+        self._depths = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self._limits: Tensor | None = None
+        if self.children > 1 or len(set(self.limits)) > 1:
+            self._limits = torch.tensor(self.limits, device=device)[:, None]
+        if 0 in self.limits and self._limits is not None:
+            self._above = torch.where(self._limits > 0, self._above, -inf)
+        self._reached = self._above
+        self._ancestors = torch.ones(rows, 1, 1, dtype=torch.bool, device=device)
+        self._parents = self._nodes = self._depths[:, :0]
 
-            trees.append(best_first((0, 0), children, limit, SearchLimits(nodes)))
-        shape = len(trees), max(len(tree.tokens) for tree in trees)
-        builder.tokens, builder.probability = np.zeros(shape, dtype=np.int64), np.zeros(shape)
-        builder.parents, builder.depth = np.full(shape, -1), np.zeros(shape, dtype=np.int64)
-        builder.rank = np.zeros(shape, dtype=np.int64)
-        for row, tree in enumerate(trees):
-            size = slice(len(tree.tokens))
-            builder.tokens[row, size], builder.parents[row, size] = tree.tokens, tree.parents
-            builder.probability[row, size] = tree.probability
-            builder.depth[row, size], builder.rank[row, size] = np.array(tree.tags).reshape(-1, 2).T
-        return builder
+    def expand(self, width: int) -> GrownTree:
+        """Choose the most likely candidates that were not expanded: the nodes of the drafter's next pass.
 
-    def add_root(self, proposals: Proposals) -> None:
-        """Add the children of each row's last token; `nodes` of the proposals is 1."""
-        root = np.full((len(self.limits), 1), -1)
-        self._add(root, np.ones(root.shape, dtype=bool), proposals)
+        A row with fewer of them is filled up with others, whose children have no probability.
 
-    def add(self, nodes: Ints, proposals: Proposals) -> None:
-        """Add the children of nodes, `[rows, nodes]` as `frontier` returned them."""
-        valid = np.take_along_axis(self.expandable, nodes, axis=1)
-        np.put_along_axis(self._expanded, nodes, True, axis=1)
-        self.expandable[np.nonzero(valid)[0], nodes[valid]] = False
-        self._add(nodes, valid, proposals)
-
-    def _add(self, nodes: Ints, valid: NDArray[np.bool_], proposals: Proposals) -> None:
-        rows, width, children = proposals.tokens.shape
-        is_root = nodes < 0
-        row = np.arange(rows)[:, None]
-        above = np.where(is_root, 1.0, self.probability[row, nodes] if self.probability.shape[1] else 1.0)
-        depth = np.where(is_root, 0, self.depth[row, nodes] if self.depth.shape[1] else 0) + 1
-        probability = above[..., None] * np.minimum(proposals.acceptance, MAX_PROBABILITY)
-        probability = np.where((valid & (depth <= self.limits[:, None]))[..., None], probability, 0.0)
-        expandable = (probability > 0) & (depth < self.limits[:, None])[..., None]
-        if proposals.expandable is not None:
-            expandable &= proposals.expandable
-        shape = (rows, width * children)
-        self.tokens = np.concatenate([self.tokens, proposals.tokens.reshape(shape)], axis=1)
-        self.probability = np.concatenate([self.probability, probability.reshape(shape)], axis=1)
-        self.parents = np.concatenate([self.parents, np.repeat(nodes, children, axis=1)], axis=1)
-        self.depth = np.concatenate([self.depth, np.repeat(depth, children, axis=1)], axis=1)
-        rank = np.broadcast_to(np.arange(children), proposals.tokens.shape).reshape(shape)
-        self.rank = np.concatenate([self.rank, rank], axis=1)
-        self.expandable = np.concatenate([self.expandable, expandable.reshape(shape)], axis=1)
-        self._expanded = np.concatenate([self._expanded, np.zeros(shape, dtype=bool)], axis=1)
-
-    def frontier(self, width: int) -> Ints:
-        """`[rows, at most width]` the most likely nodes that can be expanded and have not been.
-
-        A row with fewer of them is filled up with nodes that cannot be expanded (their children have probability 0):
-        leaves first, so that the nodes of a chain come first and in their order.
+        Returns:
+            The tree of all expanded nodes, the new ones last.
         """
-        leaves = (self.probability > 0) & ~self._expanded
-        scores = np.where(self.expandable, self.probability, np.where(leaves, self.probability - 1.0, -1.0))
-        width = min(width, int(self.expandable.sum(axis=1).max(initial=0)))
-        return np.argsort(-scores, axis=1, kind="stable")[:, :width]
+        if self.children == 1:
+            self._above, self.expanded = self.log_probability[:, -1:], self.levels
+            if self._limits is not None:
+                self._depths = torch.cat([self._depths, self._depths[:, -1:] + 1], dim=1)
+            self._reached = torch.cat([self._reached, self._above], dim=1)
+            return GrownTree(self.tokens, drafting_rows=self.rows)
+        self._above, index = self._open.topk(width, dim=1)
+        self._open = self._open.scatter(1, index, -inf)
+        parent = index // self.children
+        rows = self._ancestors.gather(1, parent[..., None].expand(-1, -1, self._ancestors.shape[2]))
+        itself = torch.eye(width, dtype=torch.bool, device=index.device).expand(len(index), -1, -1)
+        self._ancestors = torch.cat([pad(self._ancestors, (0, width)), torch.cat([rows, itself], dim=2)], dim=1)
+        self._parents = torch.cat([self._parents, parent - 1], dim=1)
+        self._depths = torch.cat([self._depths, self._depths.gather(1, parent) + 1], dim=1)
+        self._reached = torch.cat([self._reached, self._above], dim=1)
+        self._nodes, self.expanded = torch.cat([self._nodes, index], dim=1), self.expanded + width
+        structure = TreeStructure(self._parents, self._depths, self._ancestors)
+        return GrownTree(self.tokens.gather(1, self._nodes), structure, drafting_rows=self.rows)
 
-    def frontier_probability(self, width: int) -> Floats:
-        """`[rows, width]` path probabilities of `frontier(width)`, 0 where a row has fewer."""
-        scores = np.where(self.expandable, self.probability, 0.0)
-        return -np.sort(-scores, axis=1)[:, :width]
+    def read(self) -> Snapshot:
+        """Read the probabilities, in one transfer to the host."""
+        values = torch.cat([self.log_probability, self._open, self._reached], dim=1).exp().cpu().numpy()
+        count = self.tokens.shape[1]
+        frontier = values[:, count : 2 * count]
+        if self.children == 1:
+            frontier[:, : self.expanded] = 0.0
+        return Snapshot(values[:, :count], frontier, values[:, 2 * count :])
+
+    def best(self, nodes: int, expanded_first: bool = False) -> tuple[GrownTree, Tensor]:
+        """The best tree of at most `nodes` nodes for each row; a chain in its order.
+
+        Its `node_values` are the feature of each node, and its place among the expanded nodes, from 1 on, or 0.
+
+        Args:
+            expanded_first: whether expanded nodes come first, in their order, whatever their probability; they count.
+
+        Returns:
+            The trees; and `[rows, nodes]` the expanded node that each node is a child of, 0 for the row's last token.
+        """
+        nodes = min(nodes, self.tokens.shape[1])
+        if self.children == 1:
+            return self._chain(nodes)
+        order = self._order(nodes, expanded_first)
+        places = torch.arange(1, 1 + max(order.shape[1], self.expanded), device=order.device).expand(len(order), -1)
+        no_place = torch.zeros_like(self.tokens)
+        expanded = no_place.scatter(1, self._nodes, places[:, : self.expanded]).gather(1, order)
+        source = order // self.children
+        place_of = no_place.scatter_(1, order, places[:, : order.shape[1]])
+        parents = pad(place_of.gather(1, self._nodes), (1, 0)).gather(1, source) - 1
+        probability, tokens = self.log_probability.gather(1, order).exp(), self.tokens.gather(1, order)
+        if self._limits is not None and (len(self.limits) > 1 or expanded_first):
+            tokens = tokens.masked_fill(probability == 0, -1)
+            if expanded_first:
+                probability = torch.where(self._limits > 0, probability.clamp(min=1e-30), probability)
+        values = torch.stack([probability, self.features.gather(1, order), expanded.to(probability)], dim=-1)
+        return GrownTree(tokens, structure_of(parents, self.levels), values, drafting_rows=self.rows), source
+
+    def _chain(self, nodes: int) -> tuple[GrownTree, Tensor]:
+        tokens, probability = self.tokens[:, :nodes], self.log_probability[:, :nodes].exp()
+        source = torch.arange(nodes, device=tokens.device).expand_as(tokens)
+        if self._limits is not None:
+            tokens = tokens.masked_fill(probability == 0, -1)
+        expanded = (source + 1) * (source < self.expanded)
+        values = torch.stack([probability, self.features[:, :nodes], expanded.to(probability)], dim=-1)
+        return GrownTree(tokens, None, values, drafting_rows=self.rows), source
+
+    def _order(self, nodes: int, expanded_first: bool) -> Tensor:
+        """`[rows, nodes]` the candidates of the best trees, parents before their children."""
+        if not expanded_first or not self.expanded:
+            return self.log_probability.topk(nodes, dim=1).indices
+        further = nodes - self.expanded
+        if further <= 0:
+            return self._nodes
+        rest = self.log_probability.scatter(1, self._nodes, -inf)
+        return torch.cat([self._nodes, rest.topk(further, dim=1).indices], dim=1)
+
+
+def structure_of(parents: Tensor, depth: int) -> TreeStructure:
+    """The structure of trees of at most this depth, from `[rows, nodes]` parents, which come before their children.
+
+    Powers of (identity + parent matrix) have an entry wherever a node is an ancestor at most that far above.
+    """
+    rows, nodes = parents.shape
+    links = torch.eye(1 + nodes, device=parents.device).expand(rows, -1, -1).clone()
+    links[:, 1:].scatter_(2, parents[..., None] + 1, 1.0)
+    for _ in range((depth - 1).bit_length()):
+        links = links @ links
+    ancestors = links > 0
+    return TreeStructure(parents, ancestors.sum(dim=2) - 1, ancestors)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the host has read of a `Growth`.
+
+    Args:
+        probability: `[rows, candidates]` path probabilities, 0 for candidates that are no node.
+        frontier: of the same shape: path probabilities of candidates that can be expanded and have not been, else 0.
+        reached: `[rows, expanded]` path probabilities of the expanded nodes, 1 for the row's last token.
+    """
+
+    probability: Floats
+    frontier: Floats
+    reached: Floats
 
     def sorted_probability(self, nodes: int) -> Floats:
         """`[rows, at most nodes]` the highest path probabilities in descending order."""
         return -np.sort(-self.probability, axis=1)[:, :nodes]
 
-    def best(self, nodes: int, first: Ints | None = None) -> tuple[list[tuple[list[int], Parents]], list[list[int]]]:
-        """The best tree of at most `nodes` nodes for each row.
-
-        Args:
-            first: `[rows, n]` nodes that come first, in this order, whatever their probability; they count too.
-        """
-        order = np.argsort(-self.probability, axis=1, kind="stable")[:, :nodes]
-        trees, indices = [], []
-        for row, candidates in enumerate(order.tolist()):
-            kept = [] if first is None else first[row].tolist()
-            fixed = set(kept)
-            further = [node for node in candidates if self.probability[row, node] > 0 and node not in fixed]
-            kept += further[: nodes - len(kept)]
-            new_index: dict[int, int] = {-1: -1}
-            for index, node in enumerate(kept):
-                new_index.setdefault(node, index)
-            parents = tuple(new_index.get(parent, -1) for parent in self.parents[row, kept].tolist())
-            trees.append((self.tokens[row, kept].tolist(), parents))
-            indices.append(kept)
-        return trees, indices
+    def frontier_probability(self, width: int) -> Floats:
+        """`[rows, at most width]` the highest path probabilities among nodes that can be expanded, descending."""
+        return -np.sort(-self.frontier, axis=1)[:, :width]
 
     def may_improve(self, nodes: int) -> bool:
         """Whether expanding the frontier may change the best tree of a row of `nodes` nodes.
 
         A child of a node that is not among the best `nodes` nodes cannot be among them either.
         """
-        best = self.sorted_probability(nodes)
-        return best.shape[1] < nodes or bool((self.frontier_probability(1)[:, 0] > best[:, -1]).any())
+        best, next_best = self.sorted_probability(nodes), self.frontier_probability(1)[:, 0]
+        is_full = best.shape[1] == nodes
+        return bool((next_best > (best[:, -1] if is_full else 0.0)).any())
+
+    def children_accepted(self, first: int) -> float | None:
+        """P(one of a node's children is accepted | the node is), over the expanded nodes from `first` on."""
+        rows, expanded = self.reached.shape
+        children = self.probability.reshape(rows, expanded, -1)[:, first:].sum(axis=2)
+        reached = (self.reached[:, first:] * (children > 0)).sum()
+        return float(children.sum() / reached) if reached > 0 else None
 
 
 class TreeSize:
@@ -213,7 +272,10 @@ class TreeSize:
             gain. None for trees of `nodes` nodes, expanded about the square root of that many at a time.
         rows: how many rows draft.
         min_probability: path probability below which a node is left out.
+        levels_per_read: passes of the drafter between two decisions.
     """
+
+    _snapshot: Snapshot | None = None
 
     def __init__(
         self,
@@ -222,7 +284,9 @@ class TreeSize:
         latency: StepLatency | None = None,
         rows: int = 1,
         min_probability: float = 0.0,
+        levels_per_read: int = 1,
     ):
+        self.levels_per_read, self._width = levels_per_read, 0
         self.max_nodes, self.children, self._rows = nodes or MAX_NODES, children, rows
         self.min_probability, self.latency, self.is_fastest = min_probability, latency, latency is not None
         if latency is None:
@@ -233,39 +297,57 @@ class TreeSize:
         self._seen = self._expanded = 0
         self._child = 0.6  # P(one of a node's children is accepted | the node is), before a node was expanded
 
-    def width(self, builder: TreeBuilder) -> int:
+    def width(self, growth: Growth) -> int:
         """How many nodes of each row to expand in the next pass of the drafter; 0 to stop."""
+        if growth.levels >= max(growth.limits) and (self.children == 1 or not self.is_fastest):
+            return 0
         if not self.is_fastest:
-            width = isqrt(self.max_nodes) if self.children > 1 else 1
-            return width if self.children == 1 or builder.may_improve(self.max_nodes) else 0
-        self._measure_children(builder)
-        probability = builder.sorted_probability(self.max_nodes).sum(axis=0)
+            if self.children == 1:
+                return 1
+            is_due = growth.levels % LEVELS_PER_READ == 0
+            width = min(isqrt(self.max_nodes), self.children)
+            return width if not is_due or growth.read().may_improve(self.max_nodes) else 0
+        if growth.levels % self.levels_per_read and self._width:
+            return self._spend(self._width)
+        self._snapshot = growth.read()
+        self._width = self._fastest_width(self._snapshot, growth)
+        return self._spend(self._width)
+
+    def _spend(self, width: int) -> int:
+        if width:
+            self._spent += float(self._pass[width - 1])
+            self._expanded += width
+        return width
+
+    def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
+        accepted = snapshot.children_accepted(self._seen)
+        self._child = self._child if accepted is None else min(1.0, accepted)
+        self._seen = snapshot.reached.shape[1]
+        probability = snapshot.sorted_probability(self.max_nodes).sum(axis=0)
         tokens = self._rows + np.concatenate([[0.0], np.cumsum(probability)])
         rates = tokens / (self._target[: len(tokens)] + self._spent)
         best = int(np.argmax(rates))
-        frontier = builder.frontier_probability(max(0, min(len(self._pass), self.max_nodes - self._expanded)))
+        frontier = snapshot.frontier_probability(max(0, min(len(self._pass), self.max_nodes - self._expanded)))
         reached = frontier.sum(axis=0)
         reached = reached[reached > 0]  # expected rows that reach the j-th node to expand
-        if not len(reached) or not builder.may_improve(self.max_nodes):
+        if not len(reached) or not snapshot.may_improve(self.max_nodes):
             return 0
         # A first draft token may cost far more than each further one, so several levels are considered at once.
-        levels = np.arange(1, max(2, int(builder.limits.max() - builder.depth.max()) + 1))[:, None]
+        levels = np.arange(1, max(2, max(growth.limits) - growth.levels + 1))[:, None]
         gain = np.cumsum(self._child**levels, axis=0) * np.cumsum(reached)
         nodes = np.minimum(best + levels * np.arange(1, len(reached) + 1), self.max_nodes)
         seconds = self._target[nodes] + self._spent + levels * self._pass[: len(reached)]
         expected_rates = ((tokens[best] + gain) / seconds).max(axis=0)  # by width
         width = int(np.argmax(expected_rates)) + 1
-        if expected_rates[width - 1] <= rates[best] * (1 + MIN_GAIN):
-            return 0
-        self._spent += float(self._pass[width - 1])
-        self._expanded += width
-        return width
+        return width if expected_rates[width - 1] > rates[best] * (1 + MIN_GAIN) else 0
 
-    def nodes(self, builder: TreeBuilder) -> int:
+    def nodes(self, growth: Growth) -> int:
         """How many nodes of each row are verified."""
-        if self.is_fastest:
-            return self.best_size(builder.sorted_probability(self.max_nodes).tolist(), self._spent)
-        return self.max_nodes if self.children > 1 else max(1, int(builder.limits.max(initial=1)))
+        if not self.is_fastest:
+            return self.max_nodes if self.children > 1 else max(1, *growth.limits)
+        if self._snapshot is None or self._snapshot.probability.shape[1] < growth.tokens.shape[1]:
+            self._snapshot = growth.read()
+        return self.best_size(self._snapshot.sorted_probability(self.max_nodes).tolist(), self._spent)
 
     def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0) -> int:
         """How many nodes of complete trees are verified."""
@@ -275,18 +357,6 @@ class TreeSize:
         tokens = accumulate(gains, initial=float(self._rows))
         rates = [count / (seconds + drafting) for count, seconds in zip(tokens, self._target.tolist(), strict=False)]
         return rates.index(max(rates))
-
-    def _measure_children(self, builder: TreeBuilder) -> None:
-        """Estimate `_child` from the nodes expanded last."""
-        new = slice(self._seen, builder.probability.shape[1])
-        parents = builder.parents[:, new]
-        row = np.arange(len(parents))[:, None]
-        above = np.where(parents < 0, 1.0, builder.probability[row, parents])
-        live = builder.probability[:, new] > 0
-        if live.any():
-            reached = (above * live).sum() / self.children
-            self._child = min(1.0, float(builder.probability[:, new].sum() / max(reached, 1e-9)))
-        self._seen = builder.probability.shape[1]
 
 
 @lru_cache(maxsize=64)
@@ -324,7 +394,8 @@ def tree_size(
     if size is None or latency is None:
         return TreeSize(None, children=1)
     rows = max(1, sum(depth > 0 for depth in depths))
-    return TreeSize(None, children, latency.at(rows, call.context_length), rows, 0.3 if is_prefill else 0.0)
+    minimum, levels = 0.3 if is_prefill else 0.0, 1 if call.state.device.type == "cpu" else LEVELS_PER_READ
+    return TreeSize(None, children, latency.at(rows, call.context_length), rows, minimum, levels)
 
 
 def draft_rows(

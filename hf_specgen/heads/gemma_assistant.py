@@ -267,9 +267,9 @@ class AssistantRunner:
     def expand(self, tree: DraftTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree; as for `EagleRunner.expand`."""
         active, first = tree.select(self._target.rows), tree.nodes - new
-        parents = torch.tensor(active.parents, device=self._like.device)[:, first:]
+        parents = active.structure().parents[:, first:].to(self._like.device)
         rows = torch.arange(len(parents), device=self._like.device)[:, None]
-        output = self._run(active.tokens[:, first:], self._hidden[rows, parents + 1])
+        output = self._run(active.input_tokens(parents.device)[:, first:], self._hidden[rows, parents + 1])
         self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
         return spread_rows(self.bound.target_logits(output.output), self._target.rows, tree.batch)
 

@@ -160,7 +160,7 @@ def padded_pass(
 ) -> tuple[DraftTree, dict[str, torch.Tensor]]:
     """The draft and the inputs `[batch, tokens]` of a pass, padded to the width of a captured pass."""
     more = (0, padded_width(tokens) - tokens)
-    return DraftTree(pad(tree.tokens, more), tree.parents), {name: pad(values, more) for name, values in inputs.items()}
+    return tree.padded(tree.nodes + more[1]), {name: pad(values, more) for name, values in inputs.items()}
 
 
 def fixed_mask(mask: torch.Tensor, batch: int, columns: int) -> torch.Tensor:

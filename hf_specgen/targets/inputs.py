@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.tree import DraftTree
+from hf_specgen.tree import DraftTree, GrownTree
 
 OWN_ARGUMENTS = {
     "input_ids",
@@ -43,7 +43,7 @@ def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def step_tokens(tree: DraftTree, pending: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """`[batch, 1 + nodes]` input tokens of a step: the last token of each row, then its draft."""
-    return torch.cat([torch.as_tensor(pending).to(device)[:, None], tree.tokens.to(device)], dim=1)
+    return torch.cat([torch.as_tensor(pending).to(device)[:, None], tree.input_tokens(device)], dim=1)
 
 
 class Prompt:
@@ -76,7 +76,7 @@ class Prompt:
     def run(self, model: PreTrainedModel, cache: Any, draft: DraftTree) -> torch.Tensor:
         """The logits of a pass over the prompt and the columns of draft tokens after it."""
         kwargs = {**self.kwargs, "past_key_values": cache, **self.longer(draft.nodes)}
-        input_ids = torch.cat([self.input_ids, draft.tokens.to(self.input_ids)], dim=1)
+        input_ids = torch.cat([self.input_ids, draft.input_tokens(self.input_ids.device)], dim=1)
         config: Any = copy.copy(self.config)
         if kwargs.get("attention_mask") is None and draft.nodes:
             # By this length `generate` decides whether the prompt begins in the cache.
@@ -143,9 +143,13 @@ class RowLayout:
 
     def positions(
         self, tree: DraftTree, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
-    ) -> list[list[int]]:
-        """`[rows][tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them."""
-        last, positions = self._last_position, []
+    ) -> torch.Tensor:
+        """`[rows, tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them."""
+        bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
+        if isinstance(tree, GrownTree) and max(bases) + tree.nodes <= self._last_position:
+            below = tree.structure().depths[:, cached:]
+            return below + (bases[0] if len(bases) == 1 else torch.tensor(bases, device=below.device)[:, None])
+        last, rows = self._last_position, list[list[int]]()
         takes_part = [True] * len(lengths) if active is None else self.gather(active)
         for index, (length, offset, part) in enumerate(zip(lengths, self.offsets, takes_part, strict=True)):
             depths = tree.depths(index)[cached:]
@@ -153,10 +157,10 @@ class RowLayout:
             # An ended row and its nodes may exceed the model's position table, where a model would raise. So may the
             # padding nodes of a draft that grows. The results of all these nodes are ignored.
             if not part or (cached and base <= last):
-                positions.append([min(base + depth, last) for depth in depths])
+                rows.append([min(base + depth, last) for depth in depths])
             else:
-                positions.append([base + depth for depth in depths])
-        return positions
+                rows.append([base + depth for depth in depths])
+        return torch.tensor(rows)
 
     def rows_to_keep(self, needed: Sequence[bool]) -> list[int] | None:
         """The indices in the cache of the rows still needed; None unless a quarter, or half of the last four, ended."""

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.targets.model_parts import is_causal_kernel, layer_kinds, text_config
-from hf_specgen.tree import DraftTree, ancestor_matrix, chain_parents
+from hf_specgen.tree import DraftTree
 
 UNMASKED = ("conv", "linear_attention")
 """Types of layers without a mask: no generated token is padding."""
@@ -40,10 +41,14 @@ class StepLayout:
     ancestors: torch.Tensor
     visible: torch.Tensor | None
     width: int
+    prefix: int | None = None
+    """Cached tokens of every row, if they are equally many."""
 
 
 def full_mask(layout: StepLayout) -> torch.Tensor:
     """`[batch, 1, queries, width]` bool: every token attends to its row's cached tokens and to its own ancestors."""
+    if layout.prefix is not None and layout.visible is None:  # rows of equal length
+        return pad(layout.ancestors[:, None], (layout.prefix, 0), value=True)
     node, is_node = _node_of_slot(layout)  # [batch, width]
     cached = torch.arange(layout.width, device=node.device) < layout.lengths[:, None]
     if layout.visible is not None:
@@ -111,15 +116,6 @@ def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     return key[:, None, None, :], query[:, None, :, None]
 
 
-def ancestors(tree: DraftTree) -> torch.Tensor:
-    """`[batch, 1 + nodes, 1 + nodes]` ancestor matrices; padding nodes continue the row as a chain."""
-    return torch.stack([ancestor_matrix(_padded(parents, tree.nodes)) for parents in tree.parents])
-
-
-def _padded(parents: tuple[int, ...], nodes: int) -> tuple[int, ...]:
-    return parents if len(parents) == nodes else parents + chain_parents(nodes)[len(parents) :]
-
-
 class StepMasks:
     """Builds one mask per type of layer; if `required`, also where every query attends to every key."""
 
@@ -146,7 +142,7 @@ class StepMasks:
         have dropped the first `first_visible` slots.
         """
         # A row with fewer nodes is padded by a chain whose results are ignored.
-        chains = all(parents == chain_parents(len(parents)) for parents in tree.parents)
+        chains = tree.is_chain
         if self.chains_only:
             if not chains or self._visible is not None or len(set(lengths)) > 1:
                 raise ValueError(
@@ -157,14 +153,15 @@ class StepMasks:
         if chains and "chunked_attention" not in self._kinds:
             made = {kind: self._of_chains(kind, lengths, 1 + tree.nodes) for kind in self._kinds}
         else:
+            _, depths, ancestors = tree.structure()
             layout = StepLayout(
-                lengths=torch.tensor(lengths),
-                depths=torch.tensor([tree.depths(row) for row in range(tree.batch)]),
-                ancestors=ancestors(tree),
-                visible=None if self._visible is None else self._visible.cpu(),
+                lengths=torch.tensor(lengths, device=depths.device),
+                depths=depths,
+                ancestors=ancestors,
+                visible=None if self._visible is None else self._visible.to(depths.device),
                 width=max(lengths) + 1 + tree.nodes,
+                prefix=lengths[0] if len(set(lengths)) == 1 else None,
             )
-            # On the CPU: launching a GPU's kernels for so few numbers takes longer than sending the mask.
             made = {kind: self._of_tree(kind, layout).to(self._device) for kind in self._kinds}
         ready = {
             kind: self._ready(mask, tree.batch, cached, first_visible if kind in DROPPING else 0)

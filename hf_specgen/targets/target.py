@@ -151,7 +151,7 @@ class Target:
 
         The root is the last token in the cache before the first `grow` of a tree. Returns `[batch, new, vocab]` logits.
         """
-        inputs = {"input_ids": tree.tokens[:, tree.nodes - new :].to(self.device)}
+        inputs = {"input_ids": tree.input_tokens(self.device)[:, tree.nodes - new :]}
         cached = 1 + tree.nodes - new
         self._starts = tuple(length - cached for length in self.cache.lengths)
         return self._layout.scatter(self._run(self.model, tree, inputs, active, cached).logits, tree.batch)
@@ -177,7 +177,7 @@ class Target:
         lengths = self.cache.lengths
         if cached:
             lengths = tuple(length - cached for length in lengths)
-        positions = torch.tensor(self._layout.positions(tree, lengths, active, cached), device=self.device)
+        positions = self._layout.positions(tree, lengths, active, cached).to(self.device)
         mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
         arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
         with without_cudnn_attention(self.device):

@@ -67,21 +67,23 @@ class VerificationSession(ABC):
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> list[list[int]]:
         """What `choose` returns, as lists."""
-        tokens: list[list[int]] = self.choose(scores, steps, tree, nodes).tolist()
-        return tokens
+        return tree.read_with(self.choose(scores, steps, tree, nodes))
 
     @property
     def wants_q(self) -> bool:
         """Whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`)."""
         return False
 
-    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+    def draft_weights(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], depths: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Weight of each token as a draft token: the one most likely to be accepted has the largest.
 
         Args:
             scores: `[batch, positions, draft vocab]` the draft's scores after its processors, on any device.
             steps: `[batch][positions]` which generated token each draft token is for; ignored for rows that take no
                 part.
+            depths: `[batch, positions]` the index in `steps` of each position; None if position ``i`` has index ``i``.
 
         Returns:
             `[batch, positions, draft vocab]`, non-negative. By default the draft's own probabilities.
@@ -132,7 +134,7 @@ class VerificationSession(ABC):
         scores = self.processors.all_nodes(logits)
         steps = self._steps(tree, active) if self.call.do_sample else []
         chosen_tokens = self.chosen_tokens(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
-        draft_tokens = tree.tokens.tolist()
+        draft_tokens = tree.token_lists()
         result = VerificationResult([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
         for row in range(tree.batch):
             if not active[row]:
@@ -169,7 +171,7 @@ class _ColumnWalk:
     def __init__(self, session: VerificationSession, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]):
         self._session, self._call = session, session.call
         self._processors: LogitsPipeline = session.processors
-        self._tree, self._draft_tokens, self._logits = tree, tree.tokens.tolist(), logits
+        self._tree, self._draft_tokens, self._logits = tree, tree.token_lists(), logits
         self._node = [-1] * tree.batch
         self._walking = [row for row in range(tree.batch) if active[row]]
         padded = session.processes_padding

@@ -18,7 +18,7 @@ from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier
 from hf_specgen.verification.noise import NoiseBuffer
-from hf_specgen.verification.sampling import argmax, argmax_lists, exponential_race
+from hf_specgen.verification.sampling import argmax, exponential_race
 
 
 class CoupledVerifier(Verifier):
@@ -51,17 +51,20 @@ class _CoupledSession(VerificationSession):
     ) -> list[list[int]]:
         if self.call.do_sample:
             return super().chosen_tokens(scores, steps, tree, nodes)
-        tokens: list[list[int]] = argmax_lists(scores)
-        return tokens
+        return tree.read_with(argmax(scores))
 
-    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+    def draft_weights(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], depths: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """q divided by the noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""
         if not self.call.do_sample:
-            return super().draft_weights(scores, steps)
+            return super().draft_weights(scores, steps, depths)
         if self._noise is None:
             self._noise = NoiseBuffer(scores.shape[0], scores.shape[-1], self.call.state.device)
         buffered = [[max(step, self._confirmed) for step in row] for row in steps]
         noise = self._noise.at(buffered).to(scores.device)  # [batch, positions, vocab]
+        if depths is not None:
+            noise = noise[torch.arange(len(noise), device=depths.device)[:, None], depths]
         vocab = min(scores.shape[-1], noise.shape[-1])
         return scores[..., :vocab].float().softmax(dim=-1) / noise[..., :vocab]
 

@@ -43,7 +43,7 @@ def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResul
         >>> part.paths, part.accepted
         ([[1]], [1])
     """
-    tokens = tree.tokens.tolist()
+    tokens = tree.token_lists()
     paths: list[list[int] | None] = []
     accepted: list[int] = []
     for row, path in enumerate(result.paths):
