@@ -159,7 +159,7 @@ def _heads(source: str, model: PreTrainedModel) -> Strategy:
         raise StrategyError(f"{source} holds no head that reads the target's hidden states, but {found!r}")
     kind: Any = type(found)
     return Strategy(
-        HEAD_NAMES[kind],
+        HEAD_NAMES[kind.__name__],
         lambda k, policy: kind(source, k, tree=None if k == AUTO else 4 * k, policy=policy),
         HEAD_DEPTHS,
     )

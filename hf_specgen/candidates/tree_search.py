@@ -34,6 +34,8 @@ Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.integer[Any]]
 CLOSED = 1e4
 """Subtracted from the logarithm of the probability of a candidate that cannot be expanded."""
+NO_NODE = -1e30
+"""In place of the logarithm of the probability of a candidate that is no node; above that of an expanded one, -inf."""
 LEVELS_PER_READ = 4
 """Passes between two reads of the probabilities by the host, which waits for an accelerator then. A CPU waits anyway
 and reads after every pass that decides about the next one."""
@@ -101,7 +103,7 @@ class Growth:
         opened = path
         if self.levels >= self._shallowest and self._limits is not None:
             depth = 1 + self._depths[:, -self._above.shape[1] :].repeat_interleave(self.children, dim=1)
-            path = path.masked_fill(depth > self._limits, -inf)
+            path = path.masked_fill(depth > self._limits, NO_NODE)
             opened = torch.where(depth < self._limits, path, path - CLOSED)
         if expandable is not None:
             opened = torch.where(expandable.flatten(1), opened, path - CLOSED)
@@ -119,7 +121,7 @@ class Growth:
         if self.children > 1 or len(set(self.limits)) > 1:
             self._limits = torch.tensor(self.limits, device=device)[:, None]
         if 0 in self.limits and self._limits is not None:
-            self._above = torch.where(self._limits > 0, self._above, -inf)
+            self._above = torch.where(self._limits > 0, self._above, NO_NODE)
         self._reached = self._above
         self._ancestors = torch.ones(rows, 1, 1, dtype=torch.bool, device=device)
         self._parents = self._nodes = self._depths[:, :0]
@@ -305,7 +307,7 @@ class TreeSize:
             if self.children == 1:
                 return 1
             is_due = growth.levels % LEVELS_PER_READ == 0
-            width = min(isqrt(self.max_nodes), self.children)
+            width = min(isqrt(self.max_nodes), growth.tokens.shape[1])
             return width if not is_due or growth.read().may_improve(self.max_nodes) else 0
         if growth.levels % self.levels_per_read and self._width:
             return self._spend(self._width)

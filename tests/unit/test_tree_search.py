@@ -1,14 +1,18 @@
 """Best-first trees: connected, and no tree of the same size has a higher expected length."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
-from hf_specgen.candidates.tree_search import Proposals, TreeBuilder, TreeSize, draft_rows
+from hf_specgen.candidates.head_sessions import best_combinations
+from hf_specgen.candidates.tree_search import LEVELS_PER_READ, Growth, TreeSize, draft_rows, structure_of
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.tree import DraftTree
+from hf_specgen.tree import DraftTree, GrownTree
 from tests.helpers.calls import make_call, make_state
 
 probabilities = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3)
@@ -37,63 +41,151 @@ def marginal_trees(marginals: list[list[float]], size: int) -> float:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(probabilities, min_size=1, max_size=3), st.integers(1, 5))
-def test_of_parallel_heads_any_size_has_the_highest_expected_length(marginals: list[list[float]], size: int) -> None:
+def test_best_combinations_any_size_has_the_highest_expected_length(marginals: list[list[float]], size: int) -> None:
     """Would catch: a heap that forgets siblings or children, so that likelier nodes are left out."""
     ranks = min(map(len, marginals))
     marginals = [descending(values[:ranks]) for values in marginals]
-    tokens = np.arange(len(marginals) * ranks).reshape(1, len(marginals), ranks)
-    builder = TreeBuilder.of_parallel_heads([len(marginals)], tokens, np.array([marginals]), nodes=size)
-    assert builder.probability[0].sum() == pytest.approx(marginal_trees(marginals, size), rel=1e-6)
+    tokens = np.arange(len(marginals) * ranks).reshape(len(marginals), ranks)
+    tree = best_combinations(tokens, np.array(marginals), len(marginals), TreeSize(size))
+    assert sum(tree.probability) == pytest.approx(marginal_trees(marginals, size), rel=1e-6)
+
+
+@dataclass
+class ReferenceGrowth:
+    """Slow reference of `Growth` for one row: lists, one candidate after the other."""
+
+    limit: int
+    candidates: list[tuple[int, int, int, float]] = field(default_factory=list)
+    """Token, parent candidate or -1, depth, path probability."""
+    expanded: list[int] = field(default_factory=list)
+    frontier: list[int] = field(default_factory=lambda: [-1])
+
+    def add(self, tokens: list[list[int]], acceptance: list[list[float]]) -> None:
+        """Add the children of the frontier; nothing below a candidate that cannot be expanded."""
+        for parent, row, values in zip(self.frontier, tokens, acceptance, strict=True):
+            depth, above = (0, float(self.limit > 0)) if parent < 0 else self.candidates[parent][2:]
+            is_node = depth < self.limit
+            self.candidates += [
+                (t, parent, depth + 1, above * a if is_node else 0.0) for t, a in zip(row, values, strict=True)
+            ]
+
+    def open(self) -> list[int]:
+        """Candidates that can be expanded, most probable first."""
+        found = [
+            index
+            for index, (_, _, depth, p) in enumerate(self.candidates)
+            if p > 0 and depth < self.limit and index not in self.expanded
+        ]
+        return sorted(found, key=lambda index: -self.candidates[index][3])
+
+    def best(self, nodes: int) -> set[tuple[int, ...]]:
+        """The paths, as candidate indices, of the most probable nodes."""
+        ranked = sorted((i for i, c in enumerate(self.candidates) if c[3] > 0), key=lambda i: -self.candidates[i][3])
+        return {self.path(index) for index in ranked[:nodes]}
+
+    def path(self, index: int) -> tuple[int, ...]:
+        """The tokens from the first draft token to a candidate."""
+        token, parent, _, _ = self.candidates[index]
+        return (token,) if parent < 0 else (*self.path(parent), token)
+
+
+def acceptance_of(random: np.random.Generator, rows: int, nodes: int, children: int) -> torch.Tensor:
+    """`[rows, nodes, children]` descending probabilities whose sum is below 1."""
+    drawn = random.dirichlet(np.ones(children + 1), size=(rows, nodes))[..., :children]
+    return torch.from_numpy(-np.sort(-drawn, axis=-1)).float().clamp(min=1e-3, max=0.999)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 4), st.integers(1, 20), st.booleans())
+def test_growth_agrees_with_the_reference(seed: int, rows: int, width: int, size: int, expanded_first: bool) -> None:
+    """Would catch: a node without its parent, a depth limit that is ignored, wrong structures or probabilities."""
+    random = np.random.default_rng(seed)
+    limits = random.integers(0, 5, rows).tolist()
+    limits[0] = 4
+    growth, references = Growth(limits, 4), [ReferenceGrowth(limit) for limit in limits]
+    unique = iter(range(10**6))
+    for level in range(4):
+        nodes = width if level else 1
+        if level:
+            tree = growth.expand(width)
+            for row, reference in enumerate(references):
+                opened = reference.open()[:width]
+                reference.frontier = opened
+                reference.expanded += opened
+                paths = [tuple(tree.path(row, node)) for node in range(tree.nodes - width, tree.nodes)]
+                assert paths[: len(opened)] == [reference.path(index) for index in opened]
+        tokens = torch.tensor([[[next(unique) for _ in range(4)] for _ in range(nodes)] for _ in range(rows)])
+        acceptance = acceptance_of(random, rows, nodes, 4)
+        growth.add(tokens, acceptance.log(), torch.zeros_like(tokens))
+        for row, reference in enumerate(references):
+            used = len(reference.frontier)
+            reference.add(tokens[row].tolist()[:used], acceptance[row].tolist()[:used])
+    tree, _ = growth.best(max(size, growth.expanded if expanded_first else 0), expanded_first)
+    _check_structure(tree)
+    for row, reference in enumerate(references):
+        chosen = {tuple(tree.path(row, node)) for node, p in enumerate(tree.probability[row]) if p > 1e-20}
+        if not expanded_first:
+            assert chosen == reference.best(size)
+        else:
+            assert chosen >= {reference.path(index) for index in reference.expanded}
+            assert all(len(path) <= limits[row] for path in chosen)
+        known = {reference.path(index): candidate[3] for index, candidate in enumerate(reference.candidates)}
+        for node, p in enumerate(tree.probability[row]):
+            if p > 1e-20:
+                assert p == pytest.approx(known[tuple(tree.path(row, node))], rel=1e-4)
+
+
+def _check_structure(tree: GrownTree) -> None:
+    """The structure on the device is that of the parents which the host reads."""
+    host = DraftTree(tree.tokens, tree.parents).structure()
+    for row, parents in enumerate(tree.parents):
+        size = len(parents)
+        assert torch.equal(tree.structure().depths[row, : 1 + size], host.depths[row, : 1 + size])
+        block = slice(None, 1 + size)
+        assert torch.equal(tree.structure().ancestors[row, block, block], host.ancestors[row, block, block])
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 4), st.integers(1, 12))
-def test_best_expanded_trees_are_connected_and_most_likely(seed: int, rows: int, beam: int, size: int) -> None:
-    """Would catch: a node chosen without its parent, a depth limit that is ignored, fillers with a probability."""
-    random = np.random.default_rng(seed)
-    limits = random.integers(0, 4, rows)
-    limits[0] = 3
-    builder = TreeBuilder(limits.tolist())
-    builder.add_root(_proposals(random, rows, 1))
-    for _ in range(3):
-        nodes = builder.frontier(beam)
-        if not nodes.shape[1]:
-            break
-        builder.add(nodes, _proposals(random, rows, nodes.shape[1]))
-    trees, indices = builder.best(size)
-    for row, ((tokens, parents), chosen) in enumerate(zip(trees, indices, strict=True)):
-        assert len(tokens) == len(parents) == len(chosen) == len(set(chosen)) <= size
-        assert all(parent < node for node, parent in enumerate(parents))
-        assert all(builder.depth[row, node] <= limits[row] for node in chosen)
-        assert [builder.parents[row, node] for node in chosen] == [chosen[p] if p >= 0 else -1 for p in parents]
-        left_out = np.delete(builder.probability[row], chosen)
-        if len(chosen) == size and len(left_out):
-            assert builder.probability[row, chosen].min() >= left_out.max() - 1e-12
+@given(st.lists(st.integers(-1, 1000), min_size=1, max_size=24))
+def test_structure_of_parents_agrees_with_the_host(values: list[int]) -> None:
+    parents = tuple(min(value, node - 1) for node, value in enumerate(values))
+    host = DraftTree(torch.zeros(1, len(parents), dtype=torch.long), (parents,)).structure()
+    depth = int(host.depths.max())
+    for bound in (depth, depth + 3):
+        ours = structure_of(torch.tensor([parents]), bound)
+        assert torch.equal(ours.depths, host.depths) and torch.equal(ours.ancestors, host.ancestors)
 
 
-def _proposals(random: np.random.Generator, rows: int, nodes: int) -> Proposals:
-    acceptance = -np.sort(-random.dirichlet(np.ones(4), size=(rows, nodes))[..., :3], axis=-1)
-    return Proposals(random.integers(0, 50, (rows, nodes, 3)), acceptance)
+def test_tokens_parents_probabilities_and_choices_are_read_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a host that waits for the device more than once in a step."""
+    growth = _grown(Growth([3], 3), TreeSize(4), [0.5, 0.3, 0.1])
+    tree, _ = growth.best(4)
+    reads = []
+    for name in ("tolist", "item", "numpy", "cpu"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor,
+            name,
+            lambda self, *a, original=original, name=name: (reads.append(name), original(self, *a))[1],
+        )
+    assert tree.read_with(torch.tensor([[7, 8, 9, 10, 11]])) == [[7, 8, 9, 10, 11]]
+    assert len(tree.parents[0]) == len(tree.probability[0]) == len(tree.token_lists()[0]) == 4
+    assert sorted(reads) == ["cpu", "numpy"], "one transfer, and its numbers"
 
 
-def test_frontier_row_without_expandable_nodes_adds_nothing() -> None:
-    """Would catch: nodes that fill up a row getting children, which would be verified for nothing."""
-    builder = TreeBuilder([2, 1])
-    builder.add_root(Proposals(np.array([[[1, 2]], [[3, 4]]]), np.full((2, 1, 2), 0.4)))
-    nodes = builder.frontier(2)
-    builder.add(nodes, Proposals(np.full((2, 2, 1), 9), np.full((2, 2, 1), 0.5)))
-    assert (builder.probability[1] > 0).sum() == 2
-    assert (builder.probability[0] > 0).sum() == 4
-
-
-def test_best_with_first_nodes_keeps_their_order() -> None:
-    """Would catch: an early-exit target taking the states of other nodes than those that were run."""
-    builder = TreeBuilder([3])
-    builder.add_root(Proposals(np.array([[[1, 2]]]), np.array([[[0.3, 0.2]]])))
-    expanded = builder.frontier(2)
-    builder.add(expanded, Proposals(np.array([[[3], [4]]]), np.array([[[0.5], [0.9]]])))
-    ((tokens, parents),) = builder.best(3, expanded)[0]
-    assert tokens == [1, 2, 4] and parents == (-1, -1, 1)
+def _grown(growth: Growth, size: TreeSize, chances: list[float], passes: list[int] | None = None) -> Growth:
+    """Grow a tree whose nodes all have children with these probabilities."""
+    width = 1
+    while width:
+        shape = (len(growth.limits), width, len(chances))
+        log_acceptance = torch.tensor(chances).log().expand(shape)
+        growth.add(torch.arange(len(chances)).expand(shape), log_acceptance, torch.zeros(shape, dtype=torch.long))
+        width = size.width(growth)
+        if width:
+            growth.expand(width)
+            if passes is not None:
+                passes.append(width)
+    return growth
 
 
 def curve(draft_token: float, slope: float) -> LatencyModel:
@@ -101,21 +193,18 @@ def curve(draft_token: float, slope: float) -> LatencyModel:
 
 
 @pytest.mark.parametrize(("slope", "draft_token"), [(0.002, 0.05), (0.05, 0.05), (0.2, 0.3)])
-def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_token: float) -> None:
+@pytest.mark.parametrize("levels_per_read", [1, 4])
+def test_fastest_size_no_other_number_of_nodes_is_faster(
+    slope: float, draft_token: float, levels_per_read: int
+) -> None:
     """Would catch: a tree sized without regard to what a node costs."""
-    latency = curve(draft_token, slope).at(1, 100)
-    builder = TreeBuilder([6])
-    builder.add_root(Proposals(np.arange(4).reshape(1, 1, 4), np.array([[[0.5, 0.2, 0.1, 0.05]]])))
-    shape = TreeSize(None, latency=latency)
-    spent = latency.drafter.draft([1])
-    while beam := shape.width(builder):
-        nodes = builder.frontier(beam)
-        chances = np.broadcast_to(np.array([0.5, 0.2, 0.1, 0.05]), (1, nodes.shape[1], 4))
-        builder.add(nodes, Proposals(np.zeros((1, nodes.shape[1], 4), dtype=int), chances))
-        spent += latency.drafter.draft([nodes.shape[1]])
-    joint = builder.sorted_probability(64)[0]
+    latency, passes = curve(draft_token, slope).at(1, 100), list[int]()
+    size = TreeSize(None, latency=latency, levels_per_read=levels_per_read)
+    growth = _grown(Growth([6], 4), size, [0.5, 0.2, 0.1, 0.05], passes)
+    spent = latency.drafter.draft([1, *passes])
+    joint = growth.read().sorted_probability(64)[0]
     rates = [(1 + joint[:n].sum()) / (latency.target.seconds_of(1.0 + n) + spent) for n in range(len(joint) + 1)]
-    assert shape.nodes(builder) == int(np.argmax(rates))
+    assert size.nodes(growth) == int(np.argmax(rates))
 
 
 @pytest.mark.parametrize("joint", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
@@ -134,65 +223,44 @@ def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
 
 
 def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
-    """Would catch: one shape for all texts. Long certain chains stay thin, uncertain text gets short and wide."""
+    """Would catch: one size for all texts. Long certain chains stay thin, uncertain text gets short and wide."""
     depths, widths = [], []
     for first in (0.97, 0.3):
-        chances = np.array([first, *[(1 - first) / 4] * 3])
-        builder = TreeBuilder([16])
-        builder.add_root(Proposals(np.arange(4).reshape(1, 1, 4), chances[None, None]))
-        shape = TreeSize(None, latency=curve(0.05, 0.002).at(1, 100))
-        while beam := shape.width(builder):
-            nodes = builder.frontier(beam)
-            if not nodes.shape[1]:
-                break
-            chance = np.broadcast_to(chances, (1, nodes.shape[1], 4))
-            builder.add(nodes, Proposals(np.zeros((1, nodes.shape[1], 4), dtype=int), chance))
-        _, ((*kept,),) = builder.best(shape.nodes(builder))
-        depths.append(int(builder.depth[0, kept].max()))
-        widths.append(len(kept) / depths[-1])
+        size = TreeSize(None, latency=curve(0.05, 0.002).at(1, 100))
+        growth = _grown(Growth([16], 4), size, [first, *[(1 - first) / 4] * 3])
+        tree, _ = growth.best(size.nodes(growth))
+        depths.append(max(tree.depths(0)))
+        widths.append(tree.nodes / depths[-1])
     assert depths[0] > depths[1] + 3
     assert widths[1] > widths[0]
 
 
-def test_fixed_size_stops_when_no_better_node_can_come() -> None:
+def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_come() -> None:
     """Would catch: passes of the drafter that cannot change the tree."""
-    builder = TreeBuilder([9])
-    builder.add_root(Proposals(np.arange(3).reshape(1, 1, 3), np.array([[[0.5, 0.3, 0.1]]])))
-    assert TreeSize(16).width(builder) == 4
-    assert TreeSize(3).width(builder) == 1
-    builder.add(builder.frontier(1), Proposals(np.zeros((1, 1, 3), dtype=int), np.array([[[0.1, 0.05, 0.01]]])))
-    assert TreeSize(2).width(builder) == 0
-    assert TreeSize(None, children=1).nodes(builder) == 9
+    passes: list[int] = []
+    _grown(Growth([64], 3), TreeSize(4), [0.3, 0.2, 0.1], passes)
+    assert len(passes) == LEVELS_PER_READ - 1
+    passes.clear()
+    _grown(Growth([3], 3), TreeSize(40), [0.5, 0.3, 0.1], passes)
+    assert len(passes) == 2, "as deep as the draft may be"
+    chain = Growth([9], 1)
+    assert TreeSize(None, children=1).nodes(chain) == 9
 
 
 def test_fastest_size_with_a_drafter_that_costs_nothing_stops() -> None:
     """Would catch: passes without end, since each promises a little more."""
-    builder, passes = TreeBuilder([10_000]), 0
-    builder.add_root(Proposals(np.arange(8).reshape(1, 1, 8), np.full((1, 1, 8), 0.12)))
-    shape = TreeSize(None, latency=curve(0.0, 0.0).at(1, 100))
-    while beam := shape.width(builder):
-        nodes = builder.frontier(beam)
-        builder.add(
-            nodes, Proposals(np.zeros((1, nodes.shape[1], 8), dtype=int), np.full((1, nodes.shape[1], 8), 0.12))
-        )
-        passes += 1
-    assert passes <= 64
+    passes: list[int] = []
+    _grown(Growth([10_000], 8), TreeSize(None, latency=curve(0.0, 0.0).at(1, 100)), [0.12] * 8, passes)
+    assert len(passes) <= 64
 
 
-def test_frontier_of_a_shorter_row_keeps_its_chain_in_front() -> None:
-    """Would catch: filler nodes between the nodes of a chain, whose early states then belong to other tokens."""
-    builder = TreeBuilder([3, 2, 1])
-    one = np.full((3, 1, 1), 0.5)
-    builder.add_root(Proposals(np.array([[[5]], [[5]], [[5]]]), one))
-    expanded = np.zeros((3, 0), dtype=int)
-    while (nodes := builder.frontier(1)).shape[1]:
-        expanded = np.concatenate([expanded, nodes], axis=1)
-        builder.add(nodes, Proposals(np.array([[[6]], [[6]], [[6]]]), one))
-    trees, indices = builder.best(3, expanded)
-    for row, depth in enumerate((3, 2, 1)):
-        (chain,) = DraftTree.from_nodes([trees[row]]).leftmost_chain().tokens.tolist()
-        path = [place for place, node in enumerate(indices[row]) if builder.probability[row, node] > 0]
-        assert path[: len(chain)] == list(range(min(depth, len(chain)))) and chain[0] == 5
+def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
+    """Would catch: a token beyond the depth of its row, whose position the model may not have."""
+    growth = _grown(Growth([3, 0, 1], 1), TreeSize(None, children=1), [0.5])
+    tree, source = growth.best(3)
+    assert tree.is_chain and tree.parents == ((-1, 0, 1), (), (-1,)) and source.tolist() == [[0, 1, 2]] * 3
+    assert tree.token_lists() == [[0, 0, 0], [-1, -1, -1], [0, -1, -1]], "-1 is never the token of the target"
+    assert tree.probability[0] == pytest.approx((0.5, 0.25, 0.125))
 
 
 # Best-first search, and drafts for rows cut to one size
