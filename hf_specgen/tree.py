@@ -23,6 +23,8 @@ import torch
 from torch.nn.functional import pad
 
 Parents = tuple[int, ...]
+NO_NODE = -1e30
+"""In place of the logarithm of the probability of a candidate that is no node."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,14 @@ class DraftTree:
         """The structure as tensors; padding nodes continue the row as a chain."""
         padded = [parents + chain_parents(self.nodes)[len(parents) :] for parents in self.parents]
         return TreeStructure(
-            torch.tensor(padded, dtype=torch.long).view(self.batch, self.nodes),
+            torch.tensor(padded, dtype=torch.long).view(self.batch, self.nodes) + 1,
             torch.tensor([self.depths(row) for row in range(self.batch)]),
             torch.stack([ancestor_matrix(parents) for parents in padded]),
         )
 
     def input_tokens(self, device: torch.device) -> torch.Tensor:
         """`[batch, nodes]` the tokens as a model reads them, padding included."""
-        return self.tokens.clamp(min=0).to(device)
+        return self.tokens.to(device)
 
     def token_lists(self) -> list[list[int]]:
         """`[batch][nodes]` the tokens, padding included."""
@@ -184,7 +186,7 @@ class TreeStructure(NamedTuple):
     """The structure of draft trees as tensors, with each row's last token as index 0 and node ``i`` as ``i + 1``.
 
     Args:
-        parents: `[batch, nodes]` the parent node of each node, -1 for the row's last token.
+        parents: `[batch, nodes]` the parent of each node, counted like that: 0 for the row's last token.
         depths: `[batch, 1 + nodes]`.
         ancestors: `[batch, 1 + nodes, 1 + nodes]` bool; `[b, i, j]` is True where ``j`` is ``i`` or its ancestor.
     """
@@ -198,14 +200,16 @@ class GrownTree(DraftTree):
     """A draft tree that was grown on the drafter's device, which the host reads at once, and only when it has to.
 
     Args:
-        tokens: `[batch, nodes]`; -1 for a node that is never accepted.
+        tokens: `[batch, nodes]`.
         structure: of the trees; None for chains.
-        values: `[batch, nodes, values]` of each node: its path probability, 0 for padding at the end of a row, then
-            what the strategy reads in `node_values`. None if all are nodes.
+        values: `[batch, nodes, values]` of each node: the logarithm of its path probability, very low for padding at
+            the end of a row, then what the strategy reads in `node_values`. None if all are nodes.
+        keeps_all: whether nodes that can never be accepted are kept; the host reads their token as -1.
         q, drafting_rows: as for `DraftTree`.
     """
 
     drafting_rows: int = 0
+    keeps_all: bool = False
     _structure: TreeStructure | None
     _values: torch.Tensor | None
     _host: _HostTree | None
@@ -218,8 +222,9 @@ class GrownTree(DraftTree):
         *,
         drafting_rows: int,
         q: torch.Tensor | None = None,
+        keeps_all: bool = False,
     ):
-        vars(self).update(tokens=tokens, q=q, drafting_rows=drafting_rows)
+        vars(self).update(tokens=tokens, q=q, drafting_rows=drafting_rows, keeps_all=keeps_all)
         vars(self).update(_structure=structure, _values=values, _host=None)
 
     @property
@@ -261,7 +266,7 @@ class GrownTree(DraftTree):
 
     def with_q(self, q: torch.Tensor) -> GrownTree:
         """The same trees with the probabilities `[batch, nodes, vocab]` of their nodes."""
-        return GrownTree(self.tokens, self._structure, self._values, drafting_rows=self.drafting_rows, q=q)
+        return self._with(self.tokens, self._structure, self._values, q)
 
     def select(self, rows: Sequence[int]) -> DraftTree:
         index = torch.tensor(list(rows), device=self.tokens.device)
@@ -270,8 +275,7 @@ class GrownTree(DraftTree):
             return None if part is None else part[index]
 
         structure = None if self._structure is None else TreeStructure(*map(chosen, self._structure))
-        values, q, count = chosen(self._values), chosen(self.q), self.drafting_rows
-        return GrownTree(self.tokens[index], structure, values, drafting_rows=count, q=q)
+        return self._with(self.tokens[index], structure, chosen(self._values), chosen(self.q))
 
     def padded(self, nodes: int) -> DraftTree:
         more = nodes - self.nodes
@@ -281,25 +285,41 @@ class GrownTree(DraftTree):
         if structure is not None:
             ancestors = pad(structure.ancestors, (0, more, 0, more))
             ancestors[:, -more:, 0] = True  # a query that sees nothing would write NaN into the cache
-            structure = TreeStructure(
-                pad(structure.parents, (0, more), value=-1), pad(structure.depths, (0, more)), ancestors
-            )
+            structure = TreeStructure(pad(structure.parents, (0, more)), pad(structure.depths, (0, more)), ancestors)
         if values is None:
-            values = torch.ones(*self.tokens.shape, 1, device=self.tokens.device)
+            values = torch.zeros(*self.tokens.shape, 1, device=self.tokens.device)
         q = None if self.q is None else pad(self.q, (0, 0, 0, more))
-        tokens, values = pad(self.tokens, (0, more), value=-1), pad(values, (0, 0, 0, more))
-        return GrownTree(tokens, structure, values, drafting_rows=self.drafting_rows, q=q)
+        values = pad(values, (0, 0, 0, more), value=NO_NODE)
+        return self._with(pad(self.tokens, (0, more)), structure, values, q)
+
+    def _with(
+        self,
+        tokens: torch.Tensor,
+        structure: TreeStructure | None,
+        values: torch.Tensor | None,
+        q: torch.Tensor | None,
+    ) -> GrownTree:
+        """A tree with other tensors."""
+        rows, keeps = self.drafting_rows, self.keeps_all
+        return GrownTree(tokens, structure, values, drafting_rows=rows, q=q, keeps_all=keeps)
 
     def _read(self, chosen: torch.Tensor | None = None) -> _HostTree:
         if self._host is None:
-            tokens = self.tokens[..., None].double()
-            parts = [tokens] if self._structure is None else [tokens, self._structure.parents[..., None].double()]
-            table = torch.cat(parts if self._values is None else [*parts, self._values.double()], dim=-1)
-            packed = table.flatten(1) if chosen is None else torch.cat([table.flatten(1), chosen.double()], dim=1)
-            values = packed.cpu().numpy()
-            size = self.nodes * table.shape[2]
-            nodes = values[:, :size].reshape(len(values), self.nodes, table.shape[2])
-            vars(self)["_host"] = _HostTree.of(nodes, self.is_chain, self._values is not None, values[:, size:])
+            batch, nodes = self.tokens.shape
+            parts = [self.tokens.float()]  # token ids below 2**24 are exact
+            if self._structure is not None:
+                parts.append(self._structure.parents.float())
+            if self._values is not None:
+                parts.append(self._values.flatten(1))
+            if chosen is not None:
+                parts.append(chosen.float())
+            packed = torch.cat(parts, dim=1).cpu().numpy()
+            arrays = np.split(packed, np.cumsum([part.shape[1] for part in parts[:-1]]), axis=1)
+            rest = iter(arrays[1:])
+            parents = None if self._structure is None else next(rest)
+            values = None if self._values is None else next(rest).reshape(batch, nodes, -1)
+            read = packed[:, :0] if chosen is None else next(rest)
+            vars(self)["_host"] = _HostTree.of(arrays[0], parents, values, read, self.keeps_all)
         host = self._host
         assert host is not None
         return host
@@ -310,7 +330,7 @@ def _chain_structure(nodes: int) -> TreeStructure:
     """The structure of one row that is a chain."""
     index = torch.arange(1 + nodes)
     ancestors = torch.ones(1 + nodes, 1 + nodes, dtype=torch.bool).tril()
-    return TreeStructure(index[None, :-1] - 1, index[None], ancestors[None])
+    return TreeStructure(index[None, :-1], index[None], ancestors[None])
 
 
 @dataclass(frozen=True)
@@ -324,19 +344,25 @@ class _HostTree:
     chosen: list[list[int]]
 
     @classmethod
-    def of(cls, table: Any, is_chain: bool, has_values: bool, chosen: Any) -> _HostTree:
-        """From `[batch, nodes, fields]`: token, parent unless it is a chain, path probability and values of a node."""
-        values = table[:, :, 1 if is_chain else 2 :]
-        nodes = table.shape[1]
-        sizes = (values[:, :, 0] > 0).sum(axis=1).tolist() if has_values else [nodes] * len(table)
-        rows = list(zip(table, values, sizes, strict=True))
+    def of(cls, tokens: Any, parents: Any, values: Any, chosen: Any, keeps_all: bool) -> _HostTree:
+        """From `[batch, nodes]` tokens, parents (None for chains), values `[batch, nodes, …]` and choices."""
+        is_node = np.ones(tokens.shape, dtype=bool)
+        probability: list[Any] = [()] * len(tokens)
+        if values is not None:
+            probabilities = np.exp(values[:, :, 0].astype(float))
+            is_node = probabilities > 0
+            tokens = np.where(is_node, tokens, -1)
+            probability = list(probabilities)
+        counted = is_node | (is_node.any(axis=1, keepdims=True) & keeps_all)
+        sizes = counted.sum(axis=1).tolist()
         return cls(
-            table[:, :, 0].astype(int).tolist(),
+            tokens.astype(int).tolist(),
             tuple(
-                chain_parents(size) if is_chain else tuple(row[:size, 1].astype(int).tolist()) for row, _, size in rows
+                chain_parents(size) if parents is None else tuple((parents[row, :size].astype(int) - 1).tolist())
+                for row, size in enumerate(sizes)
             ),
-            tuple(tuple(row[:size, 0].tolist()) if has_values else () for _, row, size in rows),
-            [row[:size, 1:].tolist() for _, row, size in rows],
+            tuple(tuple(float(p) for p in probability[row][:size]) for row, size in enumerate(sizes)),
+            [[] if values is None else values[row, :size, 1:].tolist() for row, size in enumerate(sizes)],
             chosen.astype(int).tolist(),
         )
 

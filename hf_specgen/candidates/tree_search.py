@@ -28,14 +28,12 @@ from torch.nn.functional import pad
 from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, Tag
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency
-from hf_specgen.tree import DraftTree, GrownTree, TreeStructure
+from hf_specgen.tree import NO_NODE, DraftTree, GrownTree, TreeStructure
 
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.integer[Any]]
 CLOSED = 1e4
 """Subtracted from the logarithm of the probability of a candidate that cannot be expanded."""
-NO_NODE = -1e30
-"""In place of the logarithm of the probability of a candidate that is no node; above that of an expanded one, -inf."""
 LEVELS_PER_READ = 4
 """Passes between two reads of the probabilities by the host, which waits for an accelerator then. A CPU waits anyway
 and reads after every pass that decides about the next one."""
@@ -58,8 +56,7 @@ class Growth:
         children: of a node; 1 for chains.
 
     Attributes:
-        tokens, log_probability, features: `[rows, candidates]` of every candidate: its token, the logarithm of its path
-            probability, and the bin that its confidence is counted in.
+        tokens: `[rows, candidates]` of every candidate.
         levels: passes so far; no candidate is deeper.
         expanded: how many nodes of each row were expanded, without its last token.
 
@@ -70,19 +67,19 @@ class Growth:
         >>> growth.expand(1).tokens.tolist()  # the most likely node is expanded first
         [[5]]
         >>> growth.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.9, 0.1]]]).log(), bins)
-        >>> tree = growth.best(3)  # of 4 nodes: 5, then 7 below it (0.54), then 6 (0.3)
+        >>> tree, _ = growth.best(3)  # of 4 nodes: 5, then 7 below it (0.54), then 6 (0.3)
         >>> tree.token_lists(), tree.parents
         ([[5, 7, 6]], ((-1, 0, -1),))
     """
 
     tokens: Tensor
-    log_probability: Tensor
-    features: Tensor
     _open: Tensor
 
     def __init__(self, depths: Sequence[int], children: int):
         self.limits, self.children, self.levels, self.expanded = list(depths), children, 0, 0
         self.rows = sum(depth > 0 for depth in depths)
+        self._paths: list[Tensor] = []
+        self._features: list[Tensor] = []
         self._shallowest = min((depth for depth in depths if depth), default=0)
 
     def add(self, tokens: Tensor, log_acceptance: Tensor, features: Tensor, expandable: Tensor | None = None) -> None:
@@ -107,11 +104,19 @@ class Growth:
             opened = torch.where(depth < self._limits, path, path - CLOSED)
         if expandable is not None:
             opened = torch.where(expandable.flatten(1), opened, path - CLOSED)
-        new = [tokens.flatten(1), path, features.flatten(1), opened]
-        if not is_first:
-            old = self.tokens, self.log_probability, self.features, self._open
-            new = [torch.cat(pair, dim=1) for pair in zip(old, new, strict=True)]
-        self.tokens, self.log_probability, self.features, self._open = new
+        self._paths.append(path)
+        self._features.append(features.flatten(1))
+        tokens = tokens.flatten(1)
+        self.tokens = tokens if is_first else torch.cat([self.tokens, tokens], dim=1)
+        if self.children > 1:
+            self._open = opened if is_first else torch.cat([self._open, opened], dim=1)
+
+    @property
+    def log_probability(self) -> Tensor:
+        """`[rows, candidates]` logarithm of each candidate's path probability."""
+        if len(self._paths) > 1:
+            self._paths = [torch.cat(self._paths, dim=1)]
+        return self._paths[0]
 
     def _begin(self, like: Tensor) -> None:
         rows, device = len(self.limits), like.device
@@ -122,7 +127,7 @@ class Growth:
             self._limits = torch.tensor(self.limits, device=device)[:, None]
         if 0 in self.limits and self._limits is not None:
             self._above = torch.where(self._limits > 0, self._above, NO_NODE)
-        self._reached = self._above
+        self._reached = [self._above]
         self._ancestors = torch.ones(rows, 1, 1, dtype=torch.bool, device=device)
         self._parents = self._nodes = self._depths[:, :0]
 
@@ -135,28 +140,29 @@ class Growth:
             The tree of all expanded nodes, the new ones last.
         """
         if self.children == 1:
-            self._above, self.expanded = self.log_probability[:, -1:], self.levels
+            self._above, self.expanded = self._paths[-1][:, -1:], self.levels
             if self._limits is not None:
                 self._depths = torch.cat([self._depths, self._depths[:, -1:] + 1], dim=1)
-            self._reached = torch.cat([self._reached, self._above], dim=1)
+            self._reached.append(self._above)
             return GrownTree(self.tokens, drafting_rows=self.rows)
         self._above, index = self._open.topk(width, dim=1)
         self._open = self._open.scatter(1, index, -inf)
         parent = index // self.children
         rows = self._ancestors.gather(1, parent[..., None].expand(-1, -1, self._ancestors.shape[2]))
-        itself = torch.eye(width, dtype=torch.bool, device=index.device).expand(len(index), -1, -1)
+        itself = _identity(width, index.device).expand(len(index), -1, -1)
         self._ancestors = torch.cat([pad(self._ancestors, (0, width)), torch.cat([rows, itself], dim=2)], dim=1)
-        self._parents = torch.cat([self._parents, parent - 1], dim=1)
+        self._parents = torch.cat([self._parents, parent], dim=1)
         self._depths = torch.cat([self._depths, self._depths.gather(1, parent) + 1], dim=1)
-        self._reached = torch.cat([self._reached, self._above], dim=1)
+        self._reached.append(self._above)
         self._nodes, self.expanded = torch.cat([self._nodes, index], dim=1), self.expanded + width
         structure = TreeStructure(self._parents, self._depths, self._ancestors)
         return GrownTree(self.tokens.gather(1, self._nodes), structure, drafting_rows=self.rows)
 
     def read(self) -> Snapshot:
         """Read the probabilities, in one transfer to the host."""
-        values = torch.cat([self.log_probability, self._open, self._reached], dim=1).exp().cpu().numpy()
-        count = self.tokens.shape[1]
+        paths, count = self.log_probability, self.tokens.shape[1]
+        opened = paths if self.children == 1 else self._open
+        values = np.exp(torch.cat([paths, opened, *self._reached], dim=1).cpu().numpy().astype(float))
         frontier = values[:, count : 2 * count]
         if self.children == 1:
             frontier[:, : self.expanded] = 0.0
@@ -182,23 +188,22 @@ class Growth:
         expanded = no_place.scatter(1, self._nodes, places[:, : self.expanded]).gather(1, order)
         source = order // self.children
         place_of = no_place.scatter_(1, order, places[:, : order.shape[1]])
-        parents = pad(place_of.gather(1, self._nodes), (1, 0)).gather(1, source) - 1
-        probability, tokens = self.log_probability.gather(1, order).exp(), self.tokens.gather(1, order)
-        if self._limits is not None and (len(self.limits) > 1 or expanded_first):
-            tokens = tokens.masked_fill(probability == 0, -1)
-            if expanded_first:
-                probability = torch.where(self._limits > 0, probability.clamp(min=1e-30), probability)
-        values = torch.stack([probability, self.features.gather(1, order), expanded.to(probability)], dim=-1)
-        return GrownTree(tokens, structure_of(parents, self.levels), values, drafting_rows=self.rows), source
+        parents = pad(place_of.gather(1, self._nodes), (1, 0)).gather(1, source)
+        values = [self.log_probability.gather(1, order), torch.cat(self._features, dim=1).gather(1, order), expanded]
+        return GrownTree(
+            self.tokens.gather(1, order),
+            structure_of(parents, self.levels),
+            torch.stack([value.float() for value in values], dim=-1),
+            drafting_rows=self.rows,
+            keeps_all=expanded_first,
+        ), source
 
     def _chain(self, nodes: int) -> tuple[GrownTree, Tensor]:
-        tokens, probability = self.tokens[:, :nodes], self.log_probability[:, :nodes].exp()
-        source = torch.arange(nodes, device=tokens.device).expand_as(tokens)
-        if self._limits is not None:
-            tokens = tokens.masked_fill(probability == 0, -1)
-        expanded = (source + 1) * (source < self.expanded)
-        values = torch.stack([probability, self.features[:, :nodes], expanded.to(probability)], dim=-1)
-        return GrownTree(tokens, None, values, drafting_rows=self.rows), source
+        paths, features = self.log_probability[:, :nodes], torch.cat(self._features, dim=1)[:, :nodes]
+        places, source = _chain_places(nodes, self.expanded, self.tokens.device)
+        values = torch.stack([paths, features.float(), places.expand_as(paths)], dim=-1)
+        tree = GrownTree(self.tokens[:, :nodes], None, values, drafting_rows=self.rows)
+        return tree, source.expand_as(paths)
 
     def _order(self, nodes: int, expanded_first: bool) -> Tensor:
         """`[rows, nodes]` the candidates of the best trees, parents before their children."""
@@ -211,14 +216,28 @@ class Growth:
         return torch.cat([self._nodes, rest.topk(further, dim=1).indices], dim=1)
 
 
+@lru_cache(maxsize=64)
+def _identity(size: int, device: torch.device) -> Tensor:
+    return torch.eye(size, dtype=torch.bool, device=device)
+
+
+@lru_cache(maxsize=64)
+def _chain_places(nodes: int, expanded: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the nodes of a chain, their places among the expanded ones, from 1 on or 0; and those of their parents."""
+    places = [node + 1.0 if node < expanded else 0.0 for node in range(nodes)]
+    return torch.tensor(places, device=device), torch.arange(nodes, device=device)
+
+
 def structure_of(parents: Tensor, depth: int) -> TreeStructure:
-    """The structure of trees of at most this depth, from `[rows, nodes]` parents, which come before their children.
+    """The structure of trees of at most this depth, from `[rows, nodes]` parents as in `TreeStructure`.
+
+    Parents come before their children.
 
     Powers of (identity + parent matrix) have an entry wherever a node is an ancestor at most that far above.
     """
     rows, nodes = parents.shape
-    links = torch.eye(1 + nodes, device=parents.device).expand(rows, -1, -1).clone()
-    links[:, 1:].scatter_(2, parents[..., None] + 1, 1.0)
+    links = _identity(1 + nodes, parents.device).float().repeat(rows, 1, 1)
+    links[:, 1:].scatter_(2, parents[..., None], 1.0)
     for _ in range((depth - 1).bit_length()):
         links = links @ links
     ancestors = links > 0

@@ -269,7 +269,7 @@ class AssistantRunner:
         active, first = tree.select(self._target.rows), tree.nodes - new
         parents = active.structure().parents[:, first:].to(self._like.device)
         rows = torch.arange(len(parents), device=self._like.device)[:, None]
-        output = self._run(active.input_tokens(parents.device)[:, first:], self._hidden[rows, parents + 1])
+        output = self._run(active.input_tokens(parents.device)[:, first:], self._hidden[rows, parents])
         self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
         return spread_rows(self.bound.target_logits(output.output), self._target.rows, tree.batch)
 

@@ -132,14 +132,14 @@ class EagleRunner(HeadRunner):
 
     def expand(self, tree: DraftTree, new: int) -> HeadOutput:
         """The output `[batch, new, hidden]` at the last `new` nodes of a tree with all nodes since `extend`."""
-        tree = tree.select(self.rows)
+        tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
         first, (parents, depths, ancestors) = tree.nodes - new, tree.structure()
-        roots = torch.tensor(self.lengths, device=depths.device) - 1  # the last accepted position, of depth 0
-        prefix = self.lengths[0] - 1 if len(set(self.lengths)) == 1 else None
-        layout = masks.StepLayout(roots, depths, ancestors, None, max(self.lengths) + tree.nodes, prefix)
+        roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
+        layout = masks.StepLayout(roots, depths, ancestors, None, max(self.lengths) + tree.nodes)
         embeddings = self.bound.embed(tree.input_tokens(depths.device)[:, first:])
-        hidden = self._hidden[torch.arange(tree.batch, device=parents.device)[:, None], parents[:, first:] + 1]
-        positions, mask = roots[:, None] + depths[:, 1 + first :], masks.full_mask(layout)[:, :, 1 + first :]
+        index = parents[:, first:, None].expand(-1, -1, self._hidden.shape[2])
+        hidden = self._hidden.gather(1, index.to(self._hidden.device))
+        positions, mask = depths[:, 1 + first :] + layout.starts, masks.full_mask(layout)[:, :, 1 + first :]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
         self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
         return HeadOutput(*map(self._scatter, output))

@@ -36,23 +36,30 @@ function, so that a tree needs no block mask of its own."""
 class StepLayout:
     """The positions of one verification step's tokens in the cache and in the draft tree."""
 
-    lengths: torch.Tensor
+    lengths: Sequence[int]
     depths: torch.Tensor
     ancestors: torch.Tensor
     visible: torch.Tensor | None
     width: int
-    prefix: int | None = None
-    """Cached tokens of every row, if they are equally many."""
+
+    @property
+    def starts(self) -> int | torch.Tensor:
+        """The first slot of this step's tokens, one number if it is that of every row, otherwise `[batch, 1]`."""
+        if len(set(self.lengths)) == 1:
+            return self.lengths[0]
+        return torch.tensor(self.lengths, device=self.depths.device)[:, None]
 
 
 def full_mask(layout: StepLayout) -> torch.Tensor:
     """`[batch, 1, queries, width]` bool: every token attends to its row's cached tokens and to its own ancestors."""
-    if layout.prefix is not None and layout.visible is None:  # rows of equal length
-        return pad(layout.ancestors[:, None], (layout.prefix, 0), value=True)
+    starts = layout.starts
+    if isinstance(starts, int) and layout.visible is None:
+        return pad(layout.ancestors[:, None], (starts, 0), value=True)
     node, is_node = _node_of_slot(layout)  # [batch, width]
-    cached = torch.arange(layout.width, device=node.device) < layout.lengths[:, None]
+    cached = (torch.arange(layout.width, device=node.device) < starts).expand(len(node), -1)
     if layout.visible is not None:
-        cached[:, : layout.visible.shape[1]] &= layout.visible
+        seen = layout.visible.shape[1]
+        cached = torch.cat([cached[:, :seen] & layout.visible, cached[:, seen:]], dim=1)
     queries = layout.depths.shape[1]
     among_nodes = layout.ancestors.gather(2, node[:, None, :].expand(-1, queries, -1))
     return (cached[:, None, :] | (among_nodes & is_node[:, None, :]))[:, None]
@@ -102,7 +109,8 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _node_of_slot(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """For every slot the index of this step's token in it, and whether there is one. Both `[batch, width]`."""
-    node = torch.arange(layout.width, device=layout.lengths.device) - layout.lengths[:, None]
+    rows = layout.depths.shape[0]
+    node = (torch.arange(layout.width, device=layout.depths.device) - layout.starts).expand(rows, -1)
     queries = layout.depths.shape[1]
     return node.clamp(0, queries - 1), (node >= 0) & (node < queries)
 
@@ -111,7 +119,7 @@ def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys `[batch, 1, 1, width]` and queries `[batch, 1, queries, 1]`: their indices from the root; siblings agree."""
     node, is_node = _node_of_slot(layout)
     slot = torch.arange(layout.width, device=node.device).expand_as(node)
-    query = layout.lengths[:, None] + layout.depths  # [batch, queries]
+    query = layout.depths + layout.starts  # [batch, queries]
     key = torch.where(is_node, query.gather(1, node), slot)
     return key[:, None, None, :], query[:, None, :, None]
 
@@ -155,12 +163,11 @@ class StepMasks:
         else:
             _, depths, ancestors = tree.structure()
             layout = StepLayout(
-                lengths=torch.tensor(lengths, device=depths.device),
+                lengths=lengths,
                 depths=depths,
                 ancestors=ancestors,
                 visible=None if self._visible is None else self._visible.to(depths.device),
                 width=max(lengths) + 1 + tree.nodes,
-                prefix=lengths[0] if len(set(lengths)) == 1 else None,
             )
             made = {kind: self._of_tree(kind, layout).to(self._device) for kind in self._kinds}
         ready = {

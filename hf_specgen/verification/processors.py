@@ -57,10 +57,9 @@ class LogitsPipeline:
 
     def warp(self, scores: torch.Tensor) -> torch.Tensor:
         """Apply the score-only processors alone to a draft's scores, `[n, vocab]` to the same."""
-        no_text = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)
         for processor in self._processors:
             if type(processor) in SCORE_ONLY:
-                scores = processor(no_text, scores)
+                scores = processor(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)
         return scores
 
     def all_nodes(self, logits: torch.Tensor) -> torch.Tensor:

@@ -152,7 +152,7 @@ def test_structure_of_parents_agrees_with_the_host(values: list[int]) -> None:
     host = DraftTree(torch.zeros(1, len(parents), dtype=torch.long), (parents,)).structure()
     depth = int(host.depths.max())
     for bound in (depth, depth + 3):
-        ours = structure_of(torch.tensor([parents]), bound)
+        ours = structure_of(torch.tensor([parents]) + 1, bound)
         assert torch.equal(ours.depths, host.depths) and torch.equal(ours.ancestors, host.ancestors)
 
 
