@@ -119,11 +119,11 @@ class DraftTree:
             >>> DraftTree.from_paths([[[5, 6], [5, 7], [8]]]).path(0, 2)
             [5, 7]
         """
-        tokens = []
+        tokens, parents, path = self.token_lists()[row], self.parents[row], list[int]()
         while node >= 0:
-            tokens.append(int(self.tokens[row, node]))
-            node = self.parents[row][node]
-        return tokens[::-1]
+            path.append(tokens[node])
+            node = parents[node]
+        return path[::-1]
 
     def select(self, rows: Sequence[int]) -> DraftTree:
         """The same drafts for some of the rows."""

@@ -14,6 +14,7 @@ from benchmarks.micro.loop_overhead import loop_overhead
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.ngram_precision import ngram_precision
 from benchmarks.micro.other_tokenizer import other_tokenizer
+from benchmarks.micro.step_operations import step_operations
 from benchmarks.micro.trace_replay import trace_replay
 
 MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
@@ -21,6 +22,7 @@ MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
     "ngram-precision": ngram_precision,
     "other-tokenizer": other_tokenizer,
     "loop-overhead": loop_overhead,
+    "step-operations": step_operations,
     "long-context": long_context,
     "trace-replay": trace_replay,
     "known-acceptance": known_acceptance,
