@@ -317,7 +317,7 @@ class GrownTree(DraftTree):
             arrays = np.split(packed, np.cumsum([part.shape[1] for part in parts[:-1]]), axis=1)
             rest = iter(arrays[1:])
             parents = None if self._structure is None else next(rest)
-            values = None if self._values is None else next(rest).reshape(batch, nodes, -1)
+            values = None if self._values is None else next(rest).reshape(batch, nodes, self._values.shape[-1])
             read = packed[:, :0] if chosen is None else next(rest)
             vars(self)["_host"] = _HostTree.of(arrays[0], parents, values, read, self.keeps_all)
         host = self._host

@@ -263,6 +263,12 @@ def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     assert tree.probability[0] == pytest.approx((0.5, 0.25, 0.125))
 
 
+def test_tree_without_nodes_can_be_read() -> None:
+    for children in (1, 3):
+        tree, _ = _grown(Growth([2], children), TreeSize(4, children), [0.5] + [0.2] * (children - 1)).best(0)
+        assert tree.nodes == 0 and tree.parents == ((),) and tree.read_with(torch.tensor([[7]])) == [[7]]
+
+
 # Best-first search, and drafts for rows cut to one size
 
 
