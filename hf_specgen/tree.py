@@ -98,8 +98,10 @@ class DraftTree:
         return self.tokens.to(device)
 
     def token_lists(self) -> list[list[int]]:
-        """`[batch][nodes]` the tokens, padding included."""
-        lists: list[list[int]] = self.tokens.tolist()
+        """`[batch][nodes]` the tokens, padding included; read once."""
+        if "_lists" not in vars(self):
+            vars(self)["_lists"] = self.tokens.tolist()
+        lists: list[list[int]] = vars(self)["_lists"]
         return lists
 
     def read_with(self, chosen: torch.Tensor) -> list[list[int]]:

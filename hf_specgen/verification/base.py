@@ -141,6 +141,8 @@ class VerificationSession(ABC):
                 continue
             path, tokens = accepted_path(draft_tokens[row], tree.parents[row], chosen_tokens[row])
             emitted = self.call.state.count_until_end(row, tokens)
+            if INVALID in tokens[1:emitted]:  # a stopping criterion may come first: the next step chooses that token
+                emitted = tokens.index(INVALID, 1)
             result.paths[row], result.tokens[row] = path[: emitted - 1], tokens[:emitted]
             result.accepted[row] = min(len(path), emitted)
             check_sampled(result.tokens[row])
@@ -208,8 +210,11 @@ class _ColumnWalk:
 
     def _take(self, row: int, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
         """Emit a token; in lockstep, True lets the other rows continue: the row follows its draft or has ended."""
-        check_sampled([token])
         state, result = self._call.state, self._result
+        if token == INVALID and result.tokens[row]:  # a stopping criterion may come first: the next step chooses it
+            self._walking.remove(row)
+            return False
+        check_sampled([token])
         state.append(row, [token])
         result.tokens[row].append(token)
         self._keep(row, scores, logits)

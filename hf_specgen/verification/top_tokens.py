@@ -37,13 +37,19 @@ class TopTokens:
         cls, logits: torch.Tensor, tree: DraftTree, pending: Sequence[int], active: Sequence[bool], count: int
     ) -> TopTokens:
         """From the logits of a step, `[batch, 1 + nodes, vocab]`, and the pending token of each row."""
-        nodes = [1 + len(parents) if is_active else 0 for parents, is_active in zip(tree.parents, active, strict=True)]
-        read = torch.tensor([list(range(n)) + [-1] * (logits.shape[1] - n) for n in nodes]) >= 0
-        tokens = torch.cat([torch.tensor(pending)[:, None], tree.tokens.cpu()], dim=1)[read]
-        rows = logits.flatten(0, 1) if read.all() else logits[read.to(logits.device)]
+        tokens: list[int] = []
+        slots: list[int] = []
+        for row, (token, draft, parents) in enumerate(zip(pending, tree.token_lists(), tree.parents, strict=True)):
+            if active[row]:
+                tokens += [token, *draft[: len(parents)]]
+                slots += range(row * logits.shape[1], row * logits.shape[1] + 1 + len(parents))
+        rows = logits.flatten(0, 1)
+        rows = rows if len(slots) == len(rows) else rows[torch.tensor(slots, device=rows.device)]
         values, successors = topk(rows, min(count, rows.shape[-1]))
-        probabilities = values.float().softmax(dim=-1)
-        return cls(tokens.numpy(), successors.cpu().numpy(), probabilities.cpu().numpy())
+        # In one transfer; token ids below 2**24 are exact.
+        packed = torch.cat([values.float().softmax(dim=-1), successors.float()], dim=1).cpu().numpy()
+        probabilities, most_likely = np.split(packed, 2, axis=1)
+        return cls(np.array(tokens), most_likely.astype(np.int64), probabilities)
 
 
 def topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

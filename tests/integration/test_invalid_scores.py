@@ -271,3 +271,23 @@ def test_exception_leaves_nothing_on_the_verifier(verifier: Verifier) -> None:
     with pytest.raises(RuntimeError, match="the draft session failed"):
         model.generate(**inputs, **SAMPLED, candidate_generator=failing, verification=verifier)
     assert vars(verifier) == before
+
+
+@pytest.mark.parametrize("processor", [Invalidate, RowWiseInvalidate])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sampling_stopped_before_the_invalid_scores_does_not_raise(processor: type[Invalidate], batch: int) -> None:
+    """Would catch: an exception for a token that plain `generate` never samples, since a criterion ends the text."""
+
+    def stop(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 12 + FIRST_INVALID, dtype=torch.bool)
+
+    assert_same_tokens(
+        tiny_model("llama"),
+        prompts(batch),
+        lambda ids: Oracle(ids, accuracy=1.0, k=8),
+        make_processors=lambda: LogitsProcessorList([processor("nan")]),
+        stopping_criteria=StoppingCriteriaList([stop]),
+        max_new_tokens=20,
+        do_sample=True,
+        top_k=0,
+    )
