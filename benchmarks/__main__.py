@@ -76,6 +76,8 @@ def make_parser() -> ArgumentParser:
     micro.add_argument("names", nargs="*", help="all that need no GPU if left out")
     micro.add_argument("--repeats", type=int, default=3, help="repeats of everything that is timed")
     micro.add_argument("--quick", action="store_true", help="little work: no results to quote")
+    micro.add_argument("--prompt", help="text to continue in step-operations (an embedded prompt)")
+    micro.add_argument("--max-new-tokens", type=int, help="tokens of a call in step-operations (80)")
     micro.add_argument("--out", type=Path, default=RESULTS, help="folder for one JSON file of each")
     adaptive = commands.add_parser("adaptive", help="adaptive depth against fixed depths, cell by cell")
     adaptive.set_defaults(run=run_adaptive)
@@ -144,12 +146,19 @@ def _wide(given: dict[str, Any]) -> dict[str, Any]:
 
 def run_micro(options: Namespace) -> int:
     """Measure single parts, one result file each."""
-    from benchmarks.micro import MICRO, ON_A_GPU
+    from benchmarks.micro import MICRO, ON_A_GPU, WITH_PROMPT
 
     if unknown := sorted(set(options.names) - set(MICRO)):
         raise ValueError(f"unknown measurement {unknown[0]!r}; there are {', '.join(MICRO)}")
+    given = {name: getattr(options, name) for name in ("prompt", "max_new_tokens")}
+    settings = {name: value for name, value in given.items() if value is not None}
+    if settings and not set(options.names) & set(WITH_PROMPT):
+        raise ValueError(
+            f"--prompt and --max-new-tokens belong to {', '.join(WITH_PROMPT)}; name it, or leave them out"
+        )
     for name in options.names or (name for name in MICRO if name not in ON_A_GPU):
-        _record(name, options, partial(MICRO[name], 1 if options.quick else options.repeats, options.quick))
+        measure = partial(MICRO[name], 1 if options.quick else options.repeats, options.quick)
+        _record(name, options, partial(measure, **settings) if name in WITH_PROMPT else measure)
     return 0
 
 

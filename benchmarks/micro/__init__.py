@@ -1,4 +1,7 @@
-"""Measurements of single parts. Each is a function of (repeats, quick) that returns the rows of a table."""
+"""Measurements of single parts. Each is a function of (repeats, quick) that returns the rows of a table.
+
+Those in `WITH_PROMPT` also take `prompt` and `max_new_tokens`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +20,7 @@ from benchmarks.micro.other_tokenizer import other_tokenizer
 from benchmarks.micro.step_operations import step_operations
 from benchmarks.micro.trace_replay import trace_replay
 
-MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
+MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ngram-lookup": ngram_lookup,
     "ngram-precision": ngram_precision,
     "other-tokenizer": other_tokenizer,
@@ -32,3 +35,5 @@ MICRO: dict[str, Callable[[int, bool], list[dict[str, Any]]]] = {
 }
 ON_A_GPU = ("large-target-latency", "large-target", "large-target-graphs")
 """Measurements that are made only if they are named."""
+WITH_PROMPT = ("step-operations",)
+"""Measurements on a prompt that may be given."""

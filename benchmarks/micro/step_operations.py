@@ -1,7 +1,7 @@
-"""What a decoding step does outside of forward passes: operations, reads by the host, tensors built from host data.
+"""Operations, host reads and tensors from host data of a decoding step outside of forward passes, at batch 1.
 
-On a GPU every operation is a launch, and every read waits until the device is done, so that these counts limit the
-speed of a step there. They are the same on a CPU.
+On a GPU an operation is a kernel launch, a host read waits for the device, and a tensor from host data is copied to it.
+A step in which a module runs for the first time is left out: there the drafter reads the prompt.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
-import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from benchmarks.micro.operation_counter import BUILT, COMPUTING, KINDS, READS, counting, recognised_passes
 from hf_specgen import (
+    AdaptiveDepth,
     Candidates,
     CombinedCandidates,
     DFlashCandidates,
@@ -26,121 +31,124 @@ from hf_specgen import (
     NgramCandidates,
     RecyclingCandidates,
 )
+from hf_specgen.candidates.head_sessions import DEFAULT_NODES
+from hf_specgen.decoding import PolicyRunner, _Loop
 from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_DFLASH,
     EMBEDDED_DRAFT,
     EMBEDDED_EAGLE,
     EMBEDDED_HEADS,
+    GREEDY,
     domain_prompts,
     encode,
     load,
 )
 
-VIEWS = {
-    *("_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "lift_fresh"),
-    *("narrow", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"),
-    *("unfold", "unsqueeze", "view"),
-}
-"""Operations that compute nothing."""
-READS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__")
-"""Methods with which the host reads a tensor; of `tensor.cpu().numpy()` the second counts."""
-BUILDERS = ("tensor", "from_numpy")
-"""Functions that make tensors from host data."""
-STRATEGIES: dict[str, tuple[Callable[[], Candidates], int]] = {
-    "n-grams, k=8": (lambda: NgramCandidates(k=8), 27),
-    "n-grams + recycling": (lambda: CombinedCandidates([NgramCandidates(k=8), RecyclingCandidates()]), 45),
-    "Medusa, 16 nodes": (lambda: MedusaCandidates(EMBEDDED_HEADS, tree=16), 60),
-    "DFlash, 16 nodes": (lambda: DFlashCandidates(EMBEDDED_DFLASH, k=7, tree=16), 60),
-    "draft model, chain of 5": (lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=5), 80),
-    "draft model, 32 nodes": (lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=6, tree=32), 120),
-    "EAGLE-3, 32 nodes": (lambda: EagleCandidates(EMBEDDED_EAGLE, k=6, tree=32), 120),
-    "EAGLE-3, default": (lambda: EagleCandidates(EMBEDDED_EAGLE), 120),
-}
-"""Each with the number of operations, views not counted, that a step should need at most."""
+T = TypeVar("T")
+MAX_TENSORS = 3
+"""Goal of a step for tensors from host data."""
+GPU_LIKE = Path(__file__).parents[1] / "profiles" / "gpu_like.json"
+"""Latencies by which adaptive depths are chosen: with those of this machine, counts would differ from run to run."""
 
 
-def step_operations(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Counts per step at batch 1, greedy, without the prefill."""
-    model, tokenizer = load(WorkloadSettings())
-    inputs = next(encode(tokenizer, domain_prompts(WorkloadSettings())["json"][:1], 1))
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy with the most operations without views, and host reads, that its steps should need."""
+
+    name: str
+    build: Callable[[], Candidates]
+    operations: int
+    reads: int = 3
+
+
+def _combined() -> Candidates:
+    members = [NgramCandidates(k=8), RecyclingCandidates(k=8)]
+    return CombinedCandidates(members, policy=AdaptiveDepth(GPU_LIKE))
+
+
+STRATEGIES = (
+    Strategy("n-grams k=8", lambda: NgramCandidates(k=8), 27, 4),
+    Strategy("n-grams + recycling", _combined, 45, 4),
+    Strategy("Medusa", lambda: MedusaCandidates(EMBEDDED_HEADS, tree=DEFAULT_NODES), 60),
+    Strategy("DFlash", lambda: DFlashCandidates(EMBEDDED_DFLASH, k=7, tree=DEFAULT_NODES), 60),
+    Strategy("draft model k=5", lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=5), 80),
+    Strategy("draft model tree=32 k=6", lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=6, tree=32), 120),
+    Strategy("EAGLE-3 tree=32 k=6", lambda: EagleCandidates(EMBEDDED_EAGLE, k=6, tree=32), 120),
+    Strategy("EAGLE-3 k=auto", lambda: EagleCandidates(EMBEDDED_EAGLE, policy=AdaptiveDepth(GPU_LIKE)), 120),
+)
+
+
+def step_operations(repeats: int, quick: bool, prompt: str = "", max_new_tokens: int = 80) -> list[dict[str, Any]]:
+    """Counts per step, and the time that drafting and the loop take outside of forward passes.
+
+    Args:
+        repeats: of what is timed.
+        quick: whether to time one call only, of at most 24 tokens.
+        prompt: the text to continue; left out, the first embedded prompt of the domain json.
+        max_new_tokens: of each call.
+    """
+    model, tokenizer = load(WorkloadSettings(device="cpu"))
+    texts = [prompt] if prompt else domain_prompts(WorkloadSettings())["json"][:1]
+    arguments = {**next(encode(tokenizer, texts, 1)), **GREEDY}
+    arguments["max_new_tokens"] = min(24, max_new_tokens) if quick else max_new_tokens
     rows = []
-    for name, (build, goal) in STRATEGIES.items():
-        candidates = build()
-        arguments = {**inputs, "candidate_generator": candidates, "do_sample": False}
-        cast(Any, model).generate(**arguments, max_new_tokens=24)  # checks, calibration
-        with counting(model) as counts:
-            cast(Any, model).generate(**arguments, max_new_tokens=24 if quick else 80)
+    for strategy in STRATEGIES:
+        candidates = strategy.build()
+        call = {**arguments, "candidate_generator": candidates}
+        cast(Any, model).generate(**call)  # the checks and calibration of a first call
+        steps, counts = _counts(model, call)
         assert candidates.speculation is not None
-        steps = candidates.speculation.steps
-        rows.append(
-            {"strategy": name, **{kind: round(count / steps, 1) for kind, count in counts.items()}, "goal": goal}
-        )
+        drafted = candidates.speculation.drafted / max(1, candidates.speculation.steps)
+        goals = {COMPUTING: strategy.operations, READS: strategy.reads, BUILT: MAX_TENSORS}
+        row: dict[str, Any] = {"strategy": strategy.name, "steps": steps, "draft tokens": round(drafted, 1)}
+        for kind in KINDS:
+            row[kind] = round(counts[kind] / max(1, steps), 1)
+            row |= {f"{kind}: goal": goals[kind]} if kind in goals else {}
+        times = [_times(model, call, candidates) for _ in range(1 if quick else repeats)]
+        row |= {name: median(one[name] for one in times) for name in times[0]}
+        rows.append(row)
     return rows
 
 
+def _counts(model: PreTrainedModel, call: dict[str, Any]) -> tuple[int, Counter[str]]:
+    """How many steps of a call were counted, and what they did outside of forward passes."""
+    with counting() as (counts, passes), each_step(lambda: (Counter(counts), len(passes.modules))) as marks:
+        cast(Any, model).generate(**call)
+    total: Counter[str] = Counter()
+    steps = 0
+    for (before, known), (after, modules) in pairwise(marks):
+        if modules == known:
+            steps += 1
+            total.update({kind: after[kind] - before[kind] for kind in KINDS})
+    return steps, total
+
+
+def _times(model: PreTrainedModel, call: dict[str, Any], candidates: Candidates) -> dict[str, float]:
+    """The share of drafting outside of the drafter's passes, and milliseconds per step outside of all passes."""
+    with recognised_passes() as passes, each_step(lambda: (perf_counter(), sum(passes.seconds.values()))) as marks:
+        cast(Any, model).generate(**call)
+    assert candidates.speculation is not None
+    drafting = candidates.speculation.seconds["draft"]
+    drafter = sum(seconds for module, seconds in passes.seconds.items() if module is not model)
+    loop = [(end - begin) - (after - before) for (begin, before), (end, after) in pairwise(marks)]
+    share = (drafting - drafter) / drafting if drafting else 0.0
+    return {"drafting outside passes": share, "loop, ms a step": 1000 * median(loop) if loop else 0.0}
+
+
 @contextmanager
-def counting(model: PreTrainedModel) -> Iterator[Counter[str]]:
-    """Count what happens outside of modules, from the end of the first forward pass of `model` on."""
-    counter = _Counter(model)
-    before = {name: getattr(torch.Tensor, name) for name in READS}
-    builders = {name: getattr(torch, name) for name in BUILDERS}
-    hooks = [
-        register_module_forward_pre_hook(lambda *_: counter.enter()),
-        register_module_forward_hook(lambda module, *_: counter.leave(module), always_call=True),
-    ]
-    try:
-        for name, method in before.items():
-            setattr(torch.Tensor, name, counter.counted("host reads", method))
-        for name, function in builders.items():
-            setattr(torch, name, counter.counted("from host data", function))
-        with counter:
-            yield counter.counts
-    finally:
-        for name, method in before.items():
-            setattr(torch.Tensor, name, method)
-        for name, function in builders.items():
-            setattr(torch, name, function)
-        for hook in hooks:
-            hook.remove()
+def each_step(read: Callable[[], T]) -> Iterator[list[T]]:
+    """What `read` returns when the prefill of a call is over, then after each step."""
+    marks: list[T] = []
+    decode, observe = _Loop.decode, PolicyRunner.observe
 
+    def decode_from_here(loop: _Loop) -> None:
+        marks[:] = [read()]
+        decode(loop)
 
-class _Counter(TorchDispatchMode):
-    """Counts operations while no module runs."""
+    def observe_and_mark(runner: PolicyRunner, *args: Any) -> None:
+        observe(runner, *args)
+        marks.append(read())
 
-    def __init__(self, model: PreTrainedModel):
-        super().__init__()
-        self.counts: Counter[str] = Counter({"operations": 0, "without views": 0, "host reads": 0, "from host data": 0})
-        self._model, self._inside, self._has_begun = model, 0, False
-
-    def enter(self) -> None:
-        """A module begins."""
-        self._inside += 1
-
-    def leave(self, module: torch.nn.Module) -> None:
-        """A module has ended."""
-        self._inside -= 1
-        self._has_begun |= module is self._model
-
-    @property
-    def _is_counting(self) -> bool:
-        return self._has_begun and not self._inside
-
-    def counted(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose calls are counted, without what it calls itself."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.counts[kind] += self._is_counting
-            self._inside += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._inside -= 1
-
-        return call
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._is_counting:
-            self.counts["operations"] += 1
-            self.counts["without views"] += func.__name__.split(".")[0] not in VIEWS
-        return func(*args, **(kwargs or {}))
+    with patch.object(_Loop, "decode", decode_from_here), patch.object(PolicyRunner, "observe", observe_and_mark):
+        yield marks
