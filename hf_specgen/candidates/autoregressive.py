@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -46,7 +47,6 @@ class AutoregressiveSession(CalibratedSession):
         chains_only = call.target is not None and call.target.verifies_chains_only
         self._k, self._size, self._vocab = k, None if chains_only else tree, vocab
         self._threshold = confidence_threshold
-        self._edges: torch.Tensor | None = None
         self._qs: list[torch.Tensor] = []
         self.max_depths: Sequence[int] = ()
         self.passes: list[int] = []
@@ -139,9 +139,10 @@ class AutoregressiveSession(CalibratedSession):
             if self.wants_q:
                 self._qs.append(pad(probabilities, (0, self._vocab - probabilities.shape[-1])))
                 confidence = confidence_by_rank(probabilities.amax(dim=-1), best.shape[-1])
-        if self._edges is None or expanded is None:
-            self._edges, self._table, self._ranks = self._tables(logits.device, best.shape[-1])
-        features = torch.bucketize(confidence, self._edges) + self._ranks
+        edges, ranks = _bins(logits.device, best.shape[-1])
+        if expanded is None:
+            self._table = torch.from_numpy(self.calibrations[0].log_table()).to(logits.device)
+        features = torch.bucketize(confidence, edges) + ranks
         growth.add(tokens, self._table[features], features, expandable)
 
     def _depths_of(self, expanded: GrownTree | None, logits: torch.Tensor) -> torch.Tensor | None:
@@ -152,9 +153,9 @@ class AutoregressiveSession(CalibratedSession):
             return torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
         return expanded.structure().depths[:, -logits.shape[1] :].to(logits.device)
 
-    def _tables(self, device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Bounds of the bins of confidence, logarithms of acceptance by rank and bin, and where a rank's bins begin."""
-        ranks = np.minimum(np.arange(children), RANKS - 1) * len(FINE_CENTERS)
-        arrays = FINE_EDGES.astype(np.float32), self.calibrations[0].log_table(), ranks
-        edges, table, first = (torch.from_numpy(array).to(device) for array in arrays)
-        return edges, table, first
+
+@lru_cache(maxsize=16)
+def _bins(device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds of the fine bins of confidence, and `[children]` where the bins of each rank begin in the table."""
+    ranks = np.minimum(np.arange(children), RANKS - 1) * len(FINE_CENTERS)
+    return torch.from_numpy(FINE_EDGES.astype(np.float32)).to(device), torch.from_numpy(ranks).to(device)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from hf_specgen.call import Call
-from hf_specgen.tree import DraftTree
+from hf_specgen.tree import DraftTree, GrownTree
 from hf_specgen.verification.base import VerificationSession, Verifier
 from hf_specgen.verification.noise import NoiseBuffer
-from hf_specgen.verification.sampling import argmax, exponential_race
+from hf_specgen.verification.sampling import argmax, argmax_lists, exponential_race
 
 
 class CoupledVerifier(Verifier):
@@ -51,7 +51,10 @@ class _CoupledSession(VerificationSession):
     ) -> list[list[int]]:
         if self.call.do_sample:
             return super().chosen_tokens(scores, steps, tree, nodes)
-        return tree.read_with(argmax(scores))
+        if isinstance(tree, GrownTree):
+            return tree.read_with(argmax(scores))
+        tokens: list[list[int]] = argmax_lists(scores)  # without a tensor in between
+        return tokens
 
     def draft_weights(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], depths: torch.Tensor | None = None

@@ -6,6 +6,7 @@ Also the children of draft nodes as a tensor, for verification modes that accept
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,11 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
     in 13 instead of 136 microseconds, of a decoding loop of a few hundred.
     """
     return torch.from_numpy(np.asarray(scores.numpy().argmax(axis=-1))) if _is_array(scores) else scores.argmax(dim=-1)
+
+
+def argmax_lists(scores: torch.Tensor) -> Any:
+    """What `argmax` returns, as nested lists."""
+    return (scores.numpy().argmax(axis=-1) if _is_array(scores) else scores.argmax(dim=-1)).tolist()
 
 
 def _is_array(scores: torch.Tensor) -> bool:
