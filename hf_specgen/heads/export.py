@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from hf_specgen.heads.aux_hidden_states import eagle_layers
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.checkpoint import write_checkpoint
-from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
+from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, eagle_layers
 from hf_specgen.heads.layers import LayerConfig
 
 PROGRAMS = ("eagle", "sglang", "vllm")
