@@ -140,7 +140,7 @@ def load_dspark(file: HeadFile) -> DSparkHead:
         markov_rank=rank,
         markov_head_type=fields.text("markov_head_type") if fields.get("markov_head_type") else "vanilla",
         has_confidence_head=confidence > 0,
-        confidence_head_with_markov=confidence > options["hidden_size"],
+        confidence_head_with_markov=not rank or confidence != options["hidden_size"],
     )
     return file.build(DSparkHead, config)
 

@@ -8,6 +8,7 @@
 | speculators `eagle3`, `peagle` | nested, with `transformer_layer_config` | `fc`, `layers.*` |
 | DFlash of z-lab, JetSpec | a Qwen3 config with `dflash_config` | `fc`, `hidden_norm`, `layers.*` |
 | speculators `dflash` | nested, with `transformer_layer_config` | the same |
+| DSpark, DFlash2, Domino | as one of the two, with the fields of the correction | the same and those of the correction |
 | Gemma 4 assistant | `text_config` | `model.layers.*` without keys and values |
 | MTP layers, Medusa heads | of the target; any | see `hf_specgen.heads.mtp` and `medusa_formats` |
 
@@ -29,12 +30,12 @@ from hf_specgen.heads.head_file import Format, HeadFile, speculators_type
 FORMATS: tuple[Format, ...] = (
     *medusa_formats.FORMATS,
     *mtp.FORMATS,
-    *gemma_assistant.FORMATS,
     *eagle.FORMATS,
     *dspark.FORMATS,
     *dflash2.FORMATS,
     *domino.FORMATS,
     *block.FORMATS,
+    *gemma_assistant.FORMATS,
 )
 """All formats, in the order in which they are tried."""
 
@@ -84,5 +85,5 @@ def head_format(checkpoint: Checkpoint) -> Format:
     content = f"tensors such as {sorted(checkpoint.tensors)[:3]}"
     if speculators:
         content = f"a speculators model of type {speculators[:40]!r}"
-    names = "; ".join(format.name for format in FORMATS)
+    names = "; ".join(format.name for format in sorted(FORMATS, key=lambda format: format.load is None))
     raise ValueError(f"{content} are not a draft head of a known format; known are {names}")
