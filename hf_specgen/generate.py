@@ -26,7 +26,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.state import GenerationState
-from hf_specgen.targets.encoder import check_cache
+from hf_specgen.targets.inputs import check_cache
 from hf_specgen.targets.model_parts import mask_name
 from hf_specgen.targets.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
@@ -64,8 +64,8 @@ class Settings:
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {made.policy!r}")
         if made.monitor is not None and not isinstance(made.monitor, Monitor):
             raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {made.monitor!r}")
-        if made.compile is not False and made.compile != "graphs":
-            raise ValueError(f'compile must be False or "graphs", got {made.compile!r}')
+        if made.compile not in ("auto", "graphs", False, None):
+            raise ValueError(f'compile must be "auto", "graphs" or False, got {made.compile!r}')
         for name in ("pack_weights", "memory"):
             if not isinstance(getattr(made, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(made, name)!r}")

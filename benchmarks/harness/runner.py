@@ -29,9 +29,8 @@ from benchmarks.workloads.domains import Domain
 from benchmarks.workloads.prompts import first_turns
 from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.depth.calibrate import QUERIES
 from hf_specgen.evaluation import WorkloadSettings
-from hf_specgen.evaluation.cost import measure_cost_curve, widen
+from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.workloads import first_difference, load, maybe_prepacked
 

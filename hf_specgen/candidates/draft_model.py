@@ -44,8 +44,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.heads.checkpoint import first_line
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
-from hf_specgen.targets.requirements import TargetRequirements, make_target
-from hf_specgen.targets.self_check import check_computation
+from hf_specgen.targets.requirements import TargetRequirements, check_computation, make_target
 from hf_specgen.targets.support import check_model, position_table
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -141,7 +140,7 @@ class DraftModelCandidates(Candidates):
             )
         prompts = [known_tokens(prompt, embedding_size(draft)) for prompt in call.state.prompts]
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
-        check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
+        check_computation(draft, TargetRequirements(), *prompt)
         if not is_same_vocabulary:
             return CrossTokenizerSession(call, draft, self.k, self.tree, self.confidence_threshold, self.compile)
         reader = make_target(TargetRequirements(), draft, *prompt, compile=self.compile)
