@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.evaluation.measure import Sample
 from hf_specgen.evaluation.workloads import NO_TOKEN, Difference
-from hf_specgen.targets.captured_passes import is_rounding
+from hf_specgen.targets.support import is_rounding
 
 ROUNDING, UNEXPLAINED = "rounding", "NO"
 
