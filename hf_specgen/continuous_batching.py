@@ -132,8 +132,8 @@ def _unsupported_settings(settings: Settings, model: Any) -> str | None:
     """Why continuous batching cannot speculate with these settings and this model."""
     if not isinstance(settings.verifier, CoupledVerifier):
         return "continuous batching verifies exactly; leave verification= out"
-    if settings.monitor is not None or settings.compile or settings.pack_weights:
-        return "monitor=, compile= and pack_weights= are not available in continuous batching; leave them out"
+    if settings.monitor is not None or settings.compile == "graphs" or settings.pack_weights:
+        return 'monitor=, compile="graphs" and pack_weights= are not available in continuous batching; leave them out'
     requirements = settings.candidates.target_requirements(model)
     if requirements.aux_hidden_state_layers or requirements.exit_layer is not None:
         return (

@@ -241,7 +241,7 @@ def test_forward_passes_of_edits_and_json(reference_model: Any, tokenizer: Any) 
 
 REFUSED = {
     "rejection": ({"verification": "rejection"}, {}, {}, "verifies exactly"),
-    "monitor": ({"monitor": SpeculationMonitor()}, {}, {}, "monitor=, compile= and pack_weights="),
+    "monitor": ({"monitor": SpeculationMonitor()}, {}, {}, "monitor=, compile="),
     "asynchronous": ({}, {"use_async_batching": True}, {}, "asynchronous batching"),
     "graphs": ({}, {"use_cuda_graph": True}, {}, "CUDA graphs"),
     "compiled": ({}, {"default_compile_level": 1}, {}, "CUDA graphs and compilation"),
