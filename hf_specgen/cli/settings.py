@@ -78,19 +78,12 @@ class DoctorSettings(ModelSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings(ModelSettings):
-    """Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths.
-
-    For Medusa heads with --output, also measure their acceptance on a dataset and save it with them.
-    """
+    """Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths."""
 
     model: str = argument("Hub id or folder of the target.")
     latency: Path = setting(Path("latency.json"), "File to write, for AdaptiveDepth(latency=...).")
     batch_size: tuple[int, ...] = setting((1,), "Rows to measure latencies for; may be given several times.", min=1)
     context: int = setting(256, "Cached tokens per row to measure latencies at.", min=1)
-    output: Path | None = setting(None, "Measure the heads' acceptance too, and write them to this folder.")
-    prompts: Path | None = setting(None, "JSONL rows {prompt, domain} for acceptance; the embedded ones if left out.")
-    prompts_per_domain: int = setting(10, "Prompts from each domain.", min=1)
-    max_new_tokens: int = setting(128, "Tokens per answer.", min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
