@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from hf_specgen.evaluation import DTYPES, WorkloadSettings, setting
 
-DEVICE = "cpu, cuda, cuda:1, mps …; a GPU if there is one, if left out."
+DEVICE = "cpu, cuda:1, mps …; auto for several; the accelerator if left out."
 
 
 def argument(help: str) -> Any:
@@ -50,8 +50,8 @@ class DemoSettings(WorkloadSettings):
 class ModelSettings:
     """A target, and what strategies need."""
 
-    draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
+    draft: tuple[str, ...] = setting((), "Hub id or folder of a draft model; may be given several times.")
+    heads: tuple[str, ...] = setting((), "The same of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
     adapter: str = setting("", "Hub id or folder of an exit adapter.")
     dtype: str = setting("auto", "Data type of the models; auto for that of the checkpoint.", choices=("auto", *DTYPES))
     device: str = setting("", DEVICE)
@@ -74,6 +74,18 @@ class DoctorSettings(ModelSettings):
     rounds: int = setting(3, "Runs of each prompt in the quick benchmark.", min=1)
     run: bool = setting(True, "Measure; without it no weights are loaded.")
     as_json: bool = setting(False, "Print JSON instead of a table.", flags=("--json",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindSettings:
+    """List draft models and heads for a target: of the Hub by its base_model relation, or of the local cache.
+
+    Exit code 1 if nothing is found.
+    """
+
+    model: str = argument("Hub id of the target; a folder too, for the local cache.")
+    offline: bool = setting(False, "Look in the local cache, whose checkpoints are checked against the target.")
+    limit: int = setting(10, "Checkpoints to list.", min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
