@@ -19,10 +19,11 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specgen.candidates import NgramCandidates
 from hf_specgen.candidates.presets import Preset, PresetCandidates
 from hf_specgen.cli.settings import DoctorSettings, terminal
 from hf_specgen.compat import attention_implementation
-from hf_specgen.depth import CostCurve
+from hf_specgen.depth import CostCurve, FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Speed, Total, Variant, measure_round
@@ -158,9 +159,14 @@ class Blueprint:
         return self.model.config.get_text_config()
 
     @property
+    def parameters(self) -> int:
+        """The number of parameters; tied ones count once."""
+        return _parameters(self.model)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters; tied ones count once."""
-        return _parameters(self.model) * self.dtype.itemsize
+        return self.parameters * self.dtype.itemsize
 
     def cache_bytes(self, batch: int, length: int) -> int:
         """Bytes of keys and values for `batch` rows of `length` tokens; sliding windows do not reduce them here."""
@@ -296,6 +302,9 @@ def memory(models: list[Blueprint], batch: int, length: int, device: str, availa
 
 def free_bytes(device: str) -> int | None:
     """Free memory of a device; None if unknown."""
+    if device == "auto":
+        gpus = [torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())]
+        return int(sum(gpus) + psutil.virtual_memory().available)
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(torch.device(device))[0]) if torch.cuda.is_available() else None
     return int(psutil.virtual_memory().available) if torch.device(device).type == "cpu" else None
@@ -350,12 +359,15 @@ def _presets(model: PreTrainedModel) -> list[Strategy]:
 
 
 def _variants(found: Sequence[Strategy], device: str) -> tuple[dict[str, str], list[Variant]]:
-    """Plain `generate` and every strategy, on CUDA with graphs too; and the code of each strategy by name."""
+    """Plain `generate` and every strategy, on CUDA also without graphs, and graphs without drafts; the code of each."""
+    if device.startswith("cuda"):
+        no_drafts = NgramCandidates(policy=FixedDepth(0))
+        found = [*found, Strategy("graphs, no drafts", "NgramCandidates(policy=FixedDepth(0))", no_drafts)]
     codes = {one.name: one.code for one in found}
     variants = [Variant(PLAIN, dict), *(one.variant() for one in found)]
-    if torch.device(device).type == "cuda":
-        codes |= {f"{one.name}, graphs": f'{one.code}, compile="graphs"' for one in found}
-        variants += [replace(one.variant(compile="graphs"), name=f"{one.name}, graphs") for one in found]
+    if device.startswith("cuda"):
+        codes |= {f"{one.name}, eager": f"{one.code}, compile=False" for one in found[:-1]}
+        variants += [replace(one.variant(compile=False), name=f"{one.name}, eager") for one in found[:-1]]
     return codes, variants
 
 

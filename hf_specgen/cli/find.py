@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import inf, prod
+from typing import Any, cast
 
 from huggingface_hub import HfApi, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound, HfHubHTTPError
@@ -64,7 +65,9 @@ def show(settings: FindSettings) -> bool:
     for title in ("checkpoint", "format", "of the target's size", "downloads"):
         view.add_column(title, justify="left" if title in ("checkpoint", "format") else "right", overflow="fold")
     for draft in found:
-        view.add_row(draft.name, draft.kind, "" if draft.size is None else f"{draft.size:.1%}", str(draft.downloads or ""))
+        view.add_row(
+            draft.name, draft.kind, "" if draft.size is None else f"{draft.size:.1%}", str(draft.downloads or "")
+        )
     console.print(view)
     options = " ".join(f"--{'draft' if one.kind == DRAFT else 'heads'} {one.name}" for one in found[:3])
     console.print(f"measure them: hf-specgen doctor {settings.model} {options}", highlight=False)
@@ -73,7 +76,7 @@ def show(settings: FindSettings) -> bool:
 
 def on_hub(target: str, limit: int) -> list[Draft]:
     """Repositories that name the target as their base model and a format in name or tags; smaller models beside it."""
-    api, wanted = HfApi(), ["safetensors", "tags", "downloads", "config"]
+    api, wanted = HfApi(), cast(Any, ["safetensors", "tags", "downloads", "config"])
     info = api.model_info(target, expand=["safetensors", "config"])
     total = info.safetensors.total if info.safetensors else None
     found = []

@@ -25,6 +25,7 @@ from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.latency import CostCurve, DraftLatency
+from hf_specgen.targets.graphs import is_captured
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -61,7 +62,8 @@ def _key(call: Call) -> tuple[Hashable, ...]:
     attention = compat.attention_implementation(text_config(model))
     rows = (call.state.batch - 1).bit_length()  # powers of two
     context = max(0, (call.context_length - 1).bit_length() - 9) // 2  # powers of four from 512 on
-    return model.dtype, compat.input_device(model), attention, call.compiled, rows, context
+    captured = bool(call.compiled) and is_captured(model)
+    return model.dtype, compat.input_device(model), attention, captured, rows, context
 
 
 def _measure(call: Call, target: Target) -> CostCurve:
@@ -71,6 +73,7 @@ def _measure(call: Call, target: Target) -> CostCurve:
     """
     pending, group = call.state.pending(), lockstep_group(call.model)
     attributes = dict(vars(target))  # a target that captures hidden states replaces them in every pass
+    target.capture_at_once()
     longest = target.last_position - max(target.first_positions) + 1
     times: dict[int, float] = {}
     spent = 0.0
