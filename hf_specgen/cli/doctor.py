@@ -182,7 +182,7 @@ def blueprint(name: str, dtype: str) -> Blueprint:
         config = AutoConfig.from_pretrained(name)
         chosen = workloads.torch_dtype(dtype) if dtype != "auto" else config.dtype or torch.float32
         with init_empty_weights():
-            model = workloads.generating_class(config).from_config(config)
+            model = workloads.generating_class(config).from_config(config).eval()
         model.tie_weights()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)

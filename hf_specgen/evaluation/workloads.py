@@ -137,11 +137,10 @@ def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTra
 
 
 def generating_class(config: Any) -> Any:
-    """The Auto class that has a generating model for this configuration; causal language models first."""
-    for mapping, model_class in GENERATING.items():
-        if type(config) in getattr(transformers, mapping):
-            return model_class
-    return AutoModelForCausalLM
+    """The Auto class whose models generate for this configuration: that of the class it names, if there are several."""
+    models = {auto: getattr(transformers, name).get(type(config)) for name, auto in GENERATING.items()}
+    named = [auto for auto, model in models.items() if getattr(model, "__name__", "") in (config.architectures or ())]
+    return next(iter([*named, *(auto for auto, model in models.items() if model), AutoModelForCausalLM]))
 
 
 def torch_dtype(name: str) -> torch.dtype:
