@@ -98,6 +98,11 @@ class Fixture:
         return self.folder / self.expected["head"]
 
     @property
+    def checkpoint_folder(self) -> Path:
+        """Where the head is: in a folder of its own, or with its target."""
+        return self.head_folder if "head" in self.expected else self.target_folder
+
+    @property
     def target_folder(self) -> Path:
         own, named = self.folder / "target", self.folder / self.expected["target"]
         return next((path for path in (own, named) if path.is_dir()), self.targets / named.name)
