@@ -247,11 +247,8 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) 
     own = checkpoint.config.get("transformer_layer_config")
     of_layers = decoder.config if own is None else _own_config(decoder.config, own)
     config = layer_config(of_layers, len(layers), any(".experts." in name for name in names))
-    with torch.device("meta"):
-        needed = sum(parameter.numel() for parameter in type(decoder)(config).parameters())
-    held = sum(tensor.numel() for tensor in tensors.values()) + 2 * config.hidden_size  # embedding and norm are made
-    if needed > held:
-        raise ValueError(f"config.json makes MTP layers of {needed:,} numbers, but the file holds {held:,}")
+    if own is not None:
+        _check_size(type(decoder), config, sum(tensor.numel() for tensor in tensors.values()))
     state = {name: tensors[names[name]] for name in names}
     state |= {"embed_tokens.weight": torch.zeros(1, config.hidden_size), "norm.weight": torch.zeros(config.hidden_size)}
     implementation = compat.attention_implementation(decoder.config)
@@ -285,6 +282,14 @@ def _own_config(config: PretrainedConfig, own: Any) -> PretrainedConfig:
         return type(config)(**fields.values)
     except Exception as error:  # whatever Transformers raises for values that it cannot work with
         raise ValueError(f"transformer_layer_config cannot be used ({first_line(error)})") from None
+
+
+def _check_size(decoder_class: Any, config: Any, held: int) -> None:
+    """Raise if a config makes layers of more numbers than the file holds, before any memory is allocated."""
+    with torch.device("meta"):
+        needed = sum(parameter.numel() for parameter in decoder_class(config).layers.parameters())
+    if needed > held:
+        raise ValueError(f"config.json makes MTP layers of {needed:,} numbers, but the file holds {held:,}")
 
 
 def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> PretrainedConfig:

@@ -126,7 +126,10 @@ class EagleRunner(HeadRunner):
         if self._graphs is None or self._graphs.failure is not None or length > MAX_CAPTURED or not self.cache.lengths:
             return run_head(self.bound.head, inputs, self.cache)
         width, lengths = padded_width(length), self.cache.lengths
-        capacity, more = self._graphs.capacity(self.cache, width), (0, width - length)
+        capacity = self._graphs.capacity(self.bound.head, self.cache, width, self._mode)
+        if not capacity:
+            return run_head(self.bound.head, inputs, self.cache)
+        more = (0, width - length)
         mask = inputs.mask.new_zeros(batch, 1, width, capacity)
         mask[:, :, :length, : inputs.mask.shape[3]] = inputs.mask
         mask[:, :, length:, 0] = True  # a query that sees nothing would write NaN into the cache
