@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import compat
+from hf_specgen.candidates.presets import Preset
 from hf_specgen.counters import CallTotals, Statistics
 from hf_specgen.generate import CALL_SETTINGS, Settings, Speculation, by_name, run, unsupported_argument
 from hf_specgen.patch import ATTACHMENT, install
@@ -35,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def attach(
     model: M,
-    candidate_generator: CandidateGenerator | Literal["auto"] = "auto",
+    candidate_generator: CandidateGenerator | Preset = "auto",
     *,
     strict: bool = False,
     **settings: Any,
@@ -50,7 +51,7 @@ def attach(
 
     Args:
         model: a causal language model, or a wrapper of one. A strategy that is attached to it already is replaced.
-        candidate_generator: proposes draft tokens; "auto" for the default strategy.
+        candidate_generator: proposes draft tokens; or a preset, "auto", "latency", "throughput" or "memory".
         strict: raise for a call that cannot speculate (beam search, an assistant model, an unsupported cache). By
             default it falls back to plain generation, with one warning for each reason.
         settings: `verification`, `policy`, `monitor`, `compile`, `pack_weights` and `memory`, as for `speculate`.
@@ -85,7 +86,7 @@ def _attachment(target: PreTrainedModel, candidate_generator: Any, strict: Any, 
         raise TypeError(f"attach takes {', '.join(CALL_SETTINGS)} and strict, got {sorted(unknown)[0]}=")
     checked = Settings.of(candidate_generator, **settings)
     check_architecture(target)
-    requirements = checked.candidates.target_requirements(target)
+    requirements = checked.candidates.for_model(target).target_requirements(target)
     if requirements.exit_layer is not None:
         divisible_layers(target, requirements.exit_layer)
     return Attachment(checked, strict)
@@ -103,7 +104,7 @@ def detach(model: M) -> M:
 
 @contextmanager
 def attached(
-    model: nn.Module, candidate_generator: CandidateGenerator | Literal["auto"] = "auto", **settings: Any
+    model: nn.Module, candidate_generator: CandidateGenerator | Preset = "auto", **settings: Any
 ) -> Iterator[CallTotals]:
     """Attach a strategy for the duration of a `with` block; then restore what was attached before.
 
