@@ -138,7 +138,7 @@ def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTra
 
 def generating_class(config: Any) -> Any:
     """The Auto class whose models generate for this configuration: that of the class it names, if there are several."""
-    models = {auto: getattr(transformers, name).get(type(config)) for name, auto in GENERATING.items()}
+    models = {auto: getattr(transformers, name).get(type(config), None) for name, auto in GENERATING.items()}
     named = [auto for auto, model in models.items() if getattr(model, "__name__", "") in (config.architectures or ())]
     return next(iter([*named, *(auto for auto, model in models.items() if model), AutoModelForCausalLM]))
 
