@@ -140,7 +140,7 @@ class RaggedLayer(CacheLayerMixin):
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
         self.lengths, self.committed = tuple(lengths), min(lengths, default=0)
-        if not any(lengths):
+        if self.first and not any(lengths):
             self.first = 0
 
     def reset(self) -> None:
