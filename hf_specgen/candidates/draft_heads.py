@@ -32,7 +32,8 @@ from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantHead
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.mtp import LayeredRunner, MTPConfig, MTPHead, load_mtp
+from hf_specgen.heads.layered_mtp import LayeredRunner
+from hf_specgen.heads.mtp import MTPConfig, MTPHead, load_mtp
 from hf_specgen.heads.path_head import PathHead
 from hf_specgen.heads.runner import BlockRunner, PEagleRunner
 from hf_specgen.targets.hidden_states import HiddenStateTarget

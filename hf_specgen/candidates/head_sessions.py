@@ -23,8 +23,8 @@ from hf_specgen.candidates.tree_search import Floats, Ints, TreeSize, draft_of, 
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantRunner
+from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.medusa import RANKS
-from hf_specgen.heads.mtp import LayeredRunner
 from hf_specgen.heads.runner import EagleRunner, ParallelRunner
 from hf_specgen.targets.graphs import GRAPH_DEVICES
 from hf_specgen.targets.hidden_states import HiddenStateTarget

@@ -16,42 +16,38 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_specgen import compat
-from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
+from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, open_checkpoint
 from hf_specgen.heads.head_file import Format, speculators_format
-from hf_specgen.heads.layers import causal_default, causal_mask
-from hf_specgen.heads.runner import HeadRunner, padded
-from hf_specgen.tree import DraftTree
+from hf_specgen.heads.layers import causal_default
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 """Norms of embedding and state, projection of both and final norm, by their names in DeepSeek-V3."""
-EXTRA_LAYER = re.compile(r"^(?P<prefix>(?:.+\.)?layers)\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
-MTP_LAYER = re.compile(r"^(?:.+\.)?mtp\.(?P<part>.+)$")
-MTP_BLOCK = re.compile(r"^layers\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
-SHARED_LINKS = {
+RENAMED = {
     "pre_fc_norm_embedding": "enorm",
     "pre_fc_norm_hidden": "hnorm",
     "fc": "eh_proj",
     "norm": "shared_head.norm",
-}
-SPECULATORS_LAYER = re.compile(r"^mtp_layers\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
-SPECULATORS_LINKS = {
     "token_layernorm": "enorm",
     "hidden_layernorm": "hnorm",
     "input_proj": "eh_proj",
     "final_layernorm": "shared_head.norm",
 }
+"""The same in the layouts of Qwen and of speculators."""
+FURTHER_LAYER = re.compile(r"^(?P<prefix>(?:.+\.)?layers)\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
+NAMED_LAYER = re.compile(r"^(?:mtp_|(?:.+\.)?mtp\.)(?:layers\.(?P<layer>\d{1,6})\.)?(?P<part>.+)$")
+"""Tensors of layers after those of the target, and of layers that are named MTP; without a number for all of them."""
 TARGET_COPIES = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and output matrix, which are not loaded: the target's own are used."""
 
@@ -109,116 +105,6 @@ class MTPHead(DraftHead):
         return HeadOutput(normed, normed)
 
 
-class LayeredRunner(HeadRunner):
-    """Runs several MTP layers, each for one further draft token, over accepted positions and then over draft nodes.
-
-    Layer k reads at position p the token of p + 1 + k and the output of layer k - 1. For the last k of n known
-    positions that token is a draft token, so a node of depth k is computed by layer k at these k positions:
-
-        position           n-2       n-1
-        layer 0            x(n-1)    x(n)           all known; predicts d1
-        layer 1            x(n)      d1             predicts d2
-        layer 2            d1        d2             predicts d3
-
-    The last positions are computed again with the next accepted tokens.
-    """
-
-    def __init__(self, bound: BoundHead, batch: int):
-        super().__init__(bound, batch)
-        self.layers = cast(MTPConfig, bound.head.config).num_layers
-        self._features = [self._like.new_zeros(0, bound.head.config.hidden_size)] * batch  # to compute again
-        self._tokens: list[list[int]] = [[] for _ in range(batch)]
-
-    def first_logits(
-        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
-    ) -> torch.Tensor:
-        """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.extend`."""
-        kept = self._drop(needed)
-        states = [
-            torch.cat([self._features[place], new.to(self._like)])
-            for place, new in zip(kept, self._gather(features), strict=True)
-        ]
-        tokens = [[*self._tokens[place], *new] for place, new in zip(kept, self._gather(next_tokens), strict=True)]
-        self.cache.set_lengths(self.lengths)
-        *early, rest = self._chunks([len(row) for row in tokens])
-        for parts in early:
-            self._read(states, tokens, parts)
-            self._commit([part.stop - part.start for part in parts])
-        outputs, counts = self._read(states, tokens, rest), [part.stop - part.start for part in rest]
-        rows, device = torch.arange(len(counts), device=self._like.device), self._like.device
-        self._last = [  # by layer, the output at the last position whose tokens are all known
-            hidden[rows, torch.tensor([max(0, count - 1 - layer) for count in counts], device=device)]
-            for layer, hidden in enumerate(outputs)
-        ]
-        self._ends = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        again = [min(self.layers - 1, count) for count in counts]
-        self._features = [row[len(row) - count :] for row, count in zip(states, again, strict=True)]
-        self._tokens = [row[len(row) - count :] for row, count in zip(tokens, again, strict=True)]
-        self._commit([count - back for count, back in zip(counts, again, strict=True)])
-        hidden = outputs[0]
-        # Of each node the outputs and tokens at the last `layers` positions.
-        self._hidden = hidden.new_zeros(len(rows), 1, self.layers, hidden.shape[-1])
-        self._paths = torch.zeros(len(rows), 1, self.layers, dtype=torch.long, device=device)
-        return self._scatter(self.bound.target_logits(self._last[0]))
-
-    def next_logits(self, tree: DraftTree, new: int) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
-        tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
-        device, first = self._like.device, tree.nodes - new
-        parents, depths, _ = (part.to(device) for part in tree.structure())
-        rows, above = torch.arange(len(self.rows), device=device)[:, None], parents[:, first:]
-        own = tree.input_tokens(device)[:, first:, None]
-        paths = torch.cat([self._paths[rows, above][:, :, 1:], own], dim=2)
-        before, hidden = self._hidden[rows, above], self._hidden.new_zeros(len(rows), new, *self._hidden.shape[2:])
-        depths = depths[:, 1 + first :]
-        for depth in range(1, self.layers):  # a node that only fills up its row may be deeper
-            if bool((depths == depth).any()):
-                computed = self._layer(depth, paths, before)
-                hidden = torch.where((depths == depth)[..., None, None], computed, hidden)
-        self._hidden, self._paths = torch.cat([self._hidden, hidden], dim=1), torch.cat([self._paths, paths], dim=1)
-        return self._scatter(self.bound.target_logits(hidden[:, :, -1]))
-
-    def _read(
-        self, states: Sequence[torch.Tensor], tokens: Sequence[list[int]], parts: Sequence[slice]
-    ) -> list[torch.Tensor]:
-        """Run all layers over a part of each row's new positions; the outputs of each layer `[active, new, hidden]`."""
-        head: Any = self.bound.head
-        hidden = padded(states, parts)
-        device, count = self._like.device, hidden.shape[1]
-        positions, mask = self._positions(count, device), causal_mask(self.lengths, count, device)
-        outputs = []
-        for layer in range(self.layers):
-            ahead = [row[part.start + layer : part.stop + layer] for row, part in zip(tokens, parts, strict=True)]
-            read = torch.tensor([[*row, *[0] * (count - len(row))] for row in ahead])
-            hidden = head(self.bound.embed(read), hidden, positions, mask, self.cache, step=layer).hidden
-            outputs.append(hidden)
-        return outputs
-
-    def _layer(self, depth: int, paths: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """The outputs of a layer for nodes of its depth, `[active, nodes, layers, hidden]`; other positions are 0."""
-        head: Any = self.bound.head
-        (rows, nodes), device = paths.shape[:2], paths.device
-        tokens, states = paths[:, :, -depth:], before[:, :, -depth:].clone()
-        states[:, :, 0] = self._last[depth - 1][:, None]
-        starts = (torch.tensor(self._ends, device=device)[:, None] - depth).clamp(min=0)
-        steps = torch.arange(depth, device=device).repeat(nodes)
-        owners = torch.arange(nodes, device=device).repeat_interleave(depth)
-        slots = torch.arange(max(0, max(self._ends) - depth) + nodes * depth, device=device)
-        place = (slots - starts)[:, None]  # counted from the first slot of the nodes
-        itself = (place.div(depth, rounding_mode="floor") == owners[:, None]) & (place % depth <= steps[:, None])
-        self.cache.set_lengths([max(0, end - depth) for end in self._ends])
-        output = head(
-            self.bound.embed(tokens.flatten(1)),
-            states.flatten(1, 2),
-            starts + steps,
-            ((place < 0) | itself)[:, None],
-            self.cache,
-            step=depth,
-        )
-        self.cache.set_lengths(self.lengths)
-        return pad(output.hidden.view(rows, nodes, depth, -1), (0, 0, self.layers - depth, 0))
-
-
 def load_mtp(
     target: PreTrainedModel,
     path_or_id: str | None = None,
@@ -252,68 +138,55 @@ def has_mtp_layers(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is that of a target with MTP layers: it has a projection of embedding and state."""
     if "speculators_model_type" in checkpoint.config:
         return False
-    extra = (EXTRA_LAYER.match(name) for name in checkpoint.tensors)
-    of_extra_layer = any(match is not None and match["part"] == "eh_proj.weight" for match in extra)
-    return of_extra_layer or any(
-        match is not None and match["part"] == "fc.weight" for match in map(MTP_LAYER.match, checkpoint.tensors)
+    return _further_layers(checkpoint) is not None or any(
+        (match := NAMED_LAYER.match(name)) and match["part"] == "fc.weight" for name in checkpoint.tensors
     )
+
+
+def _further_layers(checkpoint: Checkpoint) -> str | None:
+    """The beginning of the names of layers with a projection of embedding and state, such as "model.layers"."""
+    matches = map(FURTHER_LAYER.match, checkpoint.tensors)
+    return next((match["prefix"] for match in matches if match and match["part"] == "eh_proj.weight"), None)
 
 
 def _is_mtp_name(name: str, first: int) -> bool:
-    extra = EXTRA_LAYER.match(name)
-    return any(form.match(name) for form in (MTP_LAYER, SPECULATORS_LAYER)) or (
-        extra is not None and int(extra["layer"]) >= first
-    )
+    further = FURTHER_LAYER.match(name)
+    return NAMED_LAYER.match(name) is not None or (further is not None and int(further["layer"]) >= first)
 
 
 def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
     """For each MTP layer the names of its tensors in the file, by their names within a layer of the first layout."""
     layers: dict[int, dict[str, str]] = {}
-    heads = [
-        match for name in checkpoint.tensors if (match := EXTRA_LAYER.match(name)) and match["part"] == "eh_proj.weight"
-    ]
-    if heads:
-        prefix = heads[0]["prefix"]
-        for name in checkpoint.tensors:
-            if (match := EXTRA_LAYER.match(name)) and match["prefix"] == prefix:
-                layers.setdefault(int(match["layer"]) - first, {})[match["part"]] = name
-    else:
-        shared = {}
-        for name in checkpoint.tensors:
-            if match := SPECULATORS_LAYER.match(name):
-                link, _, kind = match["part"].rpartition(".")
-                layers.setdefault(int(match["layer"]), {})[f"{SPECULATORS_LINKS.get(link, link)}.{kind}"] = name
-            match = MTP_LAYER.match(name)
-            part = match["part"] if match else ""
-            if block := MTP_BLOCK.match(part):
-                layers.setdefault(int(block["layer"]), {})[block["part"]] = name
-            elif part.rpartition(".")[0] in SHARED_LINKS:
-                link, _, kind = part.rpartition(".")
-                shared[f"{SHARED_LINKS[link]}.{kind}"] = name
-        layers = {index: parts | shared for index, parts in layers.items()}
+    shared: dict[str, str] = {}
+    prefix = _further_layers(checkpoint)
+    for name in checkpoint.tensors:
+        match = NAMED_LAYER.match(name) if prefix is None else FURTHER_LAYER.match(name)
+        if match is None or match.groupdict().get("prefix") != prefix:
+            continue
+        link, _, kind = match["part"].rpartition(".")
+        part = f"{RENAMED.get(link, link)}.{kind}"
+        if match["layer"] is not None:
+            layers.setdefault(int(match["layer"]) - (0 if prefix is None else first), {})[part] = name
+        elif link in RENAMED:
+            shared[part] = name
     if not layers or sorted(layers) != list(range(len(layers))):
         raise ValueError(
             "no MTP layers: neither model.layers.{number of layers}.eh_proj.weight nor mtp.fc.weight with mtp.layers.0 "
             f"is among its tensors (found {sorted(checkpoint.tensors)[:3]})"
         )
-    return [layers[index] for index in range(len(layers))]
+    return [layers[index] | shared for index in range(len(layers))]
 
 
 def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
     layers = _parts(checkpoint, first)
     blocks = _blocks(decoder, checkpoint, layers)
-    made: dict[tuple[str, str], nn.Module] = {}
+    link_of = cache(partial(_link, decoder, checkpoint))  # layers may share them
     mtp_layers = []
     for parts, block in zip(layers, blocks.layers, strict=True):
-        links = {}
-        for link in LINKS:
-            name = parts.get(f"{link}.weight")
-            if name is None:
-                raise ValueError(f"the MTP layer has no {link}.weight")
-            if (link, name) not in made:
-                made[link, name] = _link(decoder, checkpoint, link, name)
-            links[link] = made[link, name]
-        mtp_layers.append(MTPLayer(links, block))
+        missing = [link for link in LINKS if f"{link}.weight" not in parts]
+        if missing:
+            raise ValueError(f"the MTP layer has no {missing[0]}.weight")
+        mtp_layers.append(MTPLayer({link: link_of(link, parts[f"{link}.weight"]) for link in LINKS}, block))
     config = decoder.config
     head_config = MTPConfig(
         hidden_size=config.hidden_size,

@@ -14,7 +14,8 @@ from hf_specgen.candidates.tree_search import Growth
 from hf_specgen.heads import path_head
 from hf_specgen.heads import runner as runners
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.mtp import LayeredRunner, load_mtp
+from hf_specgen.heads.layered_mtp import LayeredRunner
+from hf_specgen.heads.mtp import load_mtp
 from hf_specgen.heads.path_head import LayoutVotes, PathRunner
 from hf_specgen.tree import DraftTree
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
