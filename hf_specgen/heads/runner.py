@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_specgen.call import Compile
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.block import BlockConfig
 from hf_specgen.heads.eagle import EagleConfig
@@ -23,7 +24,6 @@ from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.graphs import captured_functions, padded_width
 from hf_specgen.targets.inputs import spread_rows
-from hf_specgen.tree import DraftTree
 
 T = TypeVar("T")
 MAX_CAPTURED = 64
@@ -58,12 +58,20 @@ class HeadRunner:
 
     def _positions(self, count: int, device: torch.device | None = None) -> torch.Tensor:
         """`[active, count]` the positions after those in the cache."""
+        if len(set(self.lengths)) == 1:
+            first = self.lengths[0]
+            return torch.arange(first, first + count, device=device).expand(len(self.lengths), -1)
         return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device)
 
     def _commit(self, new: Sequence[int]) -> None:
         """Keep the first `new[b]` entries that were appended to row b, and drop the others."""
         self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
         self.cache.set_lengths(self.lengths)
+
+
+def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[rows, longest, …]` tensors of each row, with zeros after shorter ones."""
+    return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
 
 
 class EagleRunner(HeadRunner):
@@ -88,19 +96,19 @@ class EagleRunner(HeadRunner):
         """
         if needed is not None and self._graphs is None:  # another number of rows would be captured anew
             kept = self._drop(needed)
-            if hasattr(self, "last"):
+            if hasattr(self, "last") and len(kept) < len(self.last.output):
                 self.last = HeadOutput(*(part[kept] for part in self.last))
         self.cache.set_lengths(self.lengths)
         rows = self._gather(next_tokens)
         new = [len(row) for row in rows]
-        states = pad_sequence([row.to(self._like) for row in self._gather(features)], batch_first=True)
-        tokens = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
+        states = padded([row.to(self._like) for row in self._gather(features)])
+        tokens = torch.tensor([[*row, *[0] * (max(new) - len(row))] for row in rows], dtype=torch.long)
         head: Any = self.bound.head
         for start in range(0, max(new), PREFILL_CHUNK):
             chunk = tokens[:, start : start + PREFILL_CHUNK]
             count = chunk.shape[1]
             hidden = head.combine(states[:, start : start + PREFILL_CHUNK])
-            mask = causal_mask(self.lengths, count)
+            mask = masks.chain_mask(self.lengths, count, self._like.device)
             output = self._run(HeadInputs(self.bound.embed(chunk), hidden, self._positions(count), mask))
             self._keep_last(output, [min(max(length - start, 0), count) for length in new])
         self._hidden = self.last.hidden
@@ -127,6 +135,9 @@ class EagleRunner(HeadRunner):
     def _keep_last(self, output: HeadOutput, new: Sequence[int]) -> None:
         """Commit the first `new[b]` positions of row b of a pass."""
         self._commit(new)
+        if 0 < new[0] == max(new) == min(new):
+            self.last = HeadOutput(*(part[:, new[0] - 1 : new[0]] for part in output))
+            return
         ends = torch.tensor(new, device=self._like.device) - 1
         rows = torch.arange(len(new), device=self._like.device)
         last = [part[rows, ends.clamp(min=0)][:, None] for part in output]
@@ -135,18 +146,19 @@ class EagleRunner(HeadRunner):
             last = [torch.where(is_new, now, before) for now, before in zip(last, self.last, strict=True)]
         self.last = HeadOutput(*last)
 
-    def expand(self, tree: DraftTree, new: int) -> HeadOutput:
+    def expand(self, tree: GrownTree, new: int) -> HeadOutput:
         """The output `[batch, new, hidden]` at the last `new` nodes of a tree with all nodes since `extend`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
-        first, (parents, depths, ancestors) = tree.nodes - new, tree.structure()
+        first, (depths, ancestors) = tree.nodes - new, tree.structure()
         roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
         layout = masks.StepLayout(roots, depths, ancestors, None, max(self.lengths) + tree.nodes)
         embeddings = self.bound.embed(tree.input_tokens(depths.device)[:, first:])
-        index = parents[:, first:, None].expand(-1, -1, self._hidden.shape[2])
-        hidden = self._hidden.gather(1, index.to(self._hidden.device))
+        hidden = self._hidden
+        if tree.above is not None:
+            hidden = hidden.gather(1, tree.above[..., None].expand(-1, -1, hidden.shape[2]).to(hidden.device))
         positions, mask = depths[:, 1 + first :] + layout.starts, masks.full_mask(layout)[:, :, 1 + first :]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
-        self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
+        self._hidden = output.hidden
         return HeadOutput(*map(self._scatter, output))
 
 
@@ -217,7 +229,7 @@ class BlockRunner(ParallelRunner):
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
         head: Any = self.bound.head
         device, first = self._like.device, self._config.first_proposing_position
-        states = pad_sequence(features, batch_first=True)
+        states = padded(features)
         head.extend(states, self._positions(states.shape[1], device), self.cache)
         self._commit([len(row) for row in features])
         # Unless all attention inside the block is causal, the mask tokens attend to each other: a whole block.
