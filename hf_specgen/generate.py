@@ -52,7 +52,7 @@ class Settings:
     verifier: Verifier
     policy: Policy | None = None
     monitor: Monitor | None = None
-    compile: Compile = False
+    compile: Compile = "auto"
     pack_weights: bool = False
     memory: bool = True
 
@@ -146,7 +146,7 @@ def speculate(
     streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
     monitor: Monitor | None = None,
-    compile: Compile = False,
+    compile: Compile = "auto",
     pack_weights: bool = False,
     memory: bool = True,
 ) -> Speculation:
@@ -161,7 +161,9 @@ def speculate(
         streamer: receives the prompt, then every emitted column, as a streamer given to `generate` does.
         policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
         monitor: receives every step.
-        compile: "graphs" captures the target's forward passes as CUDA graphs, in a second for each of a few shapes.
+        compile: "auto" captures forward passes as CUDA graphs on a GPU, after the first steps and where it works, in
+            about a second for each of a few shapes; "graphs" captures from the first step on, and raises where it does
+            not work; False or None runs all passes eagerly.
         pack_weights: run the call inside `hf_specgen.prepacked(model)`: on a CPU, linear layers that were timed to be
             faster with prepacked weights use them. They may round differently from plain decoding.
         memory: whether the acceptance observed in earlier calls with the same target and strategy is used, and that of

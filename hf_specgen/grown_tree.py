@@ -24,13 +24,15 @@ class GrownTree(DraftTree):
         values: `[batch, 4, 1 + nodes]` of each row's last token, then of each node: token, feature, number, and the
             logarithm of the path probability, very low for padding at the end of a row. Feature and number are the
             strategy's. None if all are nodes.
-        above: `[batch, new]` of the last nodes of a tree that grows, those of the drafter's next pass: the parent of
-            each by its index among the nodes of the pass before.
+        level: depth of the last nodes of a tree that grows, those of the drafter's next pass.
+        above: `[batch, new]` the parent of each of these, by its index among the nodes of the pass before; None for
+            chains.
         drafting_rows, q: as for `DraftTree`.
         keeps_all: whether nodes that can never be accepted are kept; the host reads their token as -1.
     """
 
     drafting_rows: int = 0
+    level: int
     above: torch.Tensor | None
     is_chain: bool
     _structure: TreeStructure | None
@@ -44,13 +46,14 @@ class GrownTree(DraftTree):
         values: torch.Tensor | None = None,
         *,
         inputs: torch.Tensor | None = None,
+        level: int = 0,
         above: torch.Tensor | None = None,
         drafting_rows: int = 0,
         q: torch.Tensor | None = None,
         keeps_all: bool = False,
     ):
         vars(self).update(tokens=tokens, batch=tokens.shape[0], nodes=tokens.shape[1], is_chain=structure is None)
-        vars(self).update(q=q, above=above, drafting_rows=drafting_rows, keeps_all=keeps_all)
+        vars(self).update(q=q, level=level, above=above, drafting_rows=drafting_rows, keeps_all=keeps_all)
         self._structure, self._values, self._inputs, self._host = structure, values, inputs, None
 
     @property
@@ -79,6 +82,13 @@ class GrownTree(DraftTree):
         if self._host is None and chosen.device == self.tokens.device:
             return self._read(chosen).chosen
         return super().read_with(chosen)
+
+    def of_parents(self, values: torch.Tensor) -> torch.Tensor:
+        """`[batch, nodes of the pass before, …]` values to `[batch, new, …]`: that of the parent of each last node."""
+        if self.above is None:
+            return values
+        index = self.above.to(values.device).view(*self.above.shape, *[1] * (values.dim() - 2))
+        return values.gather(1, index.expand(*self.above.shape, *values.shape[2:]))
 
     def depths(self, row: int) -> list[int]:
         return list(range(1 + self.nodes)) if self.is_chain else super().depths(row)
@@ -122,7 +132,7 @@ class GrownTree(DraftTree):
 
     def _with(self, tokens: torch.Tensor, structure: TreeStructure | None, **parts: torch.Tensor | None) -> GrownTree:
         """A tree with other tensors."""
-        fixed: Any = {"drafting_rows": self.drafting_rows, "keeps_all": self.keeps_all}
+        fixed: Any = {"level": self.level, "drafting_rows": self.drafting_rows, "keeps_all": self.keeps_all}
         return GrownTree(tokens, structure, **fixed, **parts)  # type: ignore[arg-type]
 
     def _read(self, chosen: torch.Tensor | None = None) -> _HostTree:

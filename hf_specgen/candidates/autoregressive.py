@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from hf_specgen.candidates.acceptance import FINE_CENTERS, FINE_EDGES, RANKS, CalibratedSession, confidence_by_rank
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.growth import Growth
-from hf_specgen.candidates.tree_search import MAX_CHILDREN, tree_size
+from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -57,6 +57,14 @@ class AutoregressiveSession(CalibratedSession):
     def max_draft_tokens(self, row: int) -> int:
         """How deep a row's draft can be at most."""
         return self._k
+
+    def tree_size(self, tree: str | int | None, depths: Sequence[int], children: int) -> TreeSize:
+        """How large the trees of the next step become."""
+        return tree_size(tree, self.call, depths, children)
+
+    def confidences(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """`[batch, nodes, children]` confidences from those of the tokens of a pass, most preferred first."""
+        return probabilities
 
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
@@ -100,7 +108,7 @@ class AutoregressiveSession(CalibratedSession):
         active = sum(depth > 0 for depth in depths)
         if not active:
             return self.not_drafted(len(depths))
-        size = tree_size(tree, self.call, depths, children)
+        size = self.tree_size(tree, depths, children)
         logits = self.first_scores()[:, None]
         last_tokens = [[self.call.state.last_token(row)] for row in range(len(depths))]
         host = np.concatenate([np.array(last_tokens, dtype=np.float32).ravel(), self.calibrations[0].log_table()])
@@ -140,7 +148,7 @@ class AutoregressiveSession(CalibratedSession):
                 self._qs.append(pad(probabilities, (0, self._vocab - probabilities.shape[-1])))
                 confidence = confidence_by_rank(probabilities.amax(dim=-1), best.shape[-1])
         edges, ranks = _bins(logits.device, best.shape[-1])
-        features = torch.bucketize(confidence, edges) + ranks
+        features = torch.bucketize(self.confidences(confidence), edges) + ranks
         growth.add(tokens, self._table[features], features, expandable)
 
 

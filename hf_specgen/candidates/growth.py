@@ -118,7 +118,7 @@ class Growth:
         first, self.expanded = self.expanded, self.expanded + width
         if self.children == 1:
             self._reached.append(self._open)
-            return GrownTree(torch.cat(self._tokens, dim=1), drafting_rows=self.rows)
+            return GrownTree(torch.cat(self._tokens, dim=1), level=self.levels, drafting_rows=self.rows)
         self._make_room(self.expanded)
         reached, index = self._open.topk(width, dim=1)
         above = index // self.children
@@ -131,7 +131,8 @@ class Growth:
         self._reached.append(reached)
         depths = _constants(self.children, self._widths, index.device).depths.expand(len(index), -1)
         structure = TreeStructure(depths, self._ancestors[:, 1 : 2 + self.expanded, : 1 + self.expanded])
-        return GrownTree(self._nodes[:, : self.expanded], structure, above=above, drafting_rows=self.rows)
+        last: Any = {"level": self.levels, "above": above, "drafting_rows": self.rows}
+        return GrownTree(self._nodes[:, : self.expanded], structure, **last)
 
     @property
     def _size(self) -> int:

@@ -141,11 +141,10 @@ class EagleSession(AutoregressiveSession):
         if self._has_prefilled:
             self.passes.append(sum(map(len, tokens)))
         self._has_prefilled = True
-        output = self.runner.extend(features, tokens, self._queue.active_rows()).output
-        return self.runner.bound.target_logits(output)[:, 0]
+        return self.runner.first_logits(features, tokens, self._queue.active_rows())
 
     def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
-        return self.runner.bound.target_logits(self.runner.expand(tree, new).output)
+        return self.runner.next_logits(tree, new)
 
 
 class AssistantSession(AutoregressiveSession):

@@ -171,9 +171,7 @@ class MedusaSession(IndependentHeadsSession):
             heads.append(calibration.acceptance(confidence[:, head], prior))
         return np.stack(heads, axis=1)
 
-    def _fixed(
-        self, paths: RankTree, max_depths: Sequence[int], tokens: torch.Tensor, scores: torch.Tensor
-    ) -> DraftTree:
+    def _fixed(self, paths: RankTree, max_depths: Sequence[int], tokens: Any, scores: torch.Tensor) -> DraftTree:
         """The draft with a fixed tree of ranks, cut to each row's depth."""
         trees = [paths.cut(depth) for depth in max_depths]
         if self.wants_q:
@@ -213,12 +211,9 @@ class HydraSession(AutoregressiveSession):
     def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         """The logits after each of the last nodes, by the head of their depth."""
         states, tokens = self._target.states_of((OUTPUT_STATE,)), tree.tokens[:, -new:, None]
-        paths = self._paths
-        if tree.above is not None:
-            paths = paths.gather(1, tree.above[..., None].expand(-1, -1, paths.shape[2]))
-        self._paths = paths = torch.cat([paths, tokens], dim=2)
+        self._paths = paths = torch.cat([tree.of_parents(self._paths), tokens], dim=2)
         states = states[:, None].expand(-1, new, -1).flatten(0, 1)
-        return self._runner.head_logits(paths.shape[2] - 1, states, paths.flatten(0, 1)).unflatten(0, (-1, new))
+        return self._runner.head_logits(tree.level, states, paths.flatten(0, 1)).unflatten(0, (-1, new))
 
 
 def _check_tree(tree: Any) -> None:

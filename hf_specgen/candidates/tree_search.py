@@ -151,11 +151,13 @@ def tree_size(
     depths: Sequence[int],
     children: int = MAX_CHILDREN,
     is_prefill: bool = False,
+    only_pass: int = 0,
 ) -> TreeSize:
     """How large the next trees of a call become.
 
     Args:
         depths: `[rows]` maximum depths.
+        only_pass: tokens per row of the one pass of a drafter that needs no further pass for deeper levels.
     """
     if isinstance(size, int):
         return TreeSize(size, children)
@@ -163,7 +165,10 @@ def tree_size(
     if size is None or latency is None:
         return TreeSize(None, children=1)
     rows = max(1, sum(depth > 0 for depth in depths))
-    return TreeSize(None, children, latency.at(rows, call.context_length), rows, 0.3 if is_prefill else 0.0)
+    step = latency.at(rows, call.context_length)
+    if only_pass:
+        step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
+    return TreeSize(None, children, step, rows, 0.3 if is_prefill else 0.0)
 
 
 def draft_rows(

@@ -270,11 +270,7 @@ class AssistantRunner:
     def expand(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree; as for `EagleRunner.expand`."""
         active, first = tree.select(self._target.rows), tree.nodes - new
-        hidden = self._hidden
-        if active.above is not None:
-            index = active.above[..., None].expand(-1, -1, hidden.shape[2])
-            hidden = hidden.gather(1, index.to(hidden.device))
-        output = self._run(active.input_tokens(self._like.device)[:, first:], hidden)
+        output = self._run(active.input_tokens(self._like.device)[:, first:], active.of_parents(self._hidden))
         self._hidden = output.hidden
         return spread_rows(self.bound.target_logits(output.output), self._target.rows, tree.batch)
 

@@ -76,12 +76,14 @@ class PathHead(BlockHead):
             embed: from the target's token ids to embeddings.
         """
 
-    def first_state(self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed) -> torch.Tensor:
+    def first_state(self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int) -> torch.Tensor:
         """`[paths, state_size]` the state before the first proposing position.
 
         Args:
             hidden: `[paths, block, hidden]` outputs of the whole block.
             anchor: `[paths]` the last known tokens.
+            embed: as for `step`.
+            first: the first proposing position.
         """
         return hidden.new_zeros(len(hidden), self.state_size)
 
@@ -99,7 +101,7 @@ class PathHead(BlockHead):
                 before what the i-th proposing position predicts.
         """
         first, keys = self.config.first_proposing_position, self.keys()
-        state = self.first_state(hidden, tokens[:, 0], bound.embed)
+        state = self.first_state(hidden, tokens[:, 0], bound.embed, first)
         proposing = hidden[:, first : first + tokens.shape[1]]
         queries = []
         for depth in range(proposing.shape[1]):

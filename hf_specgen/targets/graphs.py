@@ -311,11 +311,23 @@ class CapturedFunctions:
             with self._lock:
                 self._graphs, self._memory, self.failure, self._fingerprint = {}, None, None, current
 
-    def capacity(self, cache: RaggedCache, tokens: int) -> int:
-        """Move a cache into lasting buffers, with slots for so many more tokens; returns how many slots they have."""
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a graph."""
+        return bool(self._graphs)
+
+    def capacity(self, module: nn.Module, cache: RaggedCache, tokens: int, mode: Compile) -> int:
+        """Move a cache into lasting buffers, with slots for so many more tokens; returns how many slots they have.
+
+        0 if there is no memory for them, with "auto"; then nothing is captured any more.
+        """
         with self._lock:
-            cache.reserve(max(cache.lengths) + tokens)
-            capacity = self._buffers.adopt(cache)
+            try:
+                cache.reserve(max(cache.lengths) + tokens)
+                capacity = self._buffers.adopt(cache)
+            except torch.OutOfMemoryError as error:
+                self._give_up(module, error, mode)
+                return 0
             addresses = self._buffers.addresses
             self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] in addresses}
             return capacity
@@ -331,6 +343,7 @@ class CapturedFunctions:
         mode: Compile,
         eagerly: Callable[[], Any],
         agree: Callable[[Any, Any], bool] = lambda eager, captured: True,
+        at_once: bool = False,
     ) -> Any:
         """The outputs of a function that appends so many columns to a cache.
 
@@ -340,6 +353,7 @@ class CapturedFunctions:
                 `EAGER_PASSES`, and goes on eagerly if that fails.
             eagerly: runs the same function on the cache of the call.
             agree: whether the outputs of both differ by rounding alone; checked once for each graph.
+            at_once: whether "auto" does not wait either.
 
         Raises:
             ValueError: with "graphs", if the function cannot be captured, or a graph computes something else.
@@ -354,9 +368,9 @@ class CapturedFunctions:
                 cache.set_lengths([length + columns for length in lengths])
                 return outputs
             self._passes[key[1:]] += 1
-            captures = self.failure is None and (mode == "graphs" or self._passes[key[1:]] > EAGER_PASSES)
+            is_due = at_once or mode == "graphs" or self._passes[key[1:]] > EAGER_PASSES
             outputs = eagerly()
-            if not captures:
+            if self.failure is not None or not is_due:
                 return outputs
             cache.set_lengths(lengths)
             try:
@@ -364,11 +378,9 @@ class CapturedFunctions:
                 if not agree(outputs, graph.replay([*leaves, starts])):
                     raise ValueError("its results differ from those of an ordinary pass")
                 self._graphs[key], self._fingerprint = graph, fingerprint(module)  # the first pass may install hooks
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:
                 self._give_up(module, error, mode)
-                return eagerly()
+                return eagerly()  # a graph may have written something else to the cache
         cache.set_lengths([length + columns for length in lengths])
         return outputs
 
@@ -388,7 +400,9 @@ class CapturedFunctions:
         return _Graph(run, inputs, self._memory)
 
     def _give_up(self, module: nn.Module, error: Exception, mode: Compile) -> None:
-        """Capture nothing of this module any more, and raise unless graphs were only wanted where they work."""
+        """Capture nothing of this module any more; raises unless graphs are used only where they work."""
+        if mode == "graphs" and isinstance(error, torch.OutOfMemoryError):
+            raise error
         name, text = type(module).__name__, " ".join(str(error).split())[:400]
         self.failure = f"{name} cannot be captured as a CUDA graph ({type(error).__name__}: {text})"
         if mode == "graphs":
@@ -410,3 +424,9 @@ def captured_functions(module: nn.Module) -> CapturedFunctions:
         functions = _functions.setdefault(module, CapturedFunctions())
     functions.begin_call(module)
     return functions
+
+
+def is_captured(module: nn.Module) -> bool:
+    """Whether a function of a module has been captured."""
+    functions = _functions.get(module)
+    return functions is not None and functions.is_captured

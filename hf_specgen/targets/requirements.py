@@ -30,7 +30,13 @@ from hf_specgen.targets.early_exit import EarlyExitTarget, divisible_layers
 from hf_specgen.targets.graphs import GRAPH_DEVICES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.inputs import accompanying_inputs
-from hf_specgen.targets.model_parts import has_special_layers, is_causal_kernel, reads_encoder, text_config
+from hf_specgen.targets.model_parts import (
+    has_special_layers,
+    is_causal_kernel,
+    layer_windows,
+    reads_encoder,
+    text_config,
+)
 from hf_specgen.targets.support import is_rounding, largest_difference, last_position
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree, Parents, chain_parents
@@ -89,12 +95,12 @@ def make_target(
     compile: Compile = False,
 ) -> Target:
     """The target of one call, with captured passes as `compile` says; raises if it cannot be made."""
-    graphs = compile or False
-    if graphs and (problem := _capture_problem(requirements, model, model_kwargs)) is not None:
+    is_possible = compile == "graphs" or (compile == "auto" and compat.input_device(model).type in GRAPH_DEVICES)
+    graphs: Compile = compile if is_possible else False
+    if graphs and (problem := _capture_problem(requirements, model, config, model_kwargs, graphs)) is not None:
         if graphs == "graphs":
             raise ValueError(f'{problem}; leave compile="graphs" out')
-        if compat.input_device(model).type in GRAPH_DEVICES:
-            _log_once(f"no CUDA graphs: {problem}")
+        _log_once(f"no CUDA graphs: {problem}")
         graphs = False
     call = model, input_ids, config, model_kwargs
     if "encoder_outputs" in model_kwargs and (requirements.aux_hidden_state_layers or requirements.exit_layer):
@@ -107,11 +113,17 @@ def make_target(
 
 
 def _capture_problem(
-    requirements: TargetRequirements, model: PreTrainedModel, model_kwargs: dict[str, Any]
+    requirements: TargetRequirements,
+    model: PreTrainedModel,
+    generation: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    mode: Compile,
 ) -> str | None:
-    """Why passes of a model cannot be captured in a call, as far as is known before; None if they may be."""
+    """Why passes of a model are not captured in a call, as far as is known before; None if they may be."""
     device, config = compat.input_device(model).type, text_config(model)
     implementation, given = compat.attention_implementation(config), model_kwargs.get("past_key_values")
+    window = max((window for window in layer_windows(config) if window is not None), default=0)
+    is_long = generation.max_length is None or generation.max_length > 2 * window
     problems = {
         f"is on {device!r}, and CUDA graphs need a GPU": device not in GRAPH_DEVICES,
         "reads an encoder, and passes of decoder-only models are captured": "encoder_outputs" in model_kwargs,
@@ -131,6 +143,7 @@ def _capture_problem(
         "was given a cache without the slots outside of sliding windows, which captured passes need": (
             compat.is_user_defined(given) and any(getattr(given, "is_sliding", ()))
         ),
+        "has sliding windows, whose layers would keep all of a long text": mode == "auto" and window > 0 and is_long,
     }
     problem = next((problem for problem, is_present in problems.items() if is_present), None)
     return None if problem is None else f"{type(model).__name__} {problem}"

@@ -59,6 +59,7 @@ class Target:
         self.model, self._mode = model, graphs
         self._graphs = captured_functions(model) if graphs else None
         self._pass: Any = model_pass
+        self._captures_at_once = False
         is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self._config = model.config.get_text_config(decoder=True) if is_encoder_decoder else text_config(model)
         self.device = compat.input_device(model)
@@ -237,7 +238,10 @@ class Target:
     def _replayed(self, graphs: CapturedFunctions, arguments: dict[str, Any], new: int) -> PassOutput:
         """A padded pass as a graph, once it was captured; its first `new` columns are kept."""
         lengths, (batch, width) = self.cache.lengths, arguments["input_ids"].shape
-        capacity, mask = graphs.capacity(self.cache, width), arguments["attention_mask"]
+        mask, capacity = arguments["attention_mask"], graphs.capacity(self.model, self.cache, width, self._mode)
+        if not capacity:
+            output = self._pass(self.model, arguments, self.cache)
+            return self._first_columns(output, lengths, new)
         if isinstance(mask, dict):
             fixed: Any = {kind: None if one is None else fixed_mask(one, batch, capacity) for kind, one in mask.items()}
         else:
@@ -251,9 +255,18 @@ class Target:
             mode=self._mode,
             eagerly=lambda: self._pass(self.model, arguments, self.cache),
             agree=_agree,
+            at_once=self._captures_at_once,
         )
+        return self._first_columns(output, lengths, new)
+
+    def _first_columns(self, output: PassOutput, lengths: Sequence[int], new: int) -> PassOutput:
+        """A padded pass without its padding."""
         self.cache.set_lengths([length + new for length in lengths])
         return PassOutput(output.logits[:, :new], tuple(state[:, :new] for state in output.states))
+
+    def capture_at_once(self) -> None:
+        """Capture further shapes when they are used first, if the model has been captured in some other shape."""
+        self._captures_at_once = self._graphs is not None and self._graphs.is_captured
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""

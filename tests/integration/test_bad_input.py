@@ -79,7 +79,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: TypicalVerifier(alpha=float("nan")), ValueError, "alpha must be above 0 and at most 1, got nan"),
     (lambda: SpeculationMonitor(window=0), ValueError, "must be at least 1"),
-    (lambda: SpeculationMonitor(timeline=-1), ValueError, "must be at least 1"),
+    (lambda: SpeculationMonitor(prometheus=False).acceptance("all"), ValueError, 'must be "window" or "total", got'),
 ]
 
 

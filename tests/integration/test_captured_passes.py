@@ -256,6 +256,35 @@ def test_auto_without_a_gpu_or_with_a_model_that_cannot_be_captured_runs_eagerly
     assert caplog.text.count("no CUDA graphs: LlamaForCausalLM runs a part of its layers") == 1
 
 
+def test_auto_captures_no_long_texts_of_models_with_sliding_windows(
+    captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Would catch: layers with a window that keep the whole text, many times the memory of plain decoding."""
+    monkeypatch.setattr(graphs, "EAGER_PASSES", 0)
+    caplog.set_level("INFO", logger="hf_specgen")
+    model = small("mistral", sliding_window=16)
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=40)
+    assert not captures and "MistralForCausalLM has sliding windows" in caplog.text
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=10)
+    assert captures
+
+
+def test_auto_without_memory_for_buffers_goes_on_eagerly(
+    captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Would catch: a call that ends because a set of buffers does not fit beside the model."""
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "_static", full)
+    model = small()
+    same_tokens(model, prompts(2), NgramCandidates(k=3), compile="auto")
+    assert not captures and caplog.text.count("it runs eagerly") == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        same_tokens(small(), prompts(2), NgramCandidates(k=3), compile="graphs")
+
+
 def test_buffers_that_are_idle_are_freed_with_their_graphs(captures: list[Any]) -> None:
     """Would catch: memory that grows with the number of different batch sizes."""
     model = small()

@@ -12,9 +12,9 @@ import train_eagle
 from draft_loss import later_pairs
 from head_training import choose_anchors, read_target
 from hf_specgen import AutoCandidates
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.runner import BlockRunner, EagleRunner
-from hf_specgen.tree import DraftTree
 from tests.helpers.head_fixtures import find_fixtures
 from tests.helpers.recipes import arguments
 
@@ -56,7 +56,7 @@ def test_training_time_test_equals_drafting(name: str) -> None:
         outputs = [runner.extend([features[row, : root + 1]], [text[1 : root + 2]]).output[0, 0]]
         for step in range(1, depth):
             if root + 1 + step < len(text):
-                chain = DraftTree.chains([text[root + 2 : root + 2 + step]])
+                chain = GrownTree(torch.tensor([text[root + 2 : root + 2 + step]]))
                 outputs.append(runner.expand(chain, 1).output[0, 0])
         for step, expected in enumerate(outputs):
             torch.testing.assert_close(drafts.states[step][number], expected, atol=1e-5, rtol=1e-4)
