@@ -182,7 +182,10 @@ class DraftTree:
             nodes = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=q.device)
             q = q[torch.arange(self.batch, device=q.device)[:, None], nodes]
         tokens = [[row[node] for node in path] for row, path in zip(self.token_lists(), paths, strict=True)]
-        return DraftTree(tokens, tuple(chain_parents(len(path)) for path in paths), q)
+        probability = self.probability and tuple(
+            tuple(row[node] for node in path) for row, path in zip(self.probability, paths, strict=True)
+        )
+        return DraftTree(tokens, tuple(chain_parents(len(path)) for path in paths), q, probability)
 
     @classmethod
     def empty(cls, batch: int) -> DraftTree:
