@@ -251,7 +251,7 @@ class BlockRunner(ParallelRunner):
         """`[active, size, hidden]` outputs at the positions of a block after the new accepted ones."""
         head: Any = self.bound.head
         device = self._like.device
-        states = padded(features)
+        states = padded(features, [slice(None)] * len(features))
         head.extend(states, self._positions(states.shape[1], device), self.cache)
         self._commit([len(row) for row in features])
         blocks = torch.full((len(features), size), self._config.mask_token_id, device=device)
