@@ -1,4 +1,4 @@
-# Everything runs in .venv; `make demo` and `make test` need only Python (3.10 or newer), make and git.
+# Everything runs in .venv; `make demo` and `make test` need only Python (3.11 or newer), make and git.
 PYTHON ?= python3
 BIN := .venv/bin
 # Setuptools warns of every way to install a folder for editing.

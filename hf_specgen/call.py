@@ -10,8 +10,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from hf_specgen.state import GenerationState
 
-Compile = Literal[False, "graphs"]
-"""How the target's forward passes run: eagerly, or captured as CUDA graphs."""
+Compile = Literal["auto", "graphs", False] | None
+"""Whether forward passes are captured as CUDA graphs: on a GPU where it works, always (or an error), or never."""
 
 
 @dataclass(frozen=True)

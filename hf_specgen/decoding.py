@@ -25,8 +25,7 @@ from hf_specgen.depth import Policy, PolicySession
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector, Padding
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, MAX_PREFILL_DRAFT
-from hf_specgen.targets.requirements import make_target
-from hf_specgen.targets.self_check import check_computation
+from hf_specgen.targets.requirements import check_computation, make_target
 from hf_specgen.targets.support import check_length
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree

@@ -26,7 +26,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.state import GenerationState
-from hf_specgen.targets.encoder import check_cache
+from hf_specgen.targets.inputs import check_cache
 from hf_specgen.targets.model_parts import mask_name
 from hf_specgen.targets.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
@@ -52,7 +52,7 @@ class Settings:
     verifier: Verifier
     policy: Policy | None = None
     monitor: Monitor | None = None
-    compile: Compile = False
+    compile: Compile = "auto"
     pack_weights: bool = False
     memory: bool = True
 
@@ -64,8 +64,8 @@ class Settings:
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {made.policy!r}")
         if made.monitor is not None and not isinstance(made.monitor, Monitor):
             raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {made.monitor!r}")
-        if made.compile is not False and made.compile != "graphs":
-            raise ValueError(f'compile must be False or "graphs", got {made.compile!r}')
+        if made.compile not in ("auto", "graphs", False, None):
+            raise ValueError(f'compile must be "auto", "graphs" or False, got {made.compile!r}')
         for name in ("pack_weights", "memory"):
             if not isinstance(getattr(made, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(made, name)!r}")
@@ -146,7 +146,7 @@ def speculate(
     streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
     monitor: Monitor | None = None,
-    compile: Compile = False,
+    compile: Compile = "auto",
     pack_weights: bool = False,
     memory: bool = True,
 ) -> Speculation:
@@ -161,7 +161,9 @@ def speculate(
         streamer: receives the prompt, then every emitted column, as a streamer given to `generate` does.
         policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
         monitor: receives every step.
-        compile: "graphs" captures the target's forward passes as CUDA graphs, in a second for each of a few shapes.
+        compile: "auto" captures forward passes as CUDA graphs on a GPU, after the first steps and where it works, in
+            about a second for each of a few shapes; "graphs" captures from the first step on, and raises where it does
+            not work; False or None runs all passes eagerly.
         pack_weights: run the call inside `hf_specgen.prepacked(model)`: on a CPU, linear layers that were timed to be
             faster with prepacked weights use them. They may round differently from plain decoding.
         memory: whether the acceptance observed in earlier calls with the same target and strategy is used, and that of

@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
-
-from typing_extensions import Self
 
 
 class Learnt(Protocol):

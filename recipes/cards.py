@@ -67,9 +67,7 @@ def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], re
     args, folder = drafter.args, Path(drafter.args.output_dir)
     name = args.hub_model_id or args.output_dir
     _write_record(args, chat, folder)
-    custom = folder / "custom_generate" / "generate.py"
-    custom.parent.mkdir(parents=True, exist_ok=True)
-    custom.write_text(CUSTOM_GENERATE.format(name=name), encoding="utf-8")
+    write_custom_generate(folder, name)
     title = f"{folder.name}: {drafter.kind}"
     data = ModelCardData(
         library_name=drafter.library,
@@ -84,7 +82,7 @@ def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], re
         name=name,
         usage=drafter.usage.format(name=name),
         module=drafter.usage.split("(")[0].split(".")[0],
-        adapt=drafter.adapt.format(name=name),
+        adapt=drafter.adapt,
     )
     sections = [
         f"---\n{data.to_yaml()}\n---",
@@ -98,6 +96,13 @@ def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], re
         f"Versions: hf-specgen {__version__}, torch {torch.__version__}, transformers {transformers.__version__}.",
     ]
     ModelCard("\n\n".join(sections) + "\n").save(folder / "README.md")
+
+
+def write_custom_generate(folder: Path, name: str) -> None:
+    """Write `custom_generate/generate.py` into the folder of a drafter that is loaded from `name`."""
+    path = folder / "custom_generate" / "generate.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(CUSTOM_GENERATE.format(name=name), encoding="utf-8")
 
 
 def _write_record(args: Any, chat: ChatFormat, folder: Path) -> None:

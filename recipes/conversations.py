@@ -210,7 +210,6 @@ def encoded(rows: Any, chat: ChatFormat, max_length: int, packing: bool = False)
     Raises:
         ValueError: if no conversation has an answer within `max_length` tokens.
     """
-    messages_of(next(iter(rows)))  # refuse unknown columns before all rows are mapped
 
     def encode(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
         each = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))

@@ -65,7 +65,7 @@ class HeadDrafter(Drafter):
     def __init__(self, args: HeadArguments, target: PreTrainedModel, rows: Any):
         super().__init__(args, target, rows)
         self.depth, self.decay = args.depth, args.decay
-        head = self.new_head(target, rows) if args.head is None else load_head(args.head, dtype=torch.float32)
+        head = self.new_head(target, rows) if args.head is None else self.loaded_head(args.head)
         if not isinstance(head, self.head_class):
             raise ValueError(f"{args.head!r} is a {type(head).__name__}, not a {self.head_class.__name__}")
         head.requires_grad_(True)
@@ -98,6 +98,10 @@ class HeadDrafter(Drafter):
     @abstractmethod
     def new_head(self, target: PreTrainedModel, rows: Any) -> DraftHead:
         """A new head in float32."""
+
+    def loaded_head(self, name: str) -> DraftHead:
+        """The head to continue with, in float32."""
+        return load_head(name, dtype=torch.float32)
 
     def sources(self, target: PreTrainedModel) -> list[int]:
         """The layers of the target that a new head starts from; without arguments the last one."""

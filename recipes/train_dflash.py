@@ -12,7 +12,7 @@ Sources: DFlash (2026), https://arxiv.org/abs/2602.06036; JetSpec (2026), https:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -21,9 +21,8 @@ from arguments import launch, option
 from conversations import Batch
 from draft_heads import HeadArguments, HeadDrafter, copy_layers, new_layer, start_from_state
 from drafter import Anchors, choose_anchors, positions_of, same_conversation
-from hf_specgen.heads.aux_hidden_states import block_layers
 from hf_specgen.heads.base import BoundHead
-from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
+from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_layers
 from hf_specgen.targets.model_parts import output_matrix
 from losses import Drafts
 from target import States
@@ -41,7 +40,8 @@ class BlockArguments(HeadArguments):
 class BlockDrafter(HeadDrafter):
     """A block head in training."""
 
-    recipe, kind, head_class = "train_dflash", "block head (DFlash)", BlockHead
+    recipe, kind = "train_dflash", "block head (DFlash)"
+    head_class: ClassVar[type[BlockHead]] = BlockHead
     args: BlockArguments
 
     def new_head(self, target: PreTrainedModel, rows: Any) -> BlockHead:

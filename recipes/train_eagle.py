@@ -36,9 +36,8 @@ from draft_heads import (
     start_from_state,
 )
 from drafter import Anchors, choose_anchors, positions_of, same_conversation
-from hf_specgen.heads.aux_hidden_states import eagle_layers
 from hf_specgen.heads.base import BoundHead
-from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
+from hf_specgen.heads.eagle import Eagle3Head, EagleConfig, eagle_layers
 from hf_specgen.targets.model_parts import output_matrix
 from losses import Drafts
 from target import States, whole

@@ -178,15 +178,20 @@ def _make_heads(args: MedusaArguments, target: PreTrainedModel) -> tuple[MedusaH
         shape = {name: getattr(args, name) for name in SHAPE}
         heads = MedusaHeads.from_target(target, AutoTokenizer.from_pretrained(args.target), **shape)
         if args.lora_rank:
-            from peft import LoraConfig, get_peft_model
-
-            config = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_rank, target_modules=r"heads\.\d+")
-            lora = get_peft_model(cast(Any, HeadOutputs(matrix, args.num_heads)), config)
+            lora = new_lora(matrix, args.num_heads, args.lora_rank)
     for name, parameter in () if lora is None else lora.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
             parameter.requires_grad_()
     return heads.train(), lora
+
+
+def new_lora(matrix: nn.Linear, num_heads: int, rank: int) -> Any:
+    """A `PeftModel` around `HeadOutputs` with new matrices, whose products are zero."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=r"heads\.\d+")
+    return get_peft_model(cast(Any, HeadOutputs(matrix, num_heads)), config)
 
 
 def following_tokens(batch: Batch, heads: MedusaHeads) -> torch.Tensor:

@@ -23,6 +23,7 @@ from conversations import (
     check_row_count,
     collate,
     encoded,
+    messages_of,
     prompt_of,
     read_rows,
     rows_by_domain,
@@ -63,9 +64,10 @@ def run(recipe: type[Drafter], arguments_class: type[Any], documentation: str | 
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     chat = ChatFormat(tokenizer, args.chat_template_kwargs)
     source = read_rows(args.data, args.data_split, args.data_config, args.streaming)
+    messages_of(next(iter(source)))  # refuses other columns now, and below not after the training
     prompts = rows_by_domain(read_rows(args.evaluation), args.evaluation_per_domain) if args.evaluation else {}
     for row in (row for rows in prompts.values() for row in rows):
-        prompt_of(row)  # refuses other columns now, not after the training
+        prompt_of(row)
     needs_answers = bool(prompts) and (args.eval_strategy != "no" or args.simulate)
     is_complete = has_states(args.features, needs_answers)
     target = target_without_layers(args) if is_complete else load_target(args)

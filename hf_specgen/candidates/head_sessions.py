@@ -24,7 +24,7 @@ from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantRunner
 from hf_specgen.heads.medusa import RANKS
-from hf_specgen.heads.runner import EagleRunner, ParallelRunner, captured_head
+from hf_specgen.heads.runner import EagleRunner, ParallelRunner
 from hf_specgen.targets.graphs import GRAPH_DEVICES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
@@ -111,7 +111,7 @@ class EagleSession(AutoregressiveSession):
         device = next(head.parameters()).device.type
         captures = call.compiled and isinstance(head, Eagle1Head | Eagle3Head) and device in GRAPH_DEVICES
         captures = captures and not torch.is_autocast_enabled(device)
-        self.runner = EagleRunner(bound, call.state.batch, captured_head(head) if captures else None)
+        self.runner = EagleRunner(bound, call.state.batch, call.compiled if captures else False)
         self._queue = FeatureQueue(call, target, bound)
         self._has_prefilled = False
 

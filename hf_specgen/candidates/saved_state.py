@@ -8,12 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from threading import RLock
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from typing_extensions import Self
 
 
 class SavedState(ABC):

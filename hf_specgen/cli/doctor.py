@@ -28,9 +28,9 @@ from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Speed, Total, Variant, measure_round
 from hf_specgen.evaluation.workloads import DEFAULT, PLAIN, Strategy, strategies
 from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
-from hf_specgen.heads.head_formats import holds_medusa, load_head
+from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.medusa import check_heads
-from hf_specgen.heads.medusa_formats import inspect_medusa
+from hf_specgen.heads.medusa_formats import holds_medusa, inspect_medusa
 from hf_specgen.heads.mtp import has_mtp_layers
 from hf_specgen.targets.support import check_model
 

@@ -18,10 +18,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.candidates import Candidates
 from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel
-from hf_specgen.depth.calibrate import QUERIES, time_pass
+from hf_specgen.depth.calibrate import time_pass
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, DraftLatency
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
+
+QUERIES = (1, 2, 4, 8, 24, 64)
 
 
 def measure_cost_curve(

@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
+from hf_specgen.heads.head_file import Format
 from hf_specgen.heads.layers import causal_default
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
@@ -270,3 +271,6 @@ def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> Pre
         if getattr(result, name, None) is not None:
             setattr(result, name, value)
     return cast(PretrainedConfig, result)
+
+
+FORMATS = (Format("MTP layers", "MTPCandidates", has_mtp_layers, None, "hf_specgen.heads.mtp.load_mtp"),)

@@ -6,38 +6,28 @@ dropped before the next accepted tokens are processed with the features that the
 
 from __future__ import annotations
 
-import logging
-import threading
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers.cache_utils import Cache
 
-from hf_specgen.heads.base import BoundHead, DraftHead, HeadOutput
+from hf_specgen.call import Compile
+from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.block import BlockConfig
 from hf_specgen.heads.eagle import EagleConfig
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.graphs import (
-    Buffers,
-    CapturedModule,
-    CapturedPass,
-    GraphMemory,
-    StepLayer,
-    graph_memory,
-    padded_width,
-)
+from hf_specgen.targets.graphs import captured_functions, padded_width
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.tree import DraftTree
 
-logger = logging.getLogger("hf_specgen")
 T = TypeVar("T")
+MAX_CAPTURED = 64
+"""Longer passes run eagerly: those over a prompt."""
 PREFILL_CHUNK = 512
 """Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""
 
@@ -81,9 +71,10 @@ class EagleRunner(HeadRunner):
 
     last: HeadOutput
 
-    def __init__(self, bound: BoundHead, batch: int, captured: CapturedHead | None = None):
+    def __init__(self, bound: BoundHead, batch: int, graphs: Compile = False):
         super().__init__(bound, batch)
-        self._captured, self._hidden = captured, self._like.new_zeros(batch, 0, 0)
+        self._graphs = captured_functions(bound.head) if graphs else None
+        self._mode, self._hidden = graphs, self._like.new_zeros(batch, 0, 0)
 
     def extend(
         self,
@@ -95,7 +86,7 @@ class EagleRunner(HeadRunner):
 
         Returns the output at the last position. Rows that are not needed are dropped, unless passes are captured.
         """
-        if needed is not None and self._captured is None:  # another number of rows would be captured anew
+        if needed is not None and self._graphs is None:  # another number of rows would be captured anew
             kept = self._drop(needed)
             if hasattr(self, "last"):
                 self.last = HeadOutput(*(part[kept] for part in self.last))
@@ -116,8 +107,25 @@ class EagleRunner(HeadRunner):
         return HeadOutput(*map(self._scatter, self.last))
 
     def _run(self, inputs: HeadInputs) -> HeadOutput:
-        run = run_eagerly if self._captured is None else self._captured.run
-        return run(self.bound.head, inputs, self.cache)
+        """One pass of the head, which appends to the cache; as a graph if it is short."""
+        batch, length = inputs.positions.shape
+        if self._graphs is None or self._graphs.failure is not None or length > MAX_CAPTURED or not self.cache.lengths:
+            return run_head(self.bound.head, inputs, self.cache)
+        width, lengths = padded_width(length), self.cache.lengths
+        capacity = self._graphs.capacity(self.bound.head, self.cache, width, self._mode)
+        if not capacity:
+            return run_head(self.bound.head, inputs, self.cache)
+        more = (0, width - length)
+        mask = inputs.mask.new_zeros(batch, 1, width, capacity)
+        mask[:, :, :length, : inputs.mask.shape[3]] = inputs.mask
+        mask[:, :, length:, 0] = True  # a query that sees nothing would write NaN into the cache
+        embeddings, hidden = (pad(part, (0, 0, *more)) for part in (inputs.embeddings, inputs.hidden))
+        padded = HeadInputs(embeddings, hidden, pad(inputs.positions, more), mask)
+        eager = padded._replace(mask=mask[..., : max(lengths) + width])
+        run = lambda: run_head(self.bound.head, eager, self.cache)  # noqa: E731
+        output = self._graphs.run(run_head, self.bound.head, padded, self.cache, width, mode=self._mode, eagerly=run)
+        self.cache.set_lengths([before + length for before in lengths])
+        return HeadOutput(*(part[:, :length] for part in output))
 
     def _keep_last(self, output: HeadOutput, new: Sequence[int]) -> None:
         """Commit the first `new[b]` positions of row b of a pass."""
@@ -234,67 +242,8 @@ class HeadInputs(NamedTuple):
     mask: torch.Tensor
 
 
-class CapturedHead(CapturedModule):
-    """The passes of one EAGLE head as CUDA graphs, shared by all calls; used by one thread at a time.
-
-    On an H100 drafting a level of a tree takes 4.4 ms, with captured passes 2.1 ms. Passes longer than 64 run eagerly.
-    """
-
-    def run(self, head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
-        """One pass of the head, which appends to the cache. Runs eagerly if it is long or cannot be captured."""
-        memory = self._memory = self._memory or graph_memory(inputs.hidden.device)
-        if inputs.positions.shape[1] <= 64 and cache.lengths and not memory.is_broken:
-            try:
-                return self._replay(memory, head, inputs, cache)
-            except Exception:
-                if not memory.is_broken:
-                    raise
-                logger.warning("the passes of a %s cannot be captured; they run eagerly", type(head).__name__)
-        return run_eagerly(head, inputs, cache)
-
-    def _replay(self, memory: GraphMemory, head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
-        batch, length = inputs.positions.shape
-        lengths, width = cache.lengths, padded_width(length)
-        with self._lock:
-            cache.reserve(max(lengths) + width)
-            capacity = self._buffers.adopt(cache)
-            mask = inputs.mask.new_zeros(batch, 1, width, capacity)
-            mask[:, :, :length, : inputs.mask.shape[3]] = inputs.mask
-            mask[:, :, length:, 0] = True  # a query that sees nothing would write NaN into the cache
-            slots = torch.tensor(lengths)[:, None] + torch.arange(width)
-            more = (0, width - length)
-            embeddings, hidden = (pad(part, (0, 0, *more)) for part in (inputs.embeddings, inputs.hidden))
-            padded = HeadInputs(embeddings, hidden, pad(inputs.positions, more), mask)
-            key = batch, width, capacity, torch.is_inference_mode_enabled()
-            if key not in self._passes:
-                self._passes[key] = CapturedPass(_captured_pass, memory)
-            output: HeadOutput = self._passes[key](head, (padded, slots), cache.buffers())
-        cache.set_lengths([before + length for before in lengths])
-        return HeadOutput(*(part[:, :length] for part in output))
-
-
-def run_eagerly(head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
-    """One pass of the head without a graph."""
+def run_head(head: Any, inputs: HeadInputs, cache: Any) -> HeadOutput:
+    """One pass of a head over the entries of a cache."""
     embeddings, hidden, positions, mask = inputs
     output: HeadOutput = head(embeddings, hidden, positions.to(hidden.device), mask.to(hidden.device), cache)
     return output
-
-
-def _captured_pass(head: DraftHead, inputs: tuple[HeadInputs, torch.Tensor], buffers: Buffers) -> HeadOutput:
-    """The function that is captured; `inputs` has the slots `[batch, width]` that it writes to beside its inputs."""
-    tensors, slots = inputs
-    layers: Any = [StepLayer(keys, values, slots, tensors.mask.shape[-1]) for keys, values in buffers]
-    output: HeadOutput = head(*tensors, Cache(layers=layers))
-    return output
-
-
-_lock = threading.Lock()
-_captured_heads: WeakKeyDictionary[DraftHead, CapturedHead] = WeakKeyDictionary()
-
-
-def captured_head(head: DraftHead) -> CapturedHead:
-    """The captured passes of a head for one call; they are shared by all calls."""
-    with _lock:
-        captured = _captured_heads.setdefault(head, CapturedHead())
-    captured.begin_call(head)
-    return captured

@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def provenance(seed: str, first: int) -> dict[str, Any]:
         "seed": seed,
         "first_case": first,
         "commit": f"{commit} with changes" if _git("status", "--porcelain", "--untracked-files=no") else commit,
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -27,6 +27,15 @@ FAMILIES = {
     "jetspec": "block",
     "speculators_dflash": "block",
     "speculators_peagle": "parallel",
+    "speculators_dspark": "path",
+    "deepspec_dspark": "path",
+    "specforge_dspark": "path",
+    "modelopt_dspark": "path",
+    "speculators_dflash2": "path",
+    "dflash2": "path",
+    "domino": "path",
+    "modelopt_domino": "path",
+    "speculators_mtp": "mtp_recursive",
     "mtp_transformers": "mtp",
     "mtp_qwen": "mtp_recursive",
     "gemma4_assistant": "assistant",
@@ -82,7 +91,7 @@ class Fixture:
 
     @property
     def prompts(self) -> list[str]:
-        return sorted({name.split(".")[0] for name in self.tensors if "." in name})
+        return sorted({name.split(".")[0] for name in self.tensors if ".round" in name})
 
     @property
     def head_folder(self) -> Path:

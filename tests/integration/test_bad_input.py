@@ -79,7 +79,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: TypicalVerifier(alpha=float("nan")), ValueError, "alpha must be above 0 and at most 1, got nan"),
     (lambda: SpeculationMonitor(window=0), ValueError, "must be at least 1"),
-    (lambda: SpeculationMonitor(timeline=-1), ValueError, "must be at least 1"),
+    (lambda: SpeculationMonitor(prometheus=False).acceptance("all"), ValueError, 'must be "window" or "total", got'),
 ]
 
 
@@ -105,8 +105,8 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"policy": 3}, TypeError, "policy must be a Policy such as Schedule({1: 8, 4: 4, 16: 0}), got 3"),
     ({"monitor": "x"}, TypeError, "monitor must be a Monitor such as SpeculationMonitor(), got 'x'"),
-    ({"compile": "x"}, ValueError, "compile must be False or \"graphs\", got 'x'"),
-    ({"compile": True}, ValueError, 'compile must be False or "graphs", got True'),
+    ({"compile": "x"}, ValueError, 'compile must be "auto", "graphs" or False, got \'x\''),
+    ({"compile": True}, ValueError, 'compile must be "auto", "graphs" or False, got True'),
     ({"pack_weights": "yes"}, TypeError, "pack_weights must be True or False, got 'yes'"),
     ({"memory": 1}, TypeError, "memory must be True or False, got 1"),
 ]

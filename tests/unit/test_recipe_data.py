@@ -26,7 +26,7 @@ from drafter import answer_numbers, choose_anchors
 from generate_answers import RECORD, AnswerArguments, check_record, record_of
 from losses import later_pairs
 from tests.helpers.paths import ROOT
-from tests.helpers.recipes import fresh_accelerator, write_rows  # noqa: F401
+from tests.helpers.recipes import write_rows
 from train_dflash import BlockArguments
 from train_draft import DraftArguments
 from train_eagle import EagleArguments

@@ -1,0 +1,56 @@
+"""The wheel, without the clone: what it contains, and that the first example of the README runs from it."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+pytestmark = pytest.mark.slow
+SOURCES = ("pyproject.toml", "README.md", "LICENSE")
+MODEL = re.compile(r'name = "[^"]+"')
+"""The model of an example: replaced by the bundled one, since tests load nothing from the Hub."""
+
+
+@pytest.fixture(scope="module")
+def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the contents of the wheel that is built from the clone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # not the clone itself, whose build folder may hold files of earlier builds
+    shutil.copytree(ROOT / "hf_specgen", source / "hf_specgen", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in SOURCES:
+        shutil.copy(ROOT / name, source)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([*build, folder, source], check=True, capture_output=True, text=True)
+    [wheel] = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site-packages")
+    return folder / "site-packages"
+
+
+def test_wheel_contains_the_package_and_its_type_marker(site_packages: Path) -> None:
+    """Would catch: a folder without `__init__.py`, tests or benchmarks in the wheel, a missing py.typed."""
+    packaged = {path.relative_to(site_packages) for path in site_packages.glob("hf_specgen/**/*.py")}
+    assert packaged == {path.relative_to(ROOT) for path in (ROOT / "hf_specgen").rglob("*.py")}
+    assert (site_packages / "hf_specgen" / "py.typed").is_file()
+    assert {path.name for path in site_packages.iterdir() if not path.name.endswith(".dist-info")} == {"hf_specgen"}
+
+
+def test_first_example_of_the_readme_runs_from_the_wheel(site_packages: Path, tmp_path: Path) -> None:
+    """Would catch: an example, or an import of the package, that needs a file of the clone."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    code = MODEL.sub(f'name = "{ROOT / "benchmarks" / "assets" / "reference-lm"}"', blocks[0])
+    code += f"\nimport hf_specgen\nassert hf_specgen.__file__.startswith({str(site_packages)!r})\n"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(site_packages), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
