@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call, Compile, EncoderInput
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.combined import default_candidates
+from hf_specgen.candidates.presets import Preset, PresetCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import speculative_decode
@@ -105,13 +105,14 @@ class Speculation:
         check_model(model)
         _check_call(model, input_ids, generation_config, model_kwargs)
         settings, config = self.settings, generation_config
+        candidates = settings.candidates.for_model(model)
         mask, pad_token = model_kwargs.get(mask_name(model)), compat.pad_token(config)
         state = GenerationState.of_call(input_ids, mask, stopping_criteria, pad_token)
         call = Call(
             model,
             state,
             config,
-            settings.candidates.settings(),
+            candidates.settings(),
             logits_processor,
             keeps_scores=bool(config.return_dict_in_generate and config.output_scores),
             keeps_logits=bool(config.return_dict_in_generate and config.output_logits),
@@ -129,7 +130,7 @@ class Speculation:
             call,
             input_ids,
             model_kwargs,
-            candidates=settings.candidates,
+            candidates=candidates,
             verifier=settings.verifier,
             policy=settings.policy,
             monitor=settings.monitor,
@@ -140,7 +141,7 @@ class Speculation:
 
 
 def speculate(
-    candidate_generator: CandidateGenerator | Literal["auto"],
+    candidate_generator: CandidateGenerator | Preset,
     *,
     verification: str | Verifier = "exact",
     streamer: BaseStreamer | None = None,
@@ -153,8 +154,8 @@ def speculate(
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
     Args:
-        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; "auto" for `CombinedCandidates()`, the
-            best strategy that needs neither a model nor training.
+        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; or a preset, "auto", "latency",
+            "throughput" or "memory", which needs neither a draft model nor training: see `PresetCandidates`.
         verification: "exact" (the tokens of plain `generate`, also when sampling with a seed), "rejection" (the same
             distribution, but not the same seed), "typical" (LOSSY: accepts what the target finds plausible), or a
             `Verifier`.
@@ -274,14 +275,14 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_candidates(generator: Any) -> Candidates:
-    """The strategy that a user gave: one of ours, a generator of Transformers, or "auto"."""
-    if isinstance(generator, str) and generator == "auto":
-        return default_candidates()
+    """The strategy that a user gave: one of ours, a generator of Transformers, or the name of a preset."""
+    if isinstance(generator, str):
+        return PresetCandidates(generator)
     if isinstance(generator, Candidates):
         return generator
     if isinstance(generator, CandidateGenerator):
         return TransformersCandidates(generator)
-    expected = '"auto" or a CandidateGenerator such as NgramCandidates(k=5)'
+    expected = 'a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
     if isinstance(generator, nn.Module):
         expected += "; for a draft model give DraftModelCandidates(model)"
         raise TypeError(f"candidate_generator must be {expected}; got a model of type {type(generator).__name__}")

@@ -26,12 +26,12 @@ from transformers import AutoTokenizer, PreTrainedModel
 from arguments import Arguments, Options, launch, option
 from conversations import IGNORED, Batch
 from drafter import Drafter
-from hf_specgen.evaluation.calibration import measure_acceptance, save_acceptance
 from hf_specgen.heads.lora import FOLDER, HeadOutputs, load_lora
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.heads.medusa_formats import load_medusa
 from hf_specgen.targets.model_parts import decoder, output_logits, output_matrix
 from losses import CHUNK, Drafts, gradient_at_once
+from medusa_acceptance import measure_acceptance, save_acceptance
 from target import States
 from training import run
 

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any, cast
 
 import torch
@@ -30,7 +31,6 @@ from conversations import (
 )
 from drafter import Drafter
 from evaluation import generate_calls, measure, target_answers
-from hf_specgen.evaluation.measure import peak_memory
 from target import (
     StoredStates,
     check_target,
@@ -221,8 +221,8 @@ class DrafterTrainer(Trainer):
         seconds = (clock.times[-1] - clock.times[0]) / (len(clock.times) - 1)
         tokens = clock.tokens(self) / len(clock.times)
         parameters = sum(parameter.numel() for parameter in self.drafter.parameters() if parameter.requires_grad)
-        peak = peak_memory(args.device)
-        memory = peak.device or peak.host or 0
+        is_gpu = args.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated() if is_gpu else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
         PartialState().print(
             f"trained parameters: {parameters:,}\nmemory: {memory / 2**30:.2f} GiB per process\n"
             f"steps: {steps:,} of {args.rows_per_step} rows\n"

@@ -28,7 +28,9 @@ from tests.helpers.medusa import random_heads
 from tests.helpers.paths import HEAD_FIXTURES
 from tests.helpers.stateful import CONFIGS, stateful_model
 
-NOT_A_STRATEGY = 'candidate_generator must be "auto" or a CandidateGenerator such as NgramCandidates(k=5)'
+NOT_A_STRATEGY = (
+    'candidate_generator must be a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
+)
 CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: NgramCandidates(k=0), ValueError, "k must be at least 1, got 0"),
     (lambda: NgramCandidates(k=-3), ValueError, "k must be at least 1, got -3"),
@@ -92,7 +94,7 @@ def test_constructor_of_bad_value_raises(make: Callable[[], Any], error: type[Ex
 
 SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"candidate_generator": 5}, TypeError, NOT_A_STRATEGY + ", got 5"),
-    ({"candidate_generator": "best"}, TypeError, NOT_A_STRATEGY + ", got 'best'"),
+    ({"candidate_generator": "best"}, ValueError, "no preset 'best'; choose 'auto', 'latency', 'throughput', 'memory'"),
     (
         {"candidate_generator": torch.nn.Linear(2, 2)},
         TypeError,
