@@ -187,13 +187,12 @@ class Attachment:
             return original(model, *args, **kwargs)
         token = _running.set(_running.get() | {id(model)})
         try:
-            attachment = _own_blocks.get().get(id(model), self)
-            return attachment._generate(original, model, by_name(original, args, kwargs))
+            return self.of_thread(model)._generate(original, model, by_name(original, args, kwargs))
         finally:
             _running.reset(token)
 
     def _generate(self, original: Callable[..., Any], model: Any, kwargs: dict[str, Any]) -> Any:
-        settings = self._settings_of_call(kwargs)
+        settings = self.settings_of_call(kwargs)
         reason = unsupported_argument(kwargs)
         if kwargs.get("custom_generate") is not None:
             reason = "custom_generate= names another decoding method"
@@ -207,15 +206,12 @@ class Attachment:
                 reason = str(error)
             else:
                 if attempt.statistics is not None:
-                    with self.lock:
-                        self.totals.add(attempt.statistics)
+                    self.add(attempt.statistics)
                 return output
-        if self.strict:
-            raise ValueError(reason)
-        self._report_plain(reason)
+        self.report_plain(reason)
         return original(model, **kwargs)
 
-    def _settings_of_call(self, kwargs: dict[str, Any]) -> Settings:
+    def settings_of_call(self, kwargs: dict[str, Any]) -> Settings:
         """The attached settings, and those that are given for this call, which are removed from its arguments."""
         given = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
         if not given:
@@ -223,13 +219,19 @@ class Attachment:
         fixed = {name: getattr(self.settings, name) for name in CALL_SETTINGS[1:]}
         return Settings.of(self.settings.candidates, **{"verification": self.settings.verifier, **fixed, **given})
 
-    def report_generate_batch(self, model: Any) -> None:
-        """Count a `generate_batch` call, which is plain; raises a ValueError if the attachment is strict."""
-        if id(model) in _running.get():
-            return
-        reason = "generate_batch (continuous batching) does not speculate"
+    def of_thread(self, model: Any) -> Attachment:
+        """The attachment that counts for calls of this thread: that of its innermost `attached` block, if any."""
+        return _own_blocks.get().get(id(model), self)
+
+    def add(self, statistics: Statistics) -> None:
+        """Count a call that speculated."""
+        with self.lock:
+            self.totals.add(statistics)
+
+    def report_plain(self, reason: str) -> None:
+        """Count a call that falls back, and warn of a new reason; raises a ValueError if the attachment is strict."""
         if self.strict:
-            raise ValueError(f"{reason}; use generate(), or detach the strategy")
+            raise ValueError(reason)
         self._report_plain(reason)
 
     def _report_plain(self, reason: str) -> None:
