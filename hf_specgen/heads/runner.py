@@ -21,8 +21,8 @@ from hf_specgen.heads.block import BlockConfig
 from hf_specgen.heads.eagle import EagleConfig
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets import masks
-from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.graphs import captured_functions, padded_width
+from hf_specgen.targets.cache import RaggedCache, padded_width
+from hf_specgen.targets.graphs import captured_functions
 from hf_specgen.targets.inputs import spread_rows
 
 T = TypeVar("T")

@@ -149,13 +149,14 @@ class RowLayout:
     ) -> torch.Tensor:
         """`[rows, tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them."""
         bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
-        if tree.is_chain:
-            depths = torch.arange(cached, 1 + tree.nodes, device=tree.device).expand(len(bases), -1)
-        else:
-            depths = tree.structure().depths[:, cached:]
+        last, device = self._last_position, tree.device
+        is_within = max(bases) + tree.nodes <= last
+        if tree.is_chain and len(bases) == 1 and is_within:
+            return torch.arange(bases[0] + cached, bases[0] + 1 + tree.nodes, device=device)[None]
+        depths = torch.arange(1 + tree.nodes, device=device)[None] if tree.is_chain else tree.structure().depths
+        depths = depths[:, cached:]
         first = bases[0] if len(set(bases)) == 1 else torch.tensor(bases, device=depths.device)[:, None]
-        last = self._last_position
-        if max(bases) + tree.nodes <= last:
+        if is_within:
             return depths + first
         # An ended row and its nodes may exceed the model's position table, where a model would raise. So may padding
         # nodes. The results of all these are ignored. The other rows exceed it as in plain decoding.
