@@ -370,7 +370,7 @@ def test_accelerate_launch_trains_heads(folder: Path, monkeypatch: Any) -> None:
     assert (folder / "launched" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml")))
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "configs").glob("*.yaml")))
 def test_accelerate_reads_the_shipped_launch_configs(path: Path) -> None:
     """As far as can be checked without GPUs: accelerate knows every key, and the kinds are what the names say."""
     from accelerate.commands.config.config_args import load_config_from_file
