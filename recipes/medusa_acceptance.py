@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.medusa import MedusaCandidates, MedusaSession
+from hf_specgen.depth import FixedDepth
 from hf_specgen.heads.medusa import CONFIDENCE_EDGES, RANKS, Acceptance, MedusaHeads, confidence_bin
 from hf_specgen.tree import DraftTree
 
@@ -55,7 +56,7 @@ class _Recording(MedusaCandidates):
     """Medusa heads whose draft tokens, by rank, are compared with the generated tokens at the end of each call."""
 
     def __init__(self, heads: MedusaHeads, counts: Counts, lora: Any):
-        super().__init__(heads, tree=16, lora=lora)
+        super().__init__(heads, tree=16, lora=lora, policy=FixedDepth())
         self._counts = counts
 
     def start(self, call: DraftCall) -> DraftSession:
