@@ -66,6 +66,21 @@ def export(
             typer.echo(file)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Hub id or folder of the target.")],
+    draft: Annotated[list[str] | None, typer.Option(help="Hub id or folder of a draft model.")] = None,
+    heads: Annotated[list[str] | None, typer.Option(help="The same of heads; without continuous batching.")] = None,
+    adapter: Annotated[str, typer.Option(help="The same of an exit adapter; without continuous batching.")] = "",
+) -> None:
+    """Start `transformers serve` for a model that speculates; all other options are those of `transformers serve`."""
+    with errors():
+        from hf_specgen.cli.serve import serve
+
+        serve(model, draft or (), heads or (), adapter, context.args)
+
+
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
     """Measure acceptance and speed by task domain: `python -m benchmarks suite` in a clone; see `bench --help`."""

@@ -1,0 +1,105 @@
+"""`transformers serve` with continuous batching: OpenAI clients see the texts of plain generation."""
+
+import socket
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_specgen import NgramCandidates
+from hf_specgen.cli.app import app
+from tests.helpers.paths import DRAFT_LM, REFERENCE_LM
+
+openai = pytest.importorskip("openai", exc_type=ImportError)
+pytest.importorskip("fastapi", exc_type=ImportError)
+
+NEW = 20
+QUESTIONS = [f"Repeat: {number}, {number + 1}, {number}, {number + 1}, {number}" for number in range(16)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    """The port of a server whose models speculate, and what counts their requests."""
+    from transformers.cli.serve import Serve
+
+    from hf_specgen.cli.serve import speculating
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"cb_num_blocks": 16, "cb_max_batch_tokens": 256, "device": "cpu", "dtype": "float32"}
+    with speculating(NgramCandidates(k=5)) as attachment:
+        running = Serve(
+            str(REFERENCE_LM), continuous_batching=True, host="127.0.0.1", port=port, non_blocking=True, **options
+        )
+        for _ in range(100):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+                break
+            except OSError:
+                sleep(0.1)
+        yield port, attachment
+        running.kill_server()
+
+
+def test_sixteen_streaming_clients_receive_the_texts_of_plain_generation(
+    server: Any, reference_model: Any, tokenizer: Any
+) -> None:
+    """Would catch: tokens lost or repeated in a stream, a request that ends with another, a text of another request."""
+    port, attachment = server
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def ask(question: str, stream: bool) -> str:
+        messages: Any = [{"role": "user", "content": question}]
+        arguments = {"model": str(REFERENCE_LM), "messages": messages, "temperature": 0, "max_tokens": NEW}
+        answer: Any = client.chat.completions.create(**arguments, stream=stream)
+        if not stream:
+            return answer.choices[0].message.content
+        return "".join(part.choices[0].delta.content or "" for part in answer if part.choices)
+
+    def plain(question: str) -> str:
+        messages = [{"role": "user", "content": question}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        ids = reference_model.generate(**inputs, max_new_tokens=NEW, do_sample=False, candidate_generator=None)
+        return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    expected = [plain(question) for question in QUESTIONS]
+    with ThreadPoolExecutor(16) as clients:
+        streamed = list(clients.map(lambda question: ask(question, True), 2 * QUESTIONS))
+    assert streamed == 2 * expected
+    assert ask(QUESTIONS[3], False) == expected[3]
+    assert attachment.totals.calls == 2 * len(QUESTIONS) + 1
+    assert attachment.totals.accepted > 0 and attachment.totals.plain_calls == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "passed", "strategy"),
+    [
+        (["--port", "8001"], ["--continuous-batching", "--port", "8001"], "CombinedCandidates([Ngram"),
+        (["--draft", str(DRAFT_LM)], ["--continuous-batching"], "DraftModelCandidates"),
+        (["--no-continuous-batching"], ["--no-continuous-batching"], "CombinedCandidates"),
+    ],
+)
+def test_serve_passes_its_options_on(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], passed: list[str], strategy: str
+) -> None:
+    from transformers import GenerationMixin
+    from transformers.cli import transformers as command_line
+
+    calls: list[Any] = []
+    before = getattr(GenerationMixin, "_hf_specgen_attachment", None)
+
+    def run(arguments: list[str], standalone_mode: bool) -> None:
+        calls.append((arguments, repr(GenerationMixin._hf_specgen_attachment.settings.candidates)))
+
+    monkeypatch.setattr(command_line, "app", run)
+    result = CliRunner().invoke(app, ["serve", str(REFERENCE_LM), *options])
+    assert result.exit_code == 0, result.output
+    [(arguments, candidates)] = calls
+    assert arguments == ["serve", str(REFERENCE_LM), *passed] and strategy in candidates
+    assert getattr(GenerationMixin, "_hf_specgen_attachment", None) is before
