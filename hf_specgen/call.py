@@ -10,8 +10,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from hf_specgen.state import GenerationState
 
-Compile = Literal[False, "graphs"]
-"""How the target's forward passes run: eagerly, or captured as CUDA graphs."""
+Compile = Literal["auto", "graphs", False] | None
+"""Whether forward passes are captured as CUDA graphs: on a GPU where it works, always (or an error), or never."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Call:
         encoder: what the encoder of an encoder-decoder target reads; None for other targets.
         compiled: whether the target's forward passes after the prefill are captured as graphs.
         remembers: whether acceptance observed in earlier calls may be used, and that of this call kept.
+        seed: of the noise that the tokens are sampled with; None for torch's global random generator.
     """
 
     model: PreTrainedModel | None
@@ -96,6 +97,7 @@ class Call:
     encoder: EncoderInput | None = None
     compiled: Compile = False
     remembers: bool = True
+    seed: int | None = None
 
     @property
     def do_sample(self) -> bool:

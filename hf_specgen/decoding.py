@@ -25,8 +25,7 @@ from hf_specgen.depth import Policy, PolicySession
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector, Padding
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, MAX_PREFILL_DRAFT
-from hf_specgen.targets.requirements import make_target
-from hf_specgen.targets.self_check import check_computation
+from hf_specgen.targets.requirements import check_computation, make_target
 from hf_specgen.targets.support import check_length
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -105,7 +104,7 @@ class _Loop:
     ):
         self.timer = StepTimer()
         self.call, self.state, self.outputs = call, call.state, outputs
-        self.statistics = Statistics([[] for _ in range(call.state.batch)])
+        self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
         self._candidates, self._verifier, self._policy, self._monitor = candidates, verifier, policy, monitor
         self._stack = stack  # ends the sessions when it closes, also after an exception
         self._tokens_from_prefill = [1] * call.state.batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call, Compile, EncoderInput
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.combined import default_candidates
+from hf_specgen.candidates.presets import Preset, PresetCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import speculative_decode
@@ -26,7 +26,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.monitoring.monitor import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.state import GenerationState
-from hf_specgen.targets.encoder import check_cache
+from hf_specgen.targets.inputs import check_cache
 from hf_specgen.targets.model_parts import mask_name
 from hf_specgen.targets.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
@@ -52,7 +52,7 @@ class Settings:
     verifier: Verifier
     policy: Policy | None = None
     monitor: Monitor | None = None
-    compile: Compile = False
+    compile: Compile = "auto"
     pack_weights: bool = False
     memory: bool = True
 
@@ -64,8 +64,8 @@ class Settings:
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {made.policy!r}")
         if made.monitor is not None and not isinstance(made.monitor, Monitor):
             raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {made.monitor!r}")
-        if made.compile is not False and made.compile != "graphs":
-            raise ValueError(f'compile must be False or "graphs", got {made.compile!r}')
+        if made.compile not in ("auto", "graphs", False, None):
+            raise ValueError(f'compile must be "auto", "graphs" or False, got {made.compile!r}')
         for name in ("pack_weights", "memory"):
             if not isinstance(getattr(made, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(made, name)!r}")
@@ -105,13 +105,14 @@ class Speculation:
         check_model(model)
         _check_call(model, input_ids, generation_config, model_kwargs)
         settings, config = self.settings, generation_config
+        candidates = settings.candidates.for_model(model)
         mask, pad_token = model_kwargs.get(mask_name(model)), compat.pad_token(config)
         state = GenerationState.of_call(input_ids, mask, stopping_criteria, pad_token)
         call = Call(
             model,
             state,
             config,
-            settings.candidates.settings(),
+            candidates.settings(),
             logits_processor,
             keeps_scores=bool(config.return_dict_in_generate and config.output_scores),
             keeps_logits=bool(config.return_dict_in_generate and config.output_logits),
@@ -129,7 +130,7 @@ class Speculation:
             call,
             input_ids,
             model_kwargs,
-            candidates=settings.candidates,
+            candidates=candidates,
             verifier=settings.verifier,
             policy=settings.policy,
             monitor=settings.monitor,
@@ -140,28 +141,30 @@ class Speculation:
 
 
 def speculate(
-    candidate_generator: CandidateGenerator | Literal["auto"],
+    candidate_generator: CandidateGenerator | Preset,
     *,
     verification: str | Verifier = "exact",
     streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
     monitor: Monitor | None = None,
-    compile: Compile = False,
+    compile: Compile = "auto",
     pack_weights: bool = False,
     memory: bool = True,
 ) -> Speculation:
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
     Args:
-        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; "auto" for `CombinedCandidates()`, the
-            best strategy that needs neither a model nor training.
+        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; or a preset, "auto", "latency",
+            "throughput" or "memory", which needs neither a draft model nor training: see `PresetCandidates`.
         verification: "exact" (the tokens of plain `generate`, also when sampling with a seed), "rejection" (the same
             distribution, but not the same seed), "typical" (LOSSY: accepts what the target finds plausible), or a
             `Verifier`.
         streamer: receives the prompt, then every emitted column, as a streamer given to `generate` does.
         policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
         monitor: receives every step.
-        compile: "graphs" captures the target's forward passes as CUDA graphs, in a second for each of a few shapes.
+        compile: "auto" captures forward passes as CUDA graphs on a GPU, after the first steps and where it works, in
+            about a second for each of a few shapes; "graphs" captures from the first step on, and raises where it does
+            not work; False or None runs all passes eagerly.
         pack_weights: run the call inside `hf_specgen.prepacked(model)`: on a CPU, linear layers that were timed to be
             faster with prepacked weights use them. They may round differently from plain decoding.
         memory: whether the acceptance observed in earlier calls with the same target and strategy is used, and that of
@@ -272,14 +275,14 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_candidates(generator: Any) -> Candidates:
-    """The strategy that a user gave: one of ours, a generator of Transformers, or "auto"."""
-    if isinstance(generator, str) and generator == "auto":
-        return default_candidates()
+    """The strategy that a user gave: one of ours, a generator of Transformers, or the name of a preset."""
+    if isinstance(generator, str):
+        return PresetCandidates(generator)
     if isinstance(generator, Candidates):
         return generator
     if isinstance(generator, CandidateGenerator):
         return TransformersCandidates(generator)
-    expected = '"auto" or a CandidateGenerator such as NgramCandidates(k=5)'
+    expected = 'a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
     if isinstance(generator, nn.Module):
         expected += "; for a draft model give DraftModelCandidates(model)"
         raise TypeError(f"candidate_generator must be {expected}; got a model of type {type(generator).__name__}")

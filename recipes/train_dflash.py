@@ -29,9 +29,8 @@ from head_training import (
     new_layer,
     start_from_tap,
 )
-from hf_specgen.heads.aux_hidden_states import block_layers
 from hf_specgen.heads.base import BoundHead
-from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
+from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_layers
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets.model_parts import output_matrix
 

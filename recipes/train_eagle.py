@@ -35,9 +35,8 @@ from head_training import (
     new_layer,
     start_from_tap,
 )
-from hf_specgen.heads.aux_hidden_states import eagle_layers
 from hf_specgen.heads.base import BoundHead
-from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
+from hf_specgen.heads.eagle import Eagle3Head, EagleConfig, eagle_layers
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets.model_parts import output_matrix
 

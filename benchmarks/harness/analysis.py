@@ -1,8 +1,8 @@
 """Analysis of speculative decoding: expected tokens per step, expected speedup, optimal draft length.
 
 All of them depend on alpha, the probability that a draft token is accepted, given that all draft tokens before it were.
-Leviathan et al. assume the same alpha at every position and every step; measured acceptance by position may be passed
-instead.
+Leviathan et al. assume the same alpha at every position; measured acceptance by position may be given instead
+(`Statistics.acceptance_rate_per_position`).
 
 Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), section 3.1, equation 1
 (expected tokens), theorem 3.8 (speedup), section 3.5 (best draft length); Chen et al., "Sequoia" (2024), section 3.2
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 Acceptance = float | Sequence[float]
 Cost = Callable[[int], float]
-MAX_DRAFT_LENGTH = 64
-"""Longest draft that `optimal_k` considers: at alpha = 0.9 a deeper position is reached once in 800 drafts."""
 
 
 def free_verification(queries: int) -> float:
@@ -30,59 +28,44 @@ def free_verification(queries: int) -> float:
 
 
 def expected_accepted(acceptance: Acceptance, k: int) -> float:
-    """Expected number of accepted tokens in a draft of k; a step emits one token more, the bonus token.
-
-    With one alpha: alpha (1 - alpha^k) / (1 - alpha). With a list: the sum of its first k entries.
-
-    Args:
-        acceptance: alpha; or, for positions 1, 2, …, the share of drafts in which that position and all before it were
-            accepted (`Statistics.acceptance_rate_per_position`).
-        k: length of the draft in tokens; 0 for plain decoding.
-
-    Raises:
-        ValueError: for a probability outside 0 to 1, increasing shares, a negative k, or fewer shares than k.
+    """Expected number of accepted tokens in a draft of k, without the bonus token (equation 1).
 
     Example:
         >>> expected_accepted(0.5, 3), expected_accepted([0.8, 0.5, 0.4], 2)
         (0.875, 1.3)
-
-    Source: Leviathan et al. (2023), equation 1, without the bonus token.
     """
     if k < 0:
         raise ValueError(f"k must be at least 0, got {k}")
-    if isinstance(acceptance, Sequence):
-        _check_shares(acceptance, k)
-        return float(sum(acceptance[:k]))
-    _check_probability(acceptance)
-    return float(sum(acceptance**position for position in range(1, k + 1)))
+    shares = acceptance if isinstance(acceptance, Sequence) else [acceptance**position for position in range(1, k + 1)]
+    for value in shares if isinstance(acceptance, Sequence) else [acceptance]:
+        if not 0 <= value <= 1:
+            raise ValueError(f"acceptance must be between 0 and 1, got {value}")
+    if any(later > earlier for earlier, later in pairwise(shares)):
+        raise ValueError(
+            "acceptance by position must not increase, as a position is accepted only with all before it; "
+            f"got {list(shares)}"
+        )
+    if k > len(shares):
+        raise ValueError(f"acceptance is given for {len(shares)} positions, but k is {k}")
+    return float(sum(shares[:k]))
 
 
 def expected_speedup(
     acceptance: Acceptance, k: int, cost: Cost = free_verification, draft_cost: float = 0.0, overhead: float = 0.0
 ) -> float:
-    """Expected tokens per second relative to plain decoding, if every step drafts k tokens.
+    """Expected tokens per second relative to plain decoding, if every step drafts k tokens (theorem 3.8).
 
         (1 + expected_accepted) T(1) / (T(k + 1) + k draft_cost + overhead)
 
     Args:
-        acceptance: as for `expected_accepted`.
-        k: length of the draft.
+        acceptance, k: as for `expected_accepted`.
         cost: T(q), the time of a target pass over q tokens, such as a measured `CostCurve`.
-        draft_cost: time to draft one token, in the unit of `cost` (seconds for a `CostCurve`).
-        overhead: further time of a speculative step, in the same unit.
-
-    Raises:
-        ValueError: as `expected_accepted`, and for a negative cost.
+        draft_cost, overhead: time to draft one token, and further time of a speculative step, in the unit of `cost`.
 
     Example:
         >>> round(expected_speedup(0.8, 5, draft_cost=0.05), 3)
         2.951
-
-    Source: Leviathan et al. (2023), theorem 3.8, which is the case `free_verification` with draft_cost = c.
     """
-    for name, value in (("draft_cost", draft_cost), ("overhead", overhead)):
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, got {value}")
     tokens = 1 + expected_accepted(acceptance, k)
     return tokens * cost(1) / (cost(k + 1) + k * draft_cost + overhead)
 
@@ -92,23 +75,14 @@ def optimal_k(
     cost: Cost = free_verification,
     draft_cost: float = 0.0,
     overhead: float = 0.0,
-    max_k: int = MAX_DRAFT_LENGTH,
+    max_k: int = 64,
 ) -> int:
-    """The draft length with the highest expected speedup, 0 if no draft is faster; the shortest of several equal ones.
-
-    Args:
-        acceptance, cost, draft_cost: as for `expected_speedup`; shares by position limit k to their number.
-        overhead: further time of a step with a draft of any length.
-        max_k: longest draft considered.
+    """The draft length with the highest expected speedup, 0 if no draft is faster (section 3.5).
 
     Example:
         >>> optimal_k(0.8, draft_cost=0.1), optimal_k(0.05, draft_cost=0.1)
         (6, 0)
-
-    Source: Leviathan et al. (2023), section 3.5.
     """
-    if max_k < 0:
-        raise ValueError(f"max_k must be at least 0, got {max_k}")
     longest = min(max_k, len(acceptance)) if isinstance(acceptance, Sequence) else max_k
 
     def speedup(k: int) -> float:
@@ -120,18 +94,10 @@ def optimal_k(
 def speedup_limit(tokens_per_step: float, verification: float, drafting: float, plain_token: float) -> float:
     """The speedup if a step took only the time of its draft and of the target's forward pass.
 
-    Args:
-        tokens_per_step: mean over all steps, including the bonus token.
-        verification: mean time of the target's forward pass in a step.
-        drafting: mean time of a step's draft.
-        plain_token: time of plain decoding per token, in the same unit.
-
     Example:
         >>> speedup_limit(2.0, verification=0.012, drafting=0.004, plain_token=0.010)
         1.25
     """
-    if tokens_per_step < 0 or plain_token <= 0 or verification + drafting <= 0:
-        raise ValueError("times must be positive and tokens_per_step at least 0")
     return tokens_per_step * plain_token / (verification + drafting)
 
 
@@ -142,8 +108,7 @@ def estimated_alpha(statistics: Statistics) -> float:
     that were fully accepted, or cut off by a stop, contain no rejection.
 
     Example:
-        >>> from hf_specgen.counters import Statistics
-        >>> from hf_specgen.counters import RowStep
+        >>> from hf_specgen.counters import RowStep, Statistics
         >>> estimated_alpha(Statistics([[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2)]]))  # 4 accepted, 1 rejection
         0.8
     """
@@ -151,20 +116,3 @@ def estimated_alpha(statistics: Statistics) -> float:
     rejections = sum(step.accepted < step.depth and step.emitted > step.accepted for step in steps)
     tried = statistics.accepted + rejections
     return statistics.accepted / tried if tried else 0.0
-
-
-def _check_probability(value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"acceptance must be between 0 and 1, got {value}")
-
-
-def _check_shares(shares: Sequence[float], k: int) -> None:
-    for share in shares:
-        _check_probability(share)
-    if any(later > earlier for earlier, later in pairwise(shares)):
-        raise ValueError(
-            "acceptance by position must not increase, as a position is accepted only with all before it; "
-            f"got {list(shares)}"
-        )
-    if k > len(shares):
-        raise ValueError(f"acceptance is given for {len(shares)} positions, but k is {k}")

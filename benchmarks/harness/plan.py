@@ -55,13 +55,14 @@ class Plan:
     batches: tuple[int, ...] = _option((1, 2, 4, 8, 16), "batch sizes to sweep; empty for none")
     temperatures: tuple[float, ...] = _option((0.0, 0.7, 1.0, 1.3), "temperatures to sweep")
     contexts: tuple[int, ...] = _option((128, 512, 1024), "context lengths to sweep")
-    trace_texts: int = _option(10, "recorded texts to replay, and texts with known acceptance; 0 for none")
+    trace_texts: int = _option(10, "recorded texts to replay; 0 for none")
     memory_context: int = _option(0, "tokens of context at which peak memory is measured; 0 for none")
     profile: str = _option("", "latency profile: k='auto' decides by it, and speedups are projected with it")
     seed: int = _option(0, "seed of the sampled domains")
     dtype: str = _option("float32", "float32, bfloat16 or float16")
     device: str = _option("cpu", "cpu, cuda, mps …")
     pack_weights: bool = _option(False, "prepacked weights of the target for all sides (float32 or bfloat16 on a CPU)")
+    graphs: bool = _option(False, "passes captured as CUDA graphs for all sides; needs a GPU and no peers")
     widen: int = _option(0, "measure the same function with so many parameters; 0 for the model itself")
 
     def __post_init__(self) -> None:
@@ -79,6 +80,15 @@ class Plan:
             raise ValueError(
                 f"pack_weights needs float32 or bfloat16 on cpu, got {self.dtype} on {self.device}; leave it out"
             )
+        if self.graphs and (self.peers or self.device == "cpu" or self.pack_weights):
+            raise ValueError(
+                "graphs needs a GPU, and no side that runs eagerly: give --peers '' --device cuda, or leave it out"
+            )
+
+    @property
+    def execution(self) -> str:
+        """How all sides of the comparison run."""
+        return "with CUDA graphs" if self.graphs else "with prepacked weights" if self.pack_weights else "eagerly"
 
     def quick(self) -> Plan:
         """The same plan with so little work that it takes a minute: too little for results to quote."""
@@ -88,13 +98,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Suite:
-    """A plan, and the table that is printed on the terminal; the report has all of them.
-
-    Args:
-        plan: default settings.
-        table: printed if the suite does not measure domains; see `benchmarks.report.results.tables`.
-        tables: those that are saved; empty for all.
-    """
+    """A plan, the table that is printed if it measures no domains, and the tables that are saved (empty: all)."""
 
     plan: Plan
     table: str = "acceptance"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,24 +16,26 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.harness.differences import judged
 from benchmarks.harness.journal import Journal, Record, read
 from benchmarks.harness.loading import build
 from benchmarks.harness.memory import measure_memory
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.projection import latency_for, project
 from benchmarks.harness.units import Unit, load_domains, measured_units, mixed_prompts, tuning_units
-from benchmarks.harness.variants import PLAIN, Family
-from benchmarks.micro.known_acceptance import known_acceptance
+from benchmarks.harness.variants import PLAIN, Family, captured, check_level
 from benchmarks.micro.trace_replay import trace_replay
 from benchmarks.workloads.domains import Domain
 from benchmarks.workloads.prompts import first_turns
 from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.depth.calibrate import QUERIES
 from hf_specgen.evaluation import WorkloadSettings
-from hf_specgen.evaluation.cost import measure_cost_curve, widen
+from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.workloads import first_difference, load, maybe_prepacked
+
+DEFAULT_PLAIN = "plain, default"
+"""Plain `generate` as it runs without any setting, beside comparisons in which all sides run otherwise."""
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Bench:
         model, tokenizer: the target.
         journal: keeps the records.
         state: of the processes that share the units.
-        seed: of the first prompt and repeat.
+        plan: how all sides run, and the seed of the first prompt and repeat.
         profile: speedups are projected with it; None for measured ones only.
     """
 
@@ -82,11 +84,11 @@ class Bench:
         tokenizer: PreTrainedTokenizerBase,
         journal: Journal,
         state: PartialState,
-        seed: int = 0,
+        plan: Plan,
         profile: LatencyModel | None = None,
     ):
         self.model, self.tokenizer, self.journal, self.state = model, tokenizer, journal, state
-        self.seed, self.profile = seed, profile
+        self.plan, self.profile = plan, profile
 
     def work(self, units: Sequence[Unit], bar: Progress | None = None, task: TaskID | None = None) -> None:
         """Measure this process's share of the units, without those that are recorded already."""
@@ -99,25 +101,52 @@ class Bench:
 
     def measure(self, unit: Unit, place: int) -> list[Record]:
         """The records of one unit; `place` determines which variant runs first."""
-        seed = self.seed + 1000 * unit.repeat + unit.number
-        samples = measure_round(
-            self.model, unit.inputs, unit.variants, unit.generation, seed, first=place, followups=unit.followups
-        )
-        by_name = {variant.name: variant for variant in unit.variants}
-        return [self.record(unit, by_name[name], samples) for name in samples]
+        seed = self.plan.seed + 1000 * unit.repeat + unit.number
 
-    def record(self, unit: Unit, variant: Variant, samples: dict[str, Sample]) -> Record:
+        def run(variants: Sequence[Variant], pack_weights: bool) -> dict[str, Sample]:
+            with maybe_prepacked(self.model, pack_weights):
+                return measure_round(
+                    self.model, unit.inputs, variants, unit.generation, seed, first=place, followups=unit.followups
+                )
+
+        samples = run(self.level(unit.variants), self.plan.pack_weights)
+        by_name = {variant.name: variant for variant in unit.variants}
+        for other, pack_weights in self.other_plain(unit):
+            by_name[other.name] = other
+            samples |= run([other], pack_weights)
+        return [self.record(unit, by_name[name], samples, seed) for name in samples]
+
+    def level(self, variants: Sequence[Variant]) -> list[Variant]:
+        """The variants, all of which run as the plan says."""
+        return [captured(variant) for variant in variants] if self.plan.graphs else list(variants)
+
+    def other_plain(self, unit: Unit) -> list[tuple[Variant, bool]]:
+        """Plain decoding in the other setting that this machine has, and whether that prepacks the weights.
+
+        So that speedups can be given over the best plain setting, and over the default one.
+        """
+        if unit.section != "domains" or self.profile is not None:
+            return []
+        if self.plan.execution != "eagerly":
+            return [(replace(PLAIN, name=DEFAULT_PLAIN), False)]
+        if self.plan.device == "cpu":
+            return [(replace(PLAIN, name="plain, prepacked"), True)] if self.plan.dtype != "float16" else []
+        return [(replace(captured(PLAIN), name="plain, graphs"), False)] if "cuda" in self.plan.device else []
+
+    def record(self, unit: Unit, variant: Variant, samples: dict[str, Sample], seed: int) -> Record:
         """One sample in plain numbers, compared with plain decoding token by token."""
         sample, plain = samples[variant.name], samples[PLAIN.name]
         found: Record = {"section": unit.section, "cell": unit.cell, "number": unit.number, "repeat": unit.repeat}
         found |= {"variant": variant.name, "rows": len(sample.ids), "tokens": sample.tokens, "seconds": sample.seconds}
-        found |= {"first_token": sample.first_token, "peak": asdict(sample.peak) if sample.peak else {}}
+        found["first_token"] = sample.first_token
         found["sampled"] = bool(unit.generation.get("do_sample"))
         found["identical"] = torch.equal(plain.ids, sample.ids)
-        if sample.speculation is not None:
+        if sample.speculation is not None and not variant.name.startswith(PLAIN.name):
             mask = unit.inputs["attention_mask"]
             difference = None if found["identical"] else first_difference(self.model, plain, sample, mask)
             found["difference"] = asdict(difference) if difference else None
+            if difference and not unit.followups:  # the noise of a later turn follows that of the turns before
+                found["difference"] |= judged(self.model, plain, difference, unit.generation, seed, mask)
             rows = sample.speculation.rows
             found["steps"] = [[s.drafted, s.depth, s.accepted, s.emitted] for row in rows for s in row]
             found["times"] = sample.speculation.seconds
@@ -174,14 +203,11 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     if plan.default_settings:
         families = [family.with_defaults() for family in families]
     journal = Journal(folder, plan, state.process_index, resume=resume)
-    bench = Bench(model, tokenizer, journal, state, plan.seed, profile)
+    bench = Bench(model, tokenizer, journal, state, plan, profile)
     begin = perf_counter()
     try:
         if domains:
-            with (
-                maybe_prepacked(model, plan.pack_weights),  # for plain decoding and all peers too
-                _progress(console) if state.is_main_process else nullcontext() as bar,
-            ):
+            with _progress(console) if state.is_main_process else nullcontext() as bar:
                 _measure(plan, domains, families, bench, outcome, bar)
         if state.is_main_process:
             _count(plan, outcome)
@@ -210,6 +236,7 @@ def _measure(
     tuned = [family for family in families if len(family.settings) > 1]
     tuning = list(tuning_units(plan, domains, bench.tokenizer, tuned)) if tuned else []
     any_setting = [PLAIN, *(family.variant(next(iter(family.settings))) for family in families)]
+    check_level(any_setting)
     later = sum(unit.weight for unit in measured_units(plan, domains, bench.tokenizer, any_setting))
     task = bar.add_task("tuning", total=sum(unit.weight for unit in tuning) + later) if bar else None
     bench.work(tuning, bar, task)
@@ -223,7 +250,6 @@ def _count(plan: Plan, outcome: Outcome) -> None:
     """Tables that do not consist of units."""
     if plan.trace_texts:
         outcome.counted["traces"] = trace_replay(1, texts=plan.trace_texts)
-        outcome.counted["synthetic"] = known_acceptance(1, texts=plan.trace_texts)
     if plan.memory_context:
         outcome.counted["memory"] = measure_memory(plan)
 
@@ -250,7 +276,7 @@ def _warm_up(plan: Plan, domains: Sequence[Domain], families: Sequence[Family], 
     prompts = mixed_prompts(domains)
     for size in {1, max(plan.batches, default=1)}:
         inputs = first_turns(bench.tokenizer, (prompts * size)[:size])
-        measure_round(bench.model, inputs, variants, {"max_new_tokens": 4}, 0)
+        measure_round(bench.model, inputs, bench.level(variants), {"max_new_tokens": 4}, 0)
 
 
 def _progress(console: Console) -> Progress:

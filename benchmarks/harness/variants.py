@@ -7,12 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from hf_specgen import (
-    AdaptiveDepth,
-    Candidates,
-    NgramCandidates,
-    Policy,
-)
+from hf_specgen import AdaptiveDepth, Candidates, FixedDepth, NgramCandidates, Policy
 from hf_specgen.candidates.base import Depth
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.measure import Variant
@@ -85,3 +80,22 @@ class Strategy:
 def ours(candidates: Candidates) -> Arguments:
     """The arguments of `generate` for a strategy of this package."""
     return partial(dict, candidate_generator=candidates)
+
+
+def captured(variant: Variant) -> Variant:
+    """The variant with passes captured as CUDA graphs; plain decoding is then a call that drafts nothing."""
+    arguments = ours(NgramCandidates(policy=FixedDepth(0))) if variant.name == PLAIN.name else variant.arguments
+    return replace(variant, arguments=lambda: {**arguments(), "compile": "graphs"})
+
+
+def check_level(variants: Sequence[Variant]) -> None:
+    """Raise a `ValueError` unless all variants but plain decoding run alike: eagerly, captured, or prepacked."""
+    by_execution: dict[str, str] = {}
+    for variant in variants:
+        if not variant.name.startswith(PLAIN.name):
+            arguments = variant.arguments()
+            execution = "prepacked" if arguments.get("pack_weights") else str(arguments.get("compile") or "eager")
+            by_execution.setdefault(execution, variant.name)
+    if len(by_execution) > 1:
+        sides = " and ".join(f"{name!r} ({execution})" for execution, name in by_execution.items())
+        raise ValueError(f"{sides} are no level comparison; run all of them alike, or measure them separately")

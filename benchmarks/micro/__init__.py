@@ -6,29 +6,23 @@ Those in `WITH_PROMPT` also take `prompt` and `max_new_tokens`.
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.micro.large_target import (
     large_target,
     large_target_graphs,
     large_target_latency,
 )
-from benchmarks.micro.long_context import long_context
 from benchmarks.micro.loop_overhead import loop_overhead
 from benchmarks.micro.ngram_lookup import ngram_lookup
-from benchmarks.micro.ngram_precision import ngram_precision
 from benchmarks.micro.other_tokenizer import other_tokenizer
 from benchmarks.micro.step_operations import step_operations
 from benchmarks.micro.trace_replay import trace_replay
 
 MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ngram-lookup": ngram_lookup,
-    "ngram-precision": ngram_precision,
     "other-tokenizer": other_tokenizer,
     "loop-overhead": loop_overhead,
     "step-operations": step_operations,
-    "long-context": long_context,
     "trace-replay": trace_replay,
-    "known-acceptance": known_acceptance,
     "large-target-latency": large_target_latency,
     "large-target": large_target,
     "large-target-graphs": large_target_graphs,

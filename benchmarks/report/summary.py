@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import metrics
 from benchmarks.harness.analysis import estimated_alpha, expected_accepted, optimal_k, speedup_limit
+from benchmarks.harness.differences import ROUNDING
 from benchmarks.harness.journal import Record
 from benchmarks.harness.projection import Projection
+from benchmarks.harness.runner import DEFAULT_PLAIN
 from benchmarks.harness.variants import PLAIN
 from benchmarks.report.tables import Rows
 from hf_specgen import Statistics
@@ -90,18 +91,26 @@ def cells(records: Sequence[Record], section: str, *, together: bool = False) ->
 
 
 def speed(found: Sequence[Cell], first: str) -> Rows:
-    """Throughput, speedup with its interval, projected speedup, and whether tokens equal those of plain decoding.
+    """Throughput, speedup over plain decoding that runs as all other sides do, and whether tokens are the same.
+
+    Where plain decoding was measured in several settings (eager, prepacked, graphs), also the ratio to the best one.
 
     Args:
         found: cells.
         first: heading of the first column.
     """
     rows: Rows = []
+    plain = {(cell.name, cell.variant): cell.tokens_per_second for cell in found if cell.variant.startswith(PLAIN.name)}
     for cell in found:
         row: dict[str, Any] = {first: cell.name, "variant": cell.variant, "tokens/s": cell.tokens_per_second}
         if cell.variant != PLAIN.name:
             interval = cell.speedup
             row["speedup"] = interval.value
+            settings = {variant: speed for (name, variant), speed in plain.items() if name == cell.name}
+            if len(settings) > 1:
+                row["over best plain"] = cell.tokens_per_second / max(settings.values())
+            if DEFAULT_PLAIN in settings:
+                row["over default plain"] = cell.tokens_per_second / settings[DEFAULT_PLAIN]
             if cell.requests < MIN_REQUESTS:
                 row["verdict"] = "too few requests"
             else:
@@ -115,29 +124,18 @@ def speed(found: Sequence[Cell], first: str) -> Rows:
 
 def acceptance(found: Sequence[Cell], first: str) -> Rows:
     """Acceptance rate, both definitions of the mean accepted length, and acceptance by position."""
-    rate, length, position = (
-        metrics.load(n) for n in ("acceptance_rate", "mean_accepted_length", "position_acceptance")
-    )
-    rows: Rows = []
-    for cell in found:
-        if cell.counts is None:
-            continue
-        steps = cell.counts.rows[0]
-        drafted, accepted = [s.drafted for s in steps], [s.accepted for s in steps]
-        rates = rate.compute(drafted=drafted, accepted=accepted)
-        lengths = length.compute(drafted=drafted, accepted=accepted, emitted=[s.emitted for s in steps])
-        shares = position.compute(drafted=drafted, accepted=accepted, depths=[s.depth for s in steps])
-        rows.append(
-            {
-                first: cell.name,
-                "variant": cell.variant,
-                "tokens/step": lengths["tokens_per_step"],
-                "mean acceptance length": lengths["mean_acceptance_length"],
-                "accepted": rates["acceptance_rate"],
-                "by position": " ".join(f"{share:.2f}" for share in shares["acceptance_rate_per_position"][:8]),
-            }
-        )
-    return rows
+    return [
+        {
+            first: cell.name,
+            "variant": cell.variant,
+            "tokens/step": counts.tokens_per_step,
+            "mean acceptance length": counts.mean_acceptance_length,
+            "accepted": counts.acceptance_rate,
+            "by position": " ".join(f"{share:.2f}" for share in counts.acceptance_rate_per_position[:8]),
+        }
+        for cell in found
+        if (counts := cell.counts) is not None
+    ]
 
 
 def latency(found: Sequence[Cell]) -> Rows:
@@ -150,7 +148,7 @@ def latency(found: Sequence[Cell]) -> Rows:
         row |= {"p95 s": float(p95), "p99 s": float(p99)}
         row["first token ms"] = 1000 * mean(r["first_token"] for r in cell.records)
         for place in ("host", "device"):
-            peaks = [r["peak"][place] for r in cell.records if r["peak"].get(place)]
+            peaks = [r["peak"][place] for r in cell.records if r.get("peak", {}).get(place)]
             if peaks:
                 row[f"{place} MB"] = max(peaks) / 1e6
         rows.append(row)
@@ -198,16 +196,19 @@ def cost(curve: CostCurve) -> Rows:
 
 
 def differences(records: Sequence[Record]) -> Rows:
-    """The first token that differs from plain decoding in each unit, with the target's logits of both tokens."""
+    """The first token that differs from plain decoding in each unit, by what decides it; see `differences.judged`."""
+    columns = ("position", "plain_token", "our_token", "decided by", "margin", "explained")
     return [
-        {"unit": r["unit"], "variant": r["variant"], **_margin(r["difference"])} for r in records if r.get("difference")
+        {"unit": r["unit"], "variant": r["variant"]}
+        | {name.replace("_", " "): r["difference"][name] for name in columns if name in r["difference"]}
+        for r in records
+        if r.get("difference")
     ]
 
 
-def _margin(difference: dict[str, Any]) -> dict[str, Any]:
-    margin = abs(difference["plain_logit"] - difference["our_logit"])
-    tokens = {"plain token": difference["plain_token"], "our token": difference["our_token"]}
-    return {"position": difference["position"], **tokens, "logit margin": margin}
+def is_explained(record: Record) -> bool:
+    """Whether the tokens are those of plain decoding, or differ first where rounding decides."""
+    return bool(record["identical"]) or (record.get("difference") or {}).get("explained") == ROUNDING
 
 
 def _verdict(interval: Interval) -> str:
@@ -220,7 +221,9 @@ def _identical(records: Sequence[Record]) -> bool | str:
     """Transformers' assistants draw other random numbers when sampling: other tokens with the same distribution."""
     if all(r["identical"] for r in records):
         return True
-    return "own draws" if all(r["identical"] or (r["sampled"] and "steps" not in r) for r in records) else False
+    if all(r["identical"] or (r["sampled"] and "steps" not in r) for r in records):
+        return "own draws"
+    return "rounding" if all(map(is_explained, records)) else False
 
 
 def _by_request(records: Sequence[Record]) -> list[tuple[int, float]]:

@@ -85,6 +85,8 @@ def recorded(result: dict[str, Any]) -> str:
         f"commit {short_commit(origin['commit'])}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}, {machine['gpu'] or machine['processor']}, {machine['threads']} threads"
     )
+    if "execution" in result:
+        made += f", all sides {result['execution']}"
     if "seconds" in result:
         made += f", {result['seconds'] / 60:.1f} minutes"
     heading = f"`{command(result)}`: {made}"

@@ -1,14 +1,48 @@
 """Suites: a plan and the tables that it is made for. `python -m benchmarks suite NAME`."""
 
-from benchmarks.harness.plan import Suite
-from benchmarks.suites import batches, domains, drafting, full, heads, memory, projected
+from typing import Any
+
+from benchmarks.harness.plan import Plan, Suite
+
+NO_SWEEPS: dict[str, Any] = {"batches": (), "temperatures": (), "contexts": (), "trace_texts": 0}
+BY_DOMAIN: dict[str, Any] = {"domains": ("embedded",), "max_new_tokens": 128, "repeats": 3, **NO_SWEEPS}
 
 SUITES: dict[str, Suite] = {
-    "full": full.SUITE,
-    "domains": domains.SUITE,
-    "batches": batches.SUITE,
-    "drafting": drafting.SUITE,
-    "heads": heads.SUITE,
-    "memory": memory.SUITE,
-    "projected": projected.SUITE,
+    # The strategies of `Plan` and their peers in Transformers, by domain, batch size, temperature and context length.
+    "full": Suite(Plan()),
+    # N-grams against prompt lookup, on more prompts and longer answers.
+    "domains": Suite(Plan(strategies=("ngram",), prompts=8, **BY_DOMAIN)),
+    # Strategies in batches of mixed domains, against plain decoding of the same batches.
+    "batches": Suite(
+        Plan(**{**BY_DOMAIN, "peers": (), "prompts": 1, "repeats": 1, "sweep_prompts": 4, "batches": (1, 4, 8, 16)}),
+        table="batch",
+    ),
+    # Draft models and layer skip, against Transformers' assisted decoding with the same weights.
+    "drafting": Suite(Plan(strategies=("draft", "layerskip=4", "layerskip"), **BY_DOMAIN)),
+    # Medusa heads alone, and combined with n-grams.
+    "heads": Suite(Plan(strategies=("medusa", "ngram+medusa"), **{**BY_DOMAIN, "batches": (1, 4)})),
+    # Peak memory at 8,000 tokens of context, without and with output_scores.
+    "memory": Suite(Plan(peers=(), domains=(), memory_context=8000, **NO_SWEEPS), table="memory"),
+    # Default settings; speedups by domain, batch size and temperature, projected with a given latency profile.
+    "projected": Suite(
+        Plan(
+            strategies=(
+                *("ngram", "auto", "layerskip", "medusa", "dflash", "eagle", "draft", "ngram+eagle", "ngram+draft"),
+            ),
+            default_settings=True,
+            peers=(),
+            domains=("embedded",),
+            max_new_tokens=64,
+            repeats=1,
+            sweep_prompts=10,
+            batches=(1, 4),
+            temperatures=(0.0, 0.8),
+            contexts=(),
+            trace_texts=0,
+            profile="benchmarks/profiles/gpu_like.json",
+        ),
+        table="projected by domain",
+        # Speeds measured here are those of drafts for another machine.
+        tables=("projected by domain", "projected by batch", "projected by temperature", "acceptance"),
+    ),
 }

@@ -23,7 +23,7 @@ from rich.progress import track
 
 from benchmarks.harness.journal import Journal, Record
 from benchmarks.harness.loading import load_strategy
-from benchmarks.harness.plan import WIDE
+from benchmarks.harness.plan import WIDE, Plan
 from benchmarks.harness.runner import Bench
 from benchmarks.harness.units import Unit
 from benchmarks.harness.variants import AUTO, PLAIN, PLAIN_AGAIN, ours
@@ -140,4 +140,4 @@ def variants_of(strategy: str, bench: Bench) -> list[Variant]:
 def _bench(target: str, journal: Journal) -> Bench:
     wide = target == "wide"
     model, tokenizer = load(WorkloadSettings(dtype=WIDE["dtype"] if wide else "float32"))
-    return Bench(widen(model, WIDE["widen"]) if wide else model, tokenizer, journal, PartialState(cpu=True))
+    return Bench(widen(model, WIDE["widen"]) if wide else model, tokenizer, journal, PartialState(cpu=True), Plan())

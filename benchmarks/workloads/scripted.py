@@ -1,8 +1,7 @@
-"""A target that generates a given text, and strategies with known acceptance."""
+"""A target that generates a given text, and a strategy whose drafts are always rejected."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -61,44 +60,6 @@ class ScriptedTarget(PreTrainedModel, GenerationMixin):
         following = self.script[(position_ids + 1).clamp(max=len(self.script) - 1)]
         logits = torch.zeros(*input_ids.shape, self.config.vocab_size).scatter_(2, following[..., None], 1.0)
         return CausalLMOutputWithPast(logits=cast(Any, logits), past_key_values=past_key_values)
-
-
-class KnownAcceptance(Candidates):
-    """Drafts the next tokens of a known text, each of them correctly with probability alpha.
-
-    Args:
-        script: the text, prompt included.
-        alpha: probability that a draft token is correct.
-        k: length of a draft.
-        vocab_size: of the target.
-        seed: of the draws.
-    """
-
-    negligible_draft_cost = True
-
-    def __init__(self, script: list[int], alpha: float, k: int, vocab_size: int, seed: int):
-        super().__init__(k)
-        self.script, self.alpha, self.vocab_size, self.seed = script, alpha, vocab_size, seed
-
-    def start(self, call: DraftCall) -> DraftSession:
-        return _KnownAcceptanceSession(self, call)
-
-
-class _KnownAcceptanceSession(DraftSession):
-    passes = ()
-
-    def __init__(self, settings: KnownAcceptance, call: DraftCall):
-        super().__init__(call)
-        self._settings, self._random = settings, random.Random(settings.seed)
-
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        return DraftTree.chains([self._draft_row(row, depth) for row, depth in enumerate(budget)])
-
-    def _draft_row(self, row: int, depth: int) -> list[int]:
-        state, settings = self.call.state, self._settings
-        start = len(state.prompts[row]) + len(state.generated[row])
-        correct = settings.script[start : start + depth]
-        return [t if self._random.random() < settings.alpha else (t + 1) % settings.vocab_size for t in correct]
 
 
 class AlwaysRejected(Candidates):

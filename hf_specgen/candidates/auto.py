@@ -14,11 +14,11 @@ from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
-from hf_specgen.heads import head_formats
 from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
 from hf_specgen.heads.exit_head import EXIT_CONFIG, exit_layer_of
-from hf_specgen.heads.head_formats import FORMATS, head_format, holds_medusa, speculators_type
-from hf_specgen.heads.mtp import has_mtp_layers
+from hf_specgen.heads.head_file import speculators_type
+from hf_specgen.heads.head_formats import FORMATS, head_format
+from hf_specgen.heads.medusa_formats import holds_medusa
 
 Build = Callable[..., Candidates]
 DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja")
@@ -77,28 +77,14 @@ def _strategy(source: Source) -> Build:
     if holds_medusa(source):
         return MedusaCandidates
     checkpoint = open_checkpoint(source)
-    if has_mtp_layers(checkpoint):
-        return draft_heads.MTPCandidates
     try:
-        found = head_format(checkpoint)
+        strategy: Build = getattr(draft_heads, head_format(checkpoint).strategy)
+        return strategy
     except ValueError:
         if _is_causal_model(checkpoint):
             return DraftModelCandidates
-        if speculators_type(checkpoint) == "mtp":
-            raise ValueError(
-                f"{checkpoint.source} is an MTP layer in the format of speculators, which has no strategy; use "
-                "MTPCandidates() with a target that has the layer in its own checkpoint"
-            ) from None
-        known = "; ".join(
-            ("exit adapters", "Medusa heads", "MTP layers", "causal language models", *(f.name for f in FORMATS))
-        )
+        known = "; ".join(("exit adapters", *(format.name for format in FORMATS), "causal language models"))
         raise ValueError(f"{checkpoint.source} has none of the known formats, which are: {known}") from None
-    if found.load in (head_formats.load_speculators_block, head_formats.load_zlab_block):
-        return draft_heads.DFlashCandidates
-    if found.load in (head_formats.load_eagle1, head_formats.load_eagle3):
-        parallel = any(name.endswith("mask_hidden") for name in checkpoint.tensors)
-        return draft_heads.PEagleCandidates if parallel else draft_heads.EagleCandidates
-    return draft_heads.GemmaAssistantCandidates
 
 
 def _is_causal_model(checkpoint: Checkpoint) -> bool:

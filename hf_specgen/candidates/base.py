@@ -186,6 +186,10 @@ class Candidates(CandidateGenerator, ABC):
     def start(self, call: DraftCall) -> DraftSession:
         """Begin a call. `call.model` is None inside Transformers' own assisted decoding."""
 
+    def for_model(self, model: PreTrainedModel) -> Candidates:
+        """The strategy to use with this target: the object itself; a preset chooses one."""
+        return self
+
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         """What the strategy reads from the target besides its tokens: hidden states, an early exit; by default nothing.
 

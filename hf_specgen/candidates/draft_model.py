@@ -44,8 +44,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.heads.checkpoint import first_line
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
-from hf_specgen.targets.requirements import TargetRequirements, make_target
-from hf_specgen.targets.self_check import check_computation
+from hf_specgen.targets.requirements import TargetRequirements, check_computation, make_target
 from hf_specgen.targets.support import check_model, position_table
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -72,7 +71,7 @@ class DraftModelCandidates(Candidates):
         share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
             returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
             the encoder is shared if both have the same weights.
-        compile: "graphs" captures the draft's forward passes as CUDA graphs.
+        compile: whether the draft's forward passes are captured as CUDA graphs, as for `speculate`.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -96,7 +95,7 @@ class DraftModelCandidates(Candidates):
         device: torch.device | str | None = None,
         quantization_config: Any = None,
         share_encoder: bool | None = None,
-        compile: Compile = False,
+        compile: Compile = "auto",
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=16)
@@ -109,8 +108,8 @@ class DraftModelCandidates(Candidates):
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
-        if compile not in (False, "graphs"):
-            raise ValueError(f'compile must be False or "graphs", got {compile!r}')
+        if compile not in ("auto", "graphs", False, None):
+            raise ValueError(f'compile must be "auto", "graphs" or False, got {compile!r}')
         self.compile, self._is_given_loaded = compile, loaded
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
@@ -141,7 +140,7 @@ class DraftModelCandidates(Candidates):
             )
         prompts = [known_tokens(prompt, embedding_size(draft)) for prompt in call.state.prompts]
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)
-        check_computation(draft, TargetRequirements(), *(prompt if reads_encoder(draft) else ()))
+        check_computation(draft, TargetRequirements(), *prompt)
         if not is_same_vocabulary:
             return CrossTokenizerSession(call, draft, self.k, self.tree, self.confidence_threshold, self.compile)
         reader = make_target(TargetRequirements(), draft, *prompt, compile=self.compile)
@@ -173,7 +172,7 @@ class DraftModelCandidates(Candidates):
             tree=self.tree,
             confidence_threshold=self.confidence_threshold,
             share_encoder=self.share_encoder,
-            compile=self.compile or None,
+            compile=None if self.compile == "auto" else self.compile,
         )
         return f"DraftModelCandidates({self._name!r}, k={self.k}{settings})"
 

@@ -24,7 +24,7 @@ from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantRunner
 from hf_specgen.heads.medusa import RANKS
-from hf_specgen.heads.runner import EagleRunner, ParallelRunner, captured_head
+from hf_specgen.heads.runner import EagleRunner, ParallelRunner
 from hf_specgen.targets.graphs import GRAPH_DEVICES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
@@ -111,7 +111,7 @@ class EagleSession(AutoregressiveSession):
         device = next(head.parameters()).device.type
         captures = call.compiled and isinstance(head, Eagle1Head | Eagle3Head) and device in GRAPH_DEVICES
         captures = captures and not torch.is_autocast_enabled(device)
-        self.runner = EagleRunner(bound, call.state.batch, captured_head(head) if captures else None)
+        self.runner = EagleRunner(bound, call.state.batch, call.compiled if captures else False)
         self._queue = FeatureQueue(call, target, bound)
         self._has_prefilled = False
 
@@ -137,11 +137,10 @@ class EagleSession(AutoregressiveSession):
         if self._has_prefilled:
             self.passes.append(sum(map(len, tokens)))
         self._has_prefilled = True
-        output = self.runner.extend(features, tokens, self._queue.active_rows()).output
-        return self.runner.bound.target_logits(output)[:, 0]
+        return self.runner.first_logits(features, tokens, self._queue.active_rows())
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        return self.runner.bound.target_logits(self.runner.expand(tree, new).output)
+        return self.runner.next_logits(tree, new)
 
 
 class AssistantSession(AutoregressiveSession):

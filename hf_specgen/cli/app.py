@@ -36,6 +36,7 @@ command(app, "chat", options.ChatSettings)
 command(app, "generate", options.GenerateSettings)
 command(app, "tune", options.TuneSettings)
 command(app, "doctor", options.DoctorSettings)
+command(app, "find", options.FindSettings)
 
 
 @app.command()
@@ -52,8 +53,8 @@ def export(
         from hf_specgen.heads import load_medusa
         from hf_specgen.heads.checkpoint import Source, source_errors
         from hf_specgen.heads.export import export_head
-        from hf_specgen.heads.head_formats import holds_medusa, load_head
-        from hf_specgen.heads.medusa_formats import export_medusa
+        from hf_specgen.heads.head_formats import load_head
+        from hf_specgen.heads.medusa_formats import export_medusa, holds_medusa
 
         if holds_medusa(Source(heads)):
             with source_errors(target):

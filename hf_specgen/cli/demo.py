@@ -176,7 +176,7 @@ def variants(settings: DemoSettings) -> list[Variant]:
         shipped = (workloads.EMBEDDED_EAGLE, *further)
         heads = heads or [str(folder) for folder in shipped if folder.exists()]
     built = [
-        *workloads.strategies(draft, "", adapter, dtype=settings.dtype),
+        *workloads.strategies([draft] if draft else [], [], adapter, dtype=settings.dtype),
         *map(workloads.head_strategy, heads),
     ]
     found: dict[str, Candidates] = {strategy.name: strategy.candidates for strategy in built}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 
 from hf_specgen.call import Call
@@ -17,93 +16,82 @@ from hf_specgen.targets.target import Target
 
 MAX_CHAIN = 32
 """Deepest chain that is considered: with an acceptance of 0.9 a token, 3% of drafts reach beyond it."""
+MAX_LOSS = 1.5
+"""Plain steps that drafting may have lost in a call before it pauses; the text may suit it again later."""
+MAX_CREDIT = 10.0
+"""Plain steps gained by drafting that are set against later losses."""
+LOSS_PER_STEP = 0.02
+"""Plain steps that drafting may lose again for every plain step: at most 2% of the time."""
 FORGETTING = 0.9
-"""Factor by which the weight of earlier steps decreases with every step that drafts."""
-FIRST_INTERVAL, MAX_INTERVAL = 8, 64
-"""Plain steps after which drafting is tried again; doubled whenever that was not faster."""
-MAX_LOSS = 0.02
-"""Fraction of the time that rejected drafts may cost: where they cost little, intervals are shorter."""
+"""Factor by which the weight of earlier drafts in the acceptance rate decreases with every draft."""
 
 
 class AdaptiveDepth(Policy):
-    """Drafts while the steps with drafts are faster than plain ones, at the depth with the most tokens per second.
+    """Drafts while that is faster than plain decoding, chains at the depth with the most expected tokens per second.
 
-    The speed of drafting is the tokens of recent steps over their cost by the latency model: T(q) of the target and the
-    drafter's passes, which are measured once per model (`hf_specgen.depth.calibrate`). Where it is not above that of
-    plain decoding, drafting is tried again after 8, 16, 32, … plain steps, or fewer where a rejected draft costs
-    little. All ranks of a tensor-parallel model use the first rank's latencies.
+    A step with a draft loses its time, by the latency model, less the time of plain steps for the same tokens. Drafting
+    pauses while the losses of a call, less the gains and 2% of the plain steps, exceed 1.5 plain steps. So no call is
+    slower than plain decoding by more than 2%, 1.5 plain steps and one draft. The latencies, T(q) of the target and the
+    drafter's passes, are measured once per model (`hf_specgen.depth.calibrate`). All ranks of a tensor-parallel model
+    use the first rank's.
 
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead: nothing is then measured, and
             nothing is carried over from earlier calls, so that equal calls make the same drafts.
-        margin: minimum speedup of drafting over plain decoding, minus 1.
 
     Raises:
-        ValueError: for a negative margin, or a file that is not a latency file.
+        ValueError: for a file that is not a latency file.
 
     Example:
-        >>> AdaptiveDepth(margin=0.05)
-        AdaptiveDepth(margin=0.05)
+        >>> AdaptiveDepth()
+        AdaptiveDepth()
     """
 
-    def __init__(self, latency: LatencyModel | str | Path | None = None, *, margin: float = 0.02):
-        if margin < 0:
-            raise ValueError(f"margin must be at least 0, got {margin}")
+    def __init__(self, latency: LatencyModel | str | Path | None = None):
         self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
-        self.margin = margin
 
     def start(self, call: Call) -> AdaptiveSession:
         return AdaptiveSession(self, call)
 
     def __repr__(self) -> str:
-        latency = "" if self.latency is None else "given latency, "
-        return f"{type(self).__name__}({latency}margin={self.margin})"
+        return f"{type(self).__name__}({'' if self.latency is None else 'given latency'})"
 
 
 @dataclass
-class DraftingSpeed:
-    """Tokens per row of the recent steps with drafts, their cost over T(1), and the interval until the next trial."""
+class DraftingLoss:
+    """Time that drafting has lost, in plain steps, less what it has gained and what it may lose."""
 
-    tokens: float = 4.8
-    cost: float = 4.0
-    interval: int = FIRST_INTERVAL
+    plain_steps: float = 0.0
 
     @property
-    def speedup(self) -> float:
-        """Tokens per plain step."""
-        return self.tokens / self.cost
+    def is_too_high(self) -> bool:
+        """Whether drafting pauses."""
+        return self.plain_steps >= MAX_LOSS
 
-    def add(self, tokens: float, cost: float) -> None:
-        """Count a step."""
-        self.tokens, self.cost = FORGETTING * self.tokens + tokens, FORGETTING * self.cost + cost
+    def add(self, loss: float) -> None:
+        """Count a step: the time that it took beyond plain steps for the same tokens."""
+        self.plain_steps = max(self.plain_steps + loss, -MAX_CREDIT)
 
-    def copy(self) -> DraftingSpeed:
-        """The same speed, with the weight of the prior: texts differ from call to call."""
-        return DraftingSpeed(4.0 * self.speedup, 4.0)
+    def copy(self) -> DraftingLoss:
+        """What a later call begins with: no credit, as texts differ, and at most one plain step before a draft."""
+        return DraftingLoss(min(max(self.plain_steps, 0.0), MAX_LOSS))
 
 
 class AdaptiveSession(PolicySession):
     """The state of `AdaptiveDepth` in one call."""
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
-        self._call, self._margin = call, policy.margin
-        drafting = call.drafting
+        self._call, drafting = call, call.drafting
         self.remembers = policy.latency is None and call.remembers
-        self._key = ("speed", drafting.key, call.temperature)
+        self._key = ("loss", drafting.key, call.temperature)
         self._model = call.model if self.remembers else None
-        self._speed = memory.recall(self._model, self._key, DraftingSpeed)
+        self._loss = memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
-        self._plain_steps = 0  # still to be made before drafting is tried again
-        self._is_trial = False
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
-        if policy.latency is not None:
+        if policy.latency is None:
+            self._use(known_curve(call))
+        else:
             self.latency = policy.latency.select(str(drafting.key[0]), drafting.negligible_cost)
-            return
-        self._use(known_curve(call))
-        if drafting.negligible_cost:
-            self._speed = DraftingSpeed(max(self._speed.tokens, DraftingSpeed.tokens))
-        elif self._speed.speedup <= 1 + self._margin:
-            self._plain_steps = self._speed.interval
 
     def prefilled(self, target: Target) -> None:
         if self.latency is None:
@@ -115,13 +103,12 @@ class AdaptiveSession(PolicySession):
             self.latency = LatencyModel((Bucket(curve, {ANY_DRAFTER: self._timer.latency()}),))
 
     def depths(self, limits: Sequence[int]) -> list[int]:
-        """The same depth for all rows; 0 where plain decoding has been faster, or while latencies are unknown."""
+        """The same depth for all rows; 0 while drafting pauses, or while latencies are unknown."""
         rows = sum(limit > 0 for limit in limits)
         if self.latency is None or not rows:
             return [0] * len(limits)
-        if self._plain_steps > 0:
-            self._plain_steps -= 1
-            self._is_trial = self._plain_steps == 0
+        if self._loss.is_too_high:
+            self._loss.add(-LOSS_PER_STEP)
             return [0] * len(limits)
         depth = self._call.drafting.k if self._call.drafting.sizes_trees else self._fastest_chain(rows, max(limits))
         return [min(depth, limit) for limit in limits]
@@ -140,7 +127,7 @@ class AdaptiveSession(PolicySession):
         return best
 
     def observe(self, step: StepRecord) -> None:
-        """Count the speed and the acceptance of a step with drafts; turn drafting off if it is not faster."""
+        """Count the loss and the acceptance of a step with a draft."""
         rows = [row for row in step.rows if row is not None]
         drafted = [row for row in rows if row.drafted]
         if self.latency is None or not any(step.requested) or not (drafted or step.passes):
@@ -149,21 +136,9 @@ class AdaptiveSession(PolicySession):
             self.latency = LatencyModel((Bucket(self.latency.buckets[0].target, {ANY_DRAFTER: self._timer.latency()}),))
         target, drafter = self.latency.at(step.batch, self._call.context_length)
         seconds = target.seconds_of(step.batch * step.tokens_per_row) + drafter.draft(step.passes)
-        self._add(sum(row.emitted for row in rows) / len(rows), seconds / target.seconds_of(step.batch))
+        self._loss.add(seconds / target.seconds_of(step.batch) - sum(row.emitted for row in rows) / len(rows))
+        memory.store(self._model, self._key, self._loss)
         if drafted:
             self._accepted = FORGETTING * self._accepted + sum(row.accepted for row in drafted)
             self._verified = FORGETTING * self._verified + sum(min(row.depth, row.accepted + 1) for row in drafted)
             self._nodes_per_level = max(row.drafted for row in drafted) / step.depth
-
-    def _add(self, tokens: float, cost: float) -> None:
-        speed = self._speed
-        if self._is_trial and tokens > (1 + self._margin) * cost:
-            self._speed = speed = DraftingSpeed()
-        speed.add(tokens, cost)
-        if speed.speedup <= 1 + self._margin:
-            if self._is_trial:
-                speed.interval = min(2 * speed.interval, MAX_INTERVAL)
-            loss = max(0.0, (1 + self._margin) * cost - tokens)
-            self._plain_steps = min(speed.interval, ceil(loss / MAX_LOSS))
-        self._is_trial = False
-        memory.store(self._model, self._key, speed)

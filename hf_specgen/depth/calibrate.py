@@ -1,7 +1,7 @@
 """Measures T(q), the target's latency by tokens per row, and the cost of a drafter's pass: once per model.
 
 T(q) is measured after the prefill of the first adaptive call, on the call's own cache: passes over chains of a few
-sizes, which are rolled back. Together they take at most the time of ten plain steps. The cost of a drafter's pass is
+sizes, which are rolled back. Together they take about the time of eight plain steps. The cost of a drafter's pass is
 taken from its first drafts. Both are kept as long as the model; decisions then follow from the text alone. All ranks of
 a tensor-parallel model use what the first rank measured.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import cycle
+from math import sqrt
 from statistics import median
 from threading import Lock
 from time import perf_counter, thread_time
@@ -24,14 +25,15 @@ from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.latency import CostCurve, DraftLatency
+from hf_specgen.targets.graphs import is_captured
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 T = TypeVar("T")
-QUERIES = (1, 2, 4, 8, 24, 64)
-"""Tokens per row of the timed passes, as far as there is time for them."""
-MAX_PLAIN_STEPS = 10.0
+QUERIES = (1, 8, 2, 24, 1, 64)
+"""Tokens per row of the timed passes, in this order, as far as there is time for them."""
+MAX_PLAIN_STEPS = 8.0
 """Time that the passes of a calibration may take, in plain steps."""
 
 _lock = Lock()
@@ -47,7 +49,7 @@ def known_curve(call: Call) -> CostCurve | None:
 def target_curve(call: Call, target: Target) -> CostCurve | None:
     """T(q) of the target, measured now and kept; None near the end of its position table."""
     assert call.model is not None
-    if max(target.first_positions, default=0) + QUERIES[2] > target.last_position:
+    if max(target.first_positions, default=0) + QUERIES[1] > target.last_position:
         return None
     curve = _measure(call, target)
     with _lock:
@@ -60,23 +62,27 @@ def _key(call: Call) -> tuple[Hashable, ...]:
     attention = compat.attention_implementation(text_config(model))
     rows = (call.state.batch - 1).bit_length()  # powers of two
     context = max(0, (call.context_length - 1).bit_length() - 9) // 2  # powers of four from 512 on
-    return model.dtype, compat.input_device(model), attention, call.compiled, rows, context
+    captured = bool(call.compiled) and is_captured(model)
+    return model.dtype, compat.input_device(model), attention, captured, rows, context
 
 
 def _measure(call: Call, target: Target) -> CostCurve:
-    """Time chains of increasing size again and again until `MAX_PLAIN_STEPS` are spent; the minimum counts.
+    """Time chains of several sizes until `MAX_PLAIN_STEPS` are spent; the minimum of each size counts.
 
     Sizes beyond are assumed to take time in proportion, so that no large tree is built because a small one was fast.
     """
     pending, group = call.state.pending(), lockstep_group(call.model)
     attributes = dict(vars(target))  # a target that captures hidden states replaces them in every pass
+    target.capture_at_once()
     longest = target.last_position - max(target.first_positions) + 1
     times: dict[int, float] = {}
-    spent = seconds = 0.0
-    for q in cycle((1, *(q for q in QUERIES if q <= longest))):
-        expected = times.get(q, 1.25 * seconds) / times.get(1, 1.0)
-        if spent + expected > MAX_PLAIN_STEPS:
-            break
+    spent = 0.0
+    for q in cycle(q for q in QUERIES if q <= longest):
+        if times:
+            largest = max(times)
+            expected = times.get(q, times[largest] * sqrt(q / largest))  # between memory-bound and compute-bound
+            if spent + expected / times[1] > MAX_PLAIN_STEPS:
+                break
         seconds = from_first_rank(time_pass(target, pending, q), group)
         times[q] = min(seconds, times.get(q, seconds))
         spent += seconds / times[1]

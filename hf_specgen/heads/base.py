@@ -1,4 +1,4 @@
-"""Base classes of draft heads that read the target's hidden states, loading of their tensors, binding to a target.
+"""Base classes of draft heads that read the target's hidden states, and their binding to a target.
 
     features of the target ─► head.combine ─► hidden ─┐
                                                       ├─► head(embeddings, hidden, …) ─► HeadOutput
@@ -10,15 +10,13 @@ Weights that a checkpoint leaves out (usually the embedding) are the target's, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-
-from hf_specgen.heads.checkpoint import Checkpoint, Names, TensorInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +104,13 @@ class DraftHead(nn.Module):
         """The target's token ids of draft token ids, in the same shape."""
         return draft_ids if self.draft_to_target is None else self.draft_to_target[draft_ids]
 
+    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the head does to its logits."""
+        return logits
+
     def bind(self, target: PreTrainedModel, aux_hidden_state_layers: Sequence[int] | None = None) -> BoundHead:
         """Check that the head can draft for `target`, and share the target's weights that the head lacks."""
         return BoundHead(self, target, aux_hidden_state_layers)
-
-
-Head = TypeVar("Head", bound=DraftHead)
 
 
 class BoundHead:
@@ -154,11 +153,15 @@ class BoundHead:
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` of `HeadOutput.output` to `[..., draft_vocab_size]`; select the positions first."""
-        return self._lm_head(output.to(self._lm_head.weight)).to(output.device)
+        return self.head.scale_logits(self._lm_head(output.to(self._lm_head.weight)).to(output.device))
 
     def target_logits(self, output: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` to `[..., vocab]`; tokens that are not in the draft vocabulary get -inf."""
-        logits, head = self.logits(output), self.head
+        return self.to_target_vocabulary(self.logits(output))
+
+    def to_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[..., draft_vocab_size]` to `[..., vocab]`; tokens that are not in the draft vocabulary get -inf."""
+        head = self.head
         if head.draft_to_target is None:
             return logits
         scattered = logits.new_full((*logits.shape[:-1], head.config.vocab_size), -torch.inf)
@@ -187,63 +190,3 @@ def _checked_layers(head: DraftHead, num_layers: int, layers: Sequence[int] | No
             "layers"
         )
     return tuple(layers)
-
-
-def build_head(
-    head_class: Callable[[Any], Head],
-    config: HeadConfig,
-    checkpoint: Checkpoint,
-    names: Names,
-    dtype: torch.dtype | None,
-) -> Head:
-    """A head with a checkpoint's tensors, of which names, shapes and dtypes are checked before they are read."""
-    with torch.device("meta"):
-        head = head_class(config)
-    expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
-    missing, unknown = sorted(expected.keys() - names.keys()), sorted(names.keys() - expected.keys())
-    if missing:
-        raise ValueError(f"{len(missing)} tensors are missing, such as {', '.join(missing[:3])}; download it again")
-    if unknown:
-        raise ValueError(
-            f"a head with this config.json has no tensors such as {', '.join(names[name] for name in unknown[:3])} "
-            f"({len(unknown)} in all); it is of a variant that is not supported"
-        )
-    membership = checkpoint.tensors.get("t2d")
-    if membership is not None and membership.shape != (head.config.vocab_size,):
-        raise ValueError(f"t2d has shape {membership.shape}, but config.json has vocab_size {head.config.vocab_size}")
-    for name, tensor in expected.items():
-        _check_tensor(names[name], checkpoint.tensors[names[name]], tensor)
-    dtype = dtype or checkpoint.tensors[names["layers.0.self_attn.q_proj.weight"]].dtype
-    loaded, state = checkpoint.read(names.values()), {}
-    for name, tensor in expected.items():
-        state[name] = (
-            loaded[names[name]].to(dtype if tensor.is_floating_point() else tensor.dtype).reshape(tensor.shape)
-        )
-    if head.draft_to_target is not None:
-        state["draft_to_target"] = _draft_to_target(checkpoint, head.config.draft_vocab_size, head.config.vocab_size)
-    head.load_state_dict(state, assign=True)
-    return head.eval().requires_grad_(False)
-
-
-def _check_tensor(name: str, info: TensorInfo, expected: torch.Tensor) -> None:
-    """Raise unless a tensor of the file has the expected dtype, and its shape apart from dimensions of size 1."""
-    if [size for size in info.shape if size != 1] != [size for size in expected.shape if size != 1]:
-        raise ValueError(f"tensor {name} has shape {info.shape}, but config.json makes it {tuple(expected.shape)}")
-    if expected.is_floating_point() and not (info.dtype.is_floating_point and info.dtype.itemsize > 1):
-        raise ValueError(f"tensor {name} has dtype {info.dtype}; quantised heads are not supported")
-    if not expected.is_floating_point() and info.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"tensor {name} has dtype {info.dtype}, but it holds token ids")
-
-
-def _draft_to_target(checkpoint: Checkpoint, size: int, vocab: int) -> torch.Tensor:
-    """The target's id of each draft id, from the differences of both that the file holds."""
-    info = checkpoint.tensors.get("d2t")
-    if info is None or info.shape != (size,) or info.dtype not in (torch.int64, torch.int32):
-        description = "none" if info is None else f"one of shape {info.shape} and dtype {info.dtype}"
-        raise ValueError(
-            f"a draft vocabulary of {size} tokens needs an integer tensor d2t of that length, found {description}"
-        )
-    ids = checkpoint.read(["d2t"])["d2t"].long() + torch.arange(size)
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        raise ValueError(f"d2t maps draft tokens to ids outside of the target's vocabulary of {vocab}")
-    return ids

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_specgen.heads.aux_hidden_states import block_layers
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
+from hf_specgen.heads.checkpoint import Checkpoint, Fields
+from hf_specgen.heads.head_file import Format, HeadFile, speculators_format, speculators_type
 from hf_specgen.heads.layers import Attention, DecoderLayer, LayerConfig, RotaryEmbedding
 
 
@@ -45,6 +46,8 @@ class BlockConfig(HeadConfig):
     block_size: int  # positions, the anchor included
     mask_token_id: int
     first_proposing_position: int = 1  # 0: position i predicts the token after it (`sample_from_anchor`)
+    measures_layout: bool = False  # whether the checkpoint leaves that open, so that the first texts decide
+    max_draft_tokens: int | None = None  # that a block proposes; None: one for each proposing position
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,6 +61,11 @@ class BlockConfig(HeadConfig):
         """The number of layers."""
         return len(self.attention)
 
+    @property
+    def depth(self) -> int:
+        """How many tokens a block proposes."""
+        return self.max_draft_tokens or self.block_size - (1 if self.measures_layout else self.first_proposing_position)
+
 
 class BlockHead(DraftHead):
     """DFlash and JetSpec heads: `extend` with accepted positions, `forward` over the block, drop its cache entries."""
@@ -68,9 +76,13 @@ class BlockHead(DraftHead):
         super().__init__(config)
         self.fc = nn.Linear(config.num_aux_hidden_states * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.layer.norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(config.layer, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(map(self.make_layer, range(config.num_layers)))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.layer.norm_eps)
         self.rotary = RotaryEmbedding(config.layer)
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        """A new layer of the stack."""
+        return DecoderLayer(self.config.layer, index)
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
         """Spread evenly over the target, one for each layer of the head."""
@@ -122,3 +134,93 @@ def block_mask(
         visible = visible & (positions - slots < attention.window)
         visible = visible if attention.causal else visible & (slots - positions < attention.window)
     return visible[:, None]
+
+
+def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """Which states DFlash reads by default: spread evenly, one for each draft layer."""
+    if num_draft_layers == 1:
+        return (num_layers // 2 + 1,)
+    step = (num_layers - 4) / (num_draft_layers - 1)
+    return tuple(round(1 + layer * step) + 1 for layer in range(num_draft_layers))
+
+
+def block_options(file: HeadFile, both_ways: bool = False) -> dict[str, Any]:
+    """The fields of `BlockConfig` in every format of block heads.
+
+    Args:
+        file: the checkpoint.
+        both_ways: the default of `sliding_window_non_causal` in the format of speculators.
+    """
+    layer = file.layer(strict_bias=True)
+    read = _speculators_options(file, both_ways) if file.is_nested else _flat_options(file)
+    return file.common(layer) | {"layer": layer, "mask_token_id": file.mask_token()} | read
+
+
+def _speculators_options(file: HeadFile, both_ways: bool) -> dict[str, Any]:
+    """Sliding layers are causal inside the block unless configured; the window is counted from the anchor."""
+    fields = Fields(file.fields.values, {"sliding_window_non_causal": both_ways})
+    causal = not fields.flag("sliding_window_non_causal")
+    return {
+        "block_size": fields.integer("block_size", 2),
+        "attention": tuple(
+            BlockAttention() if window is None else BlockAttention(causal, window, window_from_anchor=True)
+            for _, window in _sliding(file.of_layers, file.num_layers)
+        ),
+        "first_proposing_position": 0 if fields.flag("sample_from_anchor") else 1,
+    }
+
+
+def _flat_options(file: HeadFile) -> dict[str, Any]:
+    """The layout of z-lab and JetSpec; `is_causal` or `causal_head` decide for all layers."""
+    fields, dflash = file.fields, file.fields.nested("dflash_config")
+    flags = ((dflash, "causal_head"), (dflash, "causal"), (fields, "is_causal"))
+    causal = next((part.flag(name) for part, name in flags if part.get(name) is not None), None)
+    target_layers, layers = fields.optional_integer("num_target_layers", 1), file.aux_hidden_state_layers()
+    if layers is None and target_layers is not None:
+        layers = block_layers(target_layers, file.num_layers)
+    return {
+        "block_size": Fields(dflash.values, fields.values).integer("block_size", 2),
+        "attention": tuple(
+            BlockAttention(sliding if causal is None else causal, window)
+            for sliding, window in _sliding(file.of_layers, file.num_layers)
+        ),
+        "aux_hidden_state_layers": layers,
+        "num_target_layers": target_layers,
+    }
+
+
+def _sliding(of_layers: Fields, num_layers: int) -> list[tuple[bool, int | None]]:
+    """For each layer whether it is a sliding one, and its window; Qwen3 ignores the window if its use is off."""
+    window = of_layers.optional_integer("sliding_window", 1) if of_layers.flag("use_sliding_window") else None
+    types = of_layers.values.get("layer_types")
+    if types is None:
+        first = of_layers.optional_integer("max_window_layers") or 0
+        types = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(num_layers)]
+    valid = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != num_layers or not all(name in valid for name in types):
+        raise ValueError(f"layer_types must name the attention of {num_layers} layers, got {str(types)[:80]!r}")
+    return [(name == "sliding_attention", window if name == "sliding_attention" else None) for name in types]
+
+
+def projector_type(checkpoint: Checkpoint) -> str:
+    """What corrects the logits of a block head, by its name in the config."""
+    fields = Fields(checkpoint.config)
+    return str(Fields(fields.nested("dflash_config").values, fields.values).get("projector_type") or "dflash")
+
+
+def load_block(file: HeadFile) -> BlockHead:
+    """A DFlash or JetSpec head."""
+    if (name := projector_type(file.checkpoint)) != "dflash":
+        raise ValueError(f"DFlash heads with projector_type {name[:40]!r} are not supported")
+    return file.build(BlockHead, BlockConfig(**block_options(file)))
+
+
+def is_block(checkpoint: Checkpoint) -> bool:
+    """Whether features are projected and normalised once for all layers, in a flat config."""
+    return speculators_type(checkpoint) is None and {"fc.weight", "hidden_norm.weight"} <= checkpoint.tensors.keys()
+
+
+FORMATS = (
+    speculators_format("dflash", "DFlashCandidates", load_block),
+    Format("DFlash, JetSpec", "DFlashCandidates", is_block, load_block),
+)

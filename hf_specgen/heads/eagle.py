@@ -21,8 +21,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_specgen.heads.aux_hidden_states import eagle_layers
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
+from hf_specgen.heads.checkpoint import Checkpoint
+from hf_specgen.heads.head_file import Format, HeadFile, speculators_format
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmbedding, causal_default
 
 
@@ -156,3 +157,62 @@ class FusedLayer(DecoderLayer):
         both = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
         residual = normed if self.norm_before_residual else hidden
         return self.add_mlp(residual + self.self_attn(both, rotary, attention_mask, cache))
+
+
+def eagle_layers(num_layers: int) -> tuple[int, ...]:
+    """Which states EAGLE-3 reads by default: low, middle, high; with six layers the last two coincide."""
+    return tuple(dict.fromkeys((2, num_layers // 2, num_layers - 3)))
+
+
+def load_eagle1(file: HeadFile) -> Eagle1Head:
+    """An EAGLE-1, EAGLE-2 or HASS head: a Llama config, and a layer without the first norm."""
+    layer = file.layer()
+    common = file.common(layer, projects=False) | {
+        "own_lm_head": False,
+        "draft_vocab_size": file.of_layers.integer("vocab_size"),
+    }
+    bias = "fc.bias" in file.names
+    return file.build(Eagle1Head, EagleConfig(layer=layer, num_layers=file.num_layers, projection_bias=bias, **common))
+
+
+def load_eagle3(file: HeadFile) -> Eagle3Head:
+    """An EAGLE-3 or P-EAGLE head: a Llama or Qwen3 config, flat or in the format of speculators."""
+    fields, names = file.fields, file.names
+    if not file.is_nested and fields.get("norm_output") is False:
+        raise ValueError("a head without a norm before its output matrix (norm_output: false) is not supported")
+    layer = file.layer(strict_bias=file.is_nested)
+    projects = fields.nested("eagle_config").get("use_aux_hidden_state") is not False
+    config = EagleConfig(
+        layer=layer,
+        num_layers=file.num_layers,
+        **file.common(layer, projects),
+        projects_features=projects,
+        projection_bias="fc.bias" in names,
+        norm_before_residual=fields.flag("norm_before_residual"),
+        norm_before_fc=fields.flag("norm_before_fc") or "input_norm.weight" in names,
+        fc_norm=fields.flag("fc_norm") or "fc_norm.0.weight" in names,
+        norm_output=file.is_nested and fields.flag("norm_output"),
+        mask_token_id=file.mask_token() if "mask_hidden" in names or fields.get("mask_token_id") else None,
+    )
+    return file.build(Eagle3Head, config)
+
+
+def _is_eagle1(checkpoint: Checkpoint) -> bool:
+    """Whether the layer reads a state made of embedding and feature, and so has no norms before its attention."""
+    names = HeadFile(checkpoint).names.keys()
+    norms = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "hidden_norm.weight"}
+    return names >= {"fc.weight", "layers.0.self_attn.q_proj.weight"} and not names & norms
+
+
+def _is_eagle3(checkpoint: Checkpoint) -> bool:
+    """Whether the first layer normalises embedding and feature side by side."""
+    return "layers.0.hidden_norm.weight" in HeadFile(checkpoint).names
+
+
+FORMATS = (
+    speculators_format("eagle3", "EagleCandidates", load_eagle3),
+    speculators_format("peagle", "PEagleCandidates", load_eagle3),
+    Format("P-EAGLE", "PEagleCandidates", lambda one: _is_eagle3(one) and "mask_hidden" in one.tensors, load_eagle3),
+    Format("EAGLE-3 (original, SpecForge, ModelOpt, DeepSpec)", "EagleCandidates", _is_eagle3, load_eagle3),
+    Format("EAGLE-1, EAGLE-2, HASS", "EagleCandidates", _is_eagle1, load_eagle1),
+)

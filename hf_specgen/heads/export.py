@@ -5,8 +5,9 @@
 | EAGLE-1 | original | original | original |
 | EAGLE-3 | speculators `eagle3` | original | SpecForge |
 | P-EAGLE | speculators `peagle` | | |
-| DFlash | speculators `dflash` | | z-lab |
-| JetSpec | z-lab | | z-lab |
+| DFlash, DFlash2 | speculators `dflash`, `dflash2` | | z-lab |
+| DSpark | speculators `dspark` | | SpecForge |
+| JetSpec, Domino | z-lab | | z-lab |
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Any
 
 import torch
 
-from hf_specgen.heads.aux_hidden_states import eagle_layers
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.checkpoint import write_checkpoint
-from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
+from hf_specgen.heads.dflash2 import DFlash2Head
+from hf_specgen.heads.domino import DominoHead
+from hf_specgen.heads.dspark import DSparkHead
+from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, eagle_layers
 from hf_specgen.heads.layers import LayerConfig
 
 PROGRAMS = ("eagle", "sglang", "vllm")
@@ -29,7 +32,7 @@ Config = dict[str, Any]
 
 
 def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
-    """Write an EAGLE, P-EAGLE, DFlash or JetSpec head so that `load_head` and vLLM read it; returns the files."""
+    """Write an EAGLE, P-EAGLE or block head so that `load_head` and vLLM read it; returns the files."""
     if isinstance(head, Eagle3Head):
         return _write(head, folder, speculators_eagle(head), {})
     if isinstance(head, BlockHead) and fits_speculators(head):
@@ -45,7 +48,7 @@ def export_head(head: DraftHead, folder: str | Path, to: str) -> list[Path]:
     """Write a head in the layout that another program reads; returns the files.
 
     Args:
-        head: an EAGLE, P-EAGLE, DFlash or JetSpec head.
+        head: an EAGLE, P-EAGLE or block head.
         folder: where to; it must not hold a config.json yet.
         to: "eagle" (the original implementation), "sglang" (the layouts of SpecForge and z-lab) or "vllm".
     """
@@ -163,12 +166,49 @@ def speculators_eagle(head: Eagle3Head) -> Config:
     )
 
 
+SPECULATORS_TYPES: Mapping[type, tuple[str, str]] = {
+    BlockHead: ("dflash", "DFlashDraftModel"),
+    DFlash2Head: ("dflash2", "DFlash2DraftModel"),
+    DSparkHead: ("dspark", "DSparkDraftModel"),
+}
+
+
 def fits_speculators(head: BlockHead) -> bool:
     """Whether the attention is of the kinds that speculators has."""
     causal = {kind.causal for kind in head.config.attention if kind.window is not None}
     full = [kind for kind in head.config.attention if kind.window is None]
     from_anchor = all(kind.window_from_anchor for kind in head.config.attention if kind.window is not None)
-    return len(causal) < 2 and from_anchor and not any(kind.causal for kind in full)
+    plain_logits = not isinstance(head, DFlash2Head) or not any(_factors(head).values())
+    in_table = type(head) in SPECULATORS_TYPES
+    return in_table and plain_logits and len(causal) < 2 and from_anchor and not any(kind.causal for kind in full)
+
+
+def _factors(head: DFlash2Head) -> Config:
+    """The factors of embeddings and logits that differ from what other heads have."""
+    config = head.config
+    return {
+        "output_multiplier": None if config.output_multiplier == 1 else config.output_multiplier,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "input_embedding_scale": None if config.input_embedding_scale == 1 else config.input_embedding_scale,
+    }
+
+
+def _correction(head: BlockHead) -> Config:
+    """The fields that describe the correction by the path."""
+    config: Any = head.config
+    if isinstance(head, DSparkHead):
+        return {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head_type,
+            "enable_confidence_head": config.has_confidence_head,
+            "confidence_head_with_markov": config.confidence_head_with_markov,
+        }
+    names: tuple[str, ...] = ()
+    if isinstance(head, DFlash2Head):
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    if isinstance(head, DominoHead):
+        names = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+    return {name: getattr(config, name) for name in names}
 
 
 def _sliding(head: BlockHead) -> Config:
@@ -180,7 +220,7 @@ def _sliding(head: BlockHead) -> Config:
 
 
 def speculators_block(head: BlockHead) -> Config:
-    """The config of a block head in the format of speculators (`dflash`)."""
+    """The config of a block head in the format of speculators (`dflash`, `dflash2`, `dspark`)."""
     config = head.config
     _refuse({"no norms of queries and keys": not config.layer.qk_norm}, "speculators' format")
     sliding = [kind for kind in config.attention if kind.window is not None]
@@ -193,29 +233,37 @@ def speculators_block(head: BlockHead) -> Config:
         "sliding_window_non_causal": bool(sliding) and not sliding[0].causal,
         "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
     }
-    tokens = config.block_size - config.first_proposing_position
-    return _speculators(head, "dflash", "DFlashDraftModel", layer, tokens) | own
+    return _speculators(head, *SPECULATORS_TYPES[type(head)], layer, config.depth) | own | _correction(head)
 
 
 def zlab_block(head: BlockHead) -> Config:
-    """The config of a block head in the layout of z-lab's DFlash and of JetSpec."""
+    """The config of a block head in the layout of z-lab, JetSpec and SpecForge."""
     config = head.config
     causal = {kind.causal for kind in config.attention}
+    from_anchor = config.first_proposing_position == 0
+    corrects = isinstance(head, DSparkHead | DominoHead)
     unsupported = {
         "windows counted from the anchor": any(kind.window_from_anchor for kind in config.attention),
         "layers of which only some are causal": len(causal) > 1,
         "a draft vocabulary or an output matrix of its own": config.own_lm_head,
         "no norms of queries and keys": not config.layer.qk_norm,
-        "a token proposed by the anchor": config.first_proposing_position == 0,
+        "a token proposed by the anchor": from_anchor and not corrects,
         "a target of another hidden size": config.target_hidden_size != config.hidden_size,
         "unknown auxiliary hidden states": 0 in (config.aux_hidden_state_layers or (0,)),
     }
     _refuse(unsupported, "z-lab's layout")
     is_causal = causal == {True}
-    dflash = {"mask_token_id": config.mask_token_id, "target_layer_ids": _layer_ids(head, offset=1)}
+    dflash: Config = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": _layer_ids(head, offset=1),
+    } | _correction(head)
+    if corrects:
+        dflash |= {"projector_type": "dspark" if isinstance(head, DSparkHead) else "domino", "shift_label": from_anchor}
+    if isinstance(head, DFlash2Head):
+        dflash |= {name: value for name, value in _factors(head).items() if value is not None}
     layer = _flat(_layer_config(config.layer, config.num_layers, config.vocab_size)) | _sliding(head)
     return layer | {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [type(head).__name__.replace("BlockHead", "DFlashHead").replace("Head", "DraftModel")],
         "block_size": config.block_size,
         "is_causal": is_causal,
         "dflash_config": dflash | ({"causal_head": True} if is_causal else {}),

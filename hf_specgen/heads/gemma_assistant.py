@@ -19,8 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput, build_head
-from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names
+from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
+from hf_specgen.heads.checkpoint import Fields
+from hf_specgen.heads.head_file import Format, HeadFile
 from hf_specgen.heads.layers import LayerConfig, Rotary, RotaryEmbedding, count_layers, matrix_shape, read_rope
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.targets.target import Target
@@ -184,19 +185,11 @@ def source_layers(target_config: PretrainedConfig) -> dict[str, int]:
     return {name: index for index, name in enumerate(config.layer_types[:own])}
 
 
-def is_assistant(checkpoint: Checkpoint) -> bool:
-    """Whether the config is that of a Gemma 4 assistant."""
-    return checkpoint.config.get("model_type") in MODEL_TYPES
-
-
-def load_assistant(
-    checkpoint: Checkpoint, aux_hidden_state_layers: tuple[int, ...] | None, dtype: torch.dtype | None
-) -> AssistantHead:
+def load_assistant(file: HeadFile) -> AssistantHead:
     """A Gemma 4 assistant, with or without centroids. A copy of the embeddings in the file is not read."""
-    names: Names = {
-        RENAMED.get(name, name.removeprefix("model.")): name for name in checkpoint.tensors if name != "lm_head.weight"
-    }
-    fields = Fields(checkpoint.config)
+    names = {RENAMED.get(name, name.removeprefix("model.")): name for name in file.tensors if name != "lm_head.weight"}
+    file.names = names
+    fields = file.fields
     text = fields.nested("text_config")
     count, types = count_layers(text, names), text.get("layer_types")
     valid = ("full_attention", "sliding_attention")
@@ -204,7 +197,7 @@ def load_assistant(
         raise ValueError(f"layer_types must name full or sliding attention for {count} layers, got {str(types)[:80]!r}")
     if "lm_head.weight" not in names:
         raise ValueError("the tensor model.embed_tokens.weight is missing")
-    vocab = checkpoint.tensors[names["lm_head.weight"]].shape[0]
+    vocab = file.tensors[names["lm_head.weight"]].shape[0]
     if text.integer("vocab_size") != vocab:
         raise ValueError(f"config.json has vocab_size {text.integer('vocab_size')}, but the tensors have {vocab}")
     hidden = fields.integer("backbone_hidden_size")
@@ -215,21 +208,21 @@ def load_assistant(
         draft_vocab_size=vocab,
         target_hidden_size=hidden,
         num_aux_hidden_states=1,
-        aux_hidden_state_layers=aux_hidden_state_layers,
+        aux_hidden_state_layers=file.aux_hidden_state_layers(),
         own_lm_head=True,
-        layers=tuple(_layer_config(text, checkpoint, names, index, name) for index, name in enumerate(types)),
+        layers=tuple(_layer_config(text, file, index, name) for index, name in enumerate(types)),
         layer_types=tuple(types),
         sliding_window=text.integer("sliding_window"),
         num_centroids=fields.integer("num_centroids") if ordered else None,
         top_centroids=fields.integer("centroid_intermediate_top_k") if ordered else 0,
     )
-    return build_head(AssistantHead, config, checkpoint, names, dtype)
+    return file.build(AssistantHead, config)
 
 
-def _layer_config(text: Fields, checkpoint: Checkpoint, names: Names, index: int, layer_type: str) -> LayerConfig:
+def _layer_config(text: Fields, file: HeadFile, index: int, layer_type: str) -> LayerConfig:
     """One layer: heads and MLP have the sizes of its tensors, rotary positions the parameters of its type."""
     parts = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")
-    queries, output, gate = (matrix_shape(checkpoint, names, index, part)[0] for part in parts)
+    queries, output, gate = (matrix_shape(file.checkpoint, file.names, index, part)[0] for part in parts)
     heads, bias = text.integer("num_attention_heads"), text.flag("attention_bias")
     if queries % heads:
         raise ValueError(f"config.json has {heads} attention heads, but layer {index} has {queries} rows of queries")
@@ -246,6 +239,16 @@ def _layer_config(text: Fields, checkpoint: Checkpoint, names: Names, index: int
         max_position_embeddings=text.integer("max_position_embeddings"),
         rope=read_rope(Fields({"rope_parameters": text.nested("rope_parameters").nested(layer_type).values})),
     )
+
+
+FORMATS = (
+    Format(
+        "Gemma 4 assistant",
+        "GemmaAssistantCandidates",
+        lambda checkpoint: checkpoint.config.get("model_type") in MODEL_TYPES,
+        load_assistant,
+    ),
+)
 
 
 class AssistantRunner:

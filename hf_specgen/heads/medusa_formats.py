@@ -31,10 +31,12 @@ from hf_specgen.heads.checkpoint import (
     checkpoint_tensors,
     first_line,
     offline_hint,
+    open_checkpoint,
     read_json,
     tensor_infos,
     write_checkpoint,
 )
+from hf_specgen.heads.head_file import Format
 from hf_specgen.heads.lora import load_lora, stacked_deltas
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads, check_heads
 from hf_specgen.targets.model_parts import output_matrix
@@ -48,6 +50,20 @@ LAYER = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
 OUTPUT = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight$")
 VLLM_LAYER = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
 VLLM_OUTPUT = re.compile(r"^lm_heads\.(\d+)\.weight$")
+
+
+def is_medusa(checkpoint: Checkpoint) -> bool:
+    """Whether the config is that of Medusa heads."""
+    model_type = checkpoint.config.get("model_type")
+    return "medusa_num_heads" in checkpoint.config or model_type in ("medusa", MedusaConfig.model_type)
+
+
+def holds_medusa(source: Source) -> bool:
+    """Whether a folder or repository holds Medusa heads."""
+    return any(source.file(name) for name in MEDUSA_FILES) or is_medusa(open_checkpoint(source))
+
+
+FORMATS = (Format("Medusa heads", "MedusaCandidates", is_medusa, None, "hf_specgen.heads.load_medusa"),)
 
 
 class MedusaCheckpoint(NamedTuple):

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP) layers, which lie in a target's own checkpoint, where Transformers ignores them.
+"""Multi-token prediction (MTP) layers, mostly in a target's own checkpoint, where Transformers ignores them.
 
 An MTP layer is one more decoder layer of the target's own kind, with inputs as those of an EAGLE-1 head. Layer k drafts
 the token k + 2 places ahead from the output of layer k - 1; a single layer is applied to its own output again.
@@ -7,6 +7,7 @@ the token k + 2 places ahead from the output of layer k - 1; a single layer is a
 |---|---|---|
 | DeepSeek-V3, GLM-4.x | `model.layers.{L + k}.…` with `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` | |
 | Qwen3-Next, Qwen3.5 | `mtp.layers.{k}.…` | `mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}` |
+| speculators `mtp`, a checkpoint of its own | `mtp_layers.0.…` with `{token,hidden,final}_layernorm`, `input_proj` | |
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2.
 """
@@ -26,7 +27,8 @@ from transformers.cache_utils import Cache
 
 from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, open_checkpoint
+from hf_specgen.heads.head_file import Format, speculators_format
 from hf_specgen.heads.layers import causal_default
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
@@ -39,6 +41,13 @@ SHARED_LINKS = {
     "pre_fc_norm_hidden": "hnorm",
     "fc": "eh_proj",
     "norm": "shared_head.norm",
+}
+SPECULATORS_LAYER = re.compile(r"^mtp_layers\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
+SPECULATORS_LINKS = {
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj",
+    "final_layernorm": "shared_head.norm",
 }
 TARGET_COPIES = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and output matrix, which are not loaded: the target's own are used."""
@@ -139,7 +148,9 @@ def has_mtp_layers(checkpoint: Checkpoint) -> bool:
 
 def _is_mtp_name(name: str, first: int) -> bool:
     extra = EXTRA_LAYER.match(name)
-    return MTP_LAYER.match(name) is not None or (extra is not None and int(extra["layer"]) >= first)
+    return any(form.match(name) for form in (MTP_LAYER, SPECULATORS_LAYER)) or (
+        extra is not None and int(extra["layer"]) >= first
+    )
 
 
 def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
@@ -156,6 +167,9 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
     else:
         shared = {}
         for name in checkpoint.tensors:
+            if match := SPECULATORS_LAYER.match(name):
+                link, _, kind = match["part"].rpartition(".")
+                layers.setdefault(int(match["layer"]), {})[f"{SPECULATORS_LINKS.get(link, link)}.{kind}"] = name
             match = MTP_LAYER.match(name)
             part = match["part"] if match else ""
             if block := MTP_BLOCK.match(part):
@@ -230,7 +244,11 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) 
     if wrong:
         raise ValueError(f"quantised MTP layers such as {wrong[0]} are not supported")
     tensors = checkpoint.read(names.values())
-    config = layer_config(decoder.config, len(layers), any(".experts." in name for name in names))
+    own = checkpoint.config.get("transformer_layer_config")
+    of_layers = decoder.config if own is None else _own_config(decoder.config, own)
+    config = layer_config(of_layers, len(layers), any(".experts." in name for name in names))
+    if own is not None:
+        _check_size(type(decoder), config, sum(tensor.numel() for tensor in tensors.values()))
     state = {name: tensors[names[name]] for name in names}
     state |= {"embed_tokens.weight": torch.zeros(1, config.hidden_size), "norm.weight": torch.zeros(config.hidden_size)}
     implementation = compat.attention_implementation(decoder.config)
@@ -249,6 +267,29 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) 
         if report[kind]:
             raise ValueError(f"its MTP layers do not fit this target ({kind}: {sorted(map(str, report[kind]))[:3]})")
     return blocks
+
+
+def _own_config(config: PretrainedConfig, own: Any) -> PretrainedConfig:
+    """The config of a layer in the format of speculators, which has to be of the target's kind and width."""
+    fields = Fields(own if isinstance(own, dict) else {})
+    for name in ("model_type", "hidden_size"):
+        if fields.get(name) != getattr(config, name):
+            raise ValueError(
+                f"the MTP layer was made for a target with {name} {str(fields.get(name))[:40]}, but this target has "
+                f"{getattr(config, name)}; load the head that belongs to it"
+            )
+    try:
+        return type(config)(**fields.values)
+    except Exception as error:  # whatever Transformers raises for values that it cannot work with
+        raise ValueError(f"transformer_layer_config cannot be used ({first_line(error)})") from None
+
+
+def _check_size(decoder_class: Any, config: Any, held: int) -> None:
+    """Raise if a config makes layers of more numbers than the file holds, before any memory is allocated."""
+    with torch.device("meta"):
+        needed = sum(parameter.numel() for parameter in decoder_class(config).layers.parameters())
+    if needed > held:
+        raise ValueError(f"config.json makes MTP layers of {needed:,} numbers, but the file holds {held:,}")
 
 
 def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> PretrainedConfig:
@@ -270,3 +311,10 @@ def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> Pre
         if getattr(result, name, None) is not None:
             setattr(result, name, value)
     return cast(PretrainedConfig, result)
+
+
+READER = "hf_specgen.heads.mtp.load_mtp"
+FORMATS = (
+    Format("MTP layers", "MTPCandidates", has_mtp_layers, None, READER),
+    speculators_format("mtp", "MTPCandidates", None)._replace(reader=READER),
+)

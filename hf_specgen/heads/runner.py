@@ -6,38 +6,32 @@ dropped before the next accepted tokens are processed with the features that the
 
 from __future__ import annotations
 
-import logging
-import threading
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers.cache_utils import Cache
 
-from hf_specgen.heads.base import BoundHead, DraftHead, HeadOutput
+from hf_specgen.call import Compile
+from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.block import BlockConfig
 from hf_specgen.heads.eagle import EagleConfig
 from hf_specgen.heads.layers import causal_mask
+from hf_specgen.heads.mtp import MTPConfig
+from hf_specgen.heads.path_head import PathHead
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.graphs import (
-    Buffers,
-    CapturedModule,
-    CapturedPass,
-    GraphMemory,
-    StepLayer,
-    graph_memory,
-    padded_width,
-)
+from hf_specgen.targets.graphs import captured_functions, padded_width
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.tree import DraftTree
 
-logger = logging.getLogger("hf_specgen")
 T = TypeVar("T")
+MAX_CAPTURED = 64
+"""Longer passes run eagerly: those over a prompt."""
+MAX_CANDIDATES = 2048
+"""Tokens of a position that are corrected where the vocabulary is large, as in SGLang's drafter for Domino."""
 PREFILL_CHUNK = 512
 """Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""
 
@@ -81,9 +75,20 @@ class EagleRunner(HeadRunner):
 
     last: HeadOutput
 
-    def __init__(self, bound: BoundHead, batch: int, captured: CapturedHead | None = None):
+    def __init__(self, bound: BoundHead, batch: int, graphs: Compile = False):
         super().__init__(bound, batch)
-        self._captured, self._hidden = captured, self._like.new_zeros(batch, 0, 0)
+        self._graphs = captured_functions(bound.head) if graphs else None
+        self._mode, self._hidden = graphs, self._like.new_zeros(batch, 0, 0)
+
+    def first_logits(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
+    ) -> torch.Tensor:
+        """`[batch, vocab]` logits of the first draft token; arguments as for `extend`."""
+        return self.bound.target_logits(self.extend(features, next_tokens, needed).output)[:, 0]
+
+    def next_logits(self, tree: DraftTree, new: int) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `extend`."""
+        return self.bound.target_logits(self.expand(tree, new).output)
 
     def extend(
         self,
@@ -95,7 +100,7 @@ class EagleRunner(HeadRunner):
 
         Returns the output at the last position. Rows that are not needed are dropped, unless passes are captured.
         """
-        if needed is not None and self._captured is None:  # another number of rows would be captured anew
+        if needed is not None and self._graphs is None:  # another number of rows would be captured anew
             kept = self._drop(needed)
             if hasattr(self, "last"):
                 self.last = HeadOutput(*(part[kept] for part in self.last))
@@ -116,8 +121,25 @@ class EagleRunner(HeadRunner):
         return HeadOutput(*map(self._scatter, self.last))
 
     def _run(self, inputs: HeadInputs) -> HeadOutput:
-        run = run_eagerly if self._captured is None else self._captured.run
-        return run(self.bound.head, inputs, self.cache)
+        """One pass of the head, which appends to the cache; as a graph if it is short."""
+        batch, length = inputs.positions.shape
+        if self._graphs is None or self._graphs.failure is not None or length > MAX_CAPTURED or not self.cache.lengths:
+            return run_head(self.bound.head, inputs, self.cache)
+        width, lengths = padded_width(length), self.cache.lengths
+        capacity = self._graphs.capacity(self.bound.head, self.cache, width, self._mode)
+        if not capacity:
+            return run_head(self.bound.head, inputs, self.cache)
+        more = (0, width - length)
+        mask = inputs.mask.new_zeros(batch, 1, width, capacity)
+        mask[:, :, :length, : inputs.mask.shape[3]] = inputs.mask
+        mask[:, :, length:, 0] = True  # a query that sees nothing would write NaN into the cache
+        embeddings, hidden = (pad(part, (0, 0, *more)) for part in (inputs.embeddings, inputs.hidden))
+        padded = HeadInputs(embeddings, hidden, pad(inputs.positions, more), mask)
+        eager = padded._replace(mask=mask[..., : max(lengths) + width])
+        run = lambda: run_head(self.bound.head, eager, self.cache)  # noqa: E731
+        output = self._graphs.run(run_head, self.bound.head, padded, self.cache, width, mode=self._mode, eagerly=run)
+        self.cache.set_lengths([before + length for before in lengths])
+        return HeadOutput(*(part[:, :length] for part in output))
 
     def _keep_last(self, output: HeadOutput, new: Sequence[int]) -> None:
         """Commit the first `new[b]` positions of row b of a pass."""
@@ -207,22 +229,268 @@ class BlockRunner(ParallelRunner):
     def __init__(self, bound: BoundHead, batch: int):
         super().__init__(bound, batch)
         self._config = cast(BlockConfig, bound.head.config)
-        self.depth = self._config.block_size - self._config.first_proposing_position
+        self.depth = self._config.depth
 
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
-        head: Any = self.bound.head
-        device, first = self._like.device, self._config.first_proposing_position
-        states = pad_sequence(features, batch_first=True)
-        head.extend(states, self._positions(states.shape[1], device), self.cache)
-        self._commit([len(row) for row in features])
+        first = self._config.first_proposing_position
         # Unless all attention inside the block is causal, the mask tokens attend to each other: a whole block.
         causal = all(attention.causal for attention in self._config.attention)
         size = min(first + depth, self._config.block_size) if causal else self._config.block_size
-        blocks = torch.full((len(tokens), size), self._config.mask_token_id, device=device)
-        blocks[:, 0] = torch.tensor([row[-1] if row else 0 for row in tokens])
-        output = head(self.bound.embed(blocks), self._positions(size, device), self.cache, self.lengths).output
+        return self._block(features, self._anchors(tokens), size)[:, first : first + depth]
+
+    def _anchors(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """`[active]` the last known token of each row."""
+        return torch.tensor([row[-1] if row else 0 for row in tokens], device=self._like.device)
+
+    def _block(self, features: list[torch.Tensor], anchors: torch.Tensor, size: int) -> torch.Tensor:
+        """`[active, size, hidden]` outputs at the positions of a block after the new accepted ones."""
+        head: Any = self.bound.head
+        device = self._like.device
+        states = pad_sequence(features, batch_first=True)
+        head.extend(states, self._positions(states.shape[1], device), self.cache)
+        self._commit([len(row) for row in features])
+        blocks = torch.full((len(features), size), self._config.mask_token_id, device=device)
+        blocks[:, 0] = anchors
+        output: HeadOutput = head(self.bound.embed(blocks), self._positions(size, device), self.cache, self.lengths)
         self.cache.set_lengths(self.lengths)
-        return cast(torch.Tensor, output[:, first : first + depth])
+        return output.output
+
+
+class LayoutVotes:
+    """Which position of a block proposes first, counted on texts where the checkpoint leaves it open.
+
+    Attributes:
+        first: the position that has proposed the right next token most often, 0 or 1.
+    """
+
+    def __init__(self, guess: int):
+        self.first, self._hits = guess, [0, 0]
+
+    @property
+    def are_clear(self) -> bool:
+        """Whether one layout has won: in the other one, a head is right about as rarely as a random one."""
+        return abs(self._hits[0] - self._hits[1]) >= 4
+
+    def count(self, proposed: Sequence[int], token: int) -> None:
+        """Count what position 0 and position 1 proposed for a token that is known by now."""
+        for first in (0, 1):
+            self._hits[first] += proposed[first] == token
+        if self._hits[0] != self._hits[1]:
+            self.first = self._hits.index(max(self._hits))
+
+    def copy(self) -> LayoutVotes:
+        """A copy for another call."""
+        copied = LayoutVotes(self.first)
+        copied._hits = list(self._hits)
+        return copied
+
+
+class PathRunner(BlockRunner):
+    """Runs a block head with a correction: one pass of the block, then logits after any path without another pass.
+
+    Args:
+        bound: the head on its target.
+        batch: rows of the call.
+        full_vocabulary: whether the correction is computed for all tokens; otherwise only for those of the highest
+            base logits at their position, where the vocabulary is large.
+        votes: for a head whose layout is measured.
+
+    Attributes:
+        max_candidates: how many tokens of a position can be drafted.
+        confidence: `[batch, nodes]` logits of the confidence head for what was computed last; None without one.
+    """
+
+    confidence: torch.Tensor | None = None
+
+    def __init__(self, bound: BoundHead, batch: int, full_vocabulary: bool = True, votes: LayoutVotes | None = None):
+        super().__init__(bound, batch)
+        self._head = cast(PathHead, bound.head)
+        self._first, self._votes = self._config.first_proposing_position, votes
+        limit, vocab = self._head.max_candidates, self._config.draft_vocab_size
+        if limit is None and not full_vocabulary and vocab > 4 * MAX_CANDIDATES:
+            limit = MAX_CANDIDATES
+        self.max_candidates = vocab if limit is None else min(limit, vocab)
+        self._proposed: dict[int, list[int]] = {}
+
+    def first_logits(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
+    ) -> torch.Tensor:
+        """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.extend`."""
+        self._drop(needed)
+        tokens, anchors = self._gather(next_tokens), self._anchors(self._gather(next_tokens))
+        states = [row.to(self._like) for row in self._gather(features)]
+        hidden = self._block(states, anchors, self._config.block_size)
+        if self._votes is not None and not self._votes.are_clear:
+            self._measure(self._votes, hidden, anchors, tokens)
+        self._begin(hidden, anchors)
+        logits = self._step(anchors[:, None], torch.zeros_like(anchors)[:, None], self._states)
+        return logits[:, 0]
+
+    def next_logits(self, tree: DraftTree, new: int) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
+        tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
+        device, first = self._like.device, tree.nodes - new
+        parents, depths, _ = tree.structure()
+        above = parents[:, first:, None].to(device).expand(-1, -1, self._states.shape[2])
+        tokens = tree.input_tokens(device)[:, first:]
+        return self._step(tokens, depths[:, 1 + first :].to(device), self._states.gather(1, above))
+
+    def _begin(self, hidden: torch.Tensor, anchors: torch.Tensor) -> None:
+        """Compute what all paths of a block share."""
+        self._states = self._head.first_state(hidden, anchors, self.bound.embed, self._first)[:, None]
+        self._hidden = hidden[:, self._first :]
+        self._base, self._keys = self.bound.logits(self._hidden), self._head.keys()
+        if self.max_candidates < self._base.shape[-1]:
+            self._base, self._tokens = self._base.topk(self.max_candidates, dim=-1)
+            self._keys = self._keys[self._tokens]  # [active, positions, candidates, rank]
+        self._begun = False
+
+    def _step(self, tokens: torch.Tensor, depths: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Logits after nodes of these tokens, depths and states of their parents, all `[active, nodes, …]`."""
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        places = depths.clamp(max=self._hidden.shape[1] - 1)  # a node that only fills up its row may be deeper
+        hidden = self._hidden[rows, places]
+        query, states = self._head.step(hidden, tokens, states, depths, self.bound.embed)
+        self._states = torch.cat([self._states, states], dim=1) if self._begun else states
+        self._begun = True
+        confidence = self._head.confidence_logits(hidden, tokens)
+        self.confidence = None if confidence is None else self._scatter(confidence)
+        logits = self._base[rows, places]
+        if self._keys.dim() == 2:
+            logits = logits + query @ self._keys.T
+        else:
+            corrected = logits + (self._keys[rows, places] @ query[..., None])[..., 0]
+            logits = logits.new_full((*logits.shape[:2], self._config.draft_vocab_size), -torch.inf)
+            logits.scatter_(2, self._tokens[rows, places], corrected)
+        return self._scatter(self.bound.to_target_vocabulary(logits))
+
+    def _measure(
+        self, votes: LayoutVotes, hidden: torch.Tensor, anchors: torch.Tensor, tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Compare what both layouts proposed after each row's last anchor with the token that followed it."""
+        for row, known in zip(self.rows, tokens, strict=True):
+            if known and row in self._proposed:
+                votes.count(self._proposed[row], known[0])
+        logits = []
+        for first in (0, 1):
+            state = self._head.first_state(hidden, anchors, self.bound.embed, first)
+            query = self._head.step(hidden[:, first], anchors, state, torch.zeros_like(anchors), self.bound.embed).query
+            logits.append(self.bound.logits(hidden[:, first]) + query @ self._head.keys().T)
+        best = self.bound.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
+        self._proposed = dict(zip(self.rows, best, strict=True))
+        self._first = votes.first
+
+
+class LayeredRunner(HeadRunner):
+    """Runs several MTP layers, each for one further draft token, over accepted positions and then over draft nodes.
+
+    Layer k reads at position p the token of p + 1 + k and the output of layer k - 1. For the last k of n known
+    positions that token is a draft token, so a node of depth k is computed by layer k at these k positions:
+
+        position           n-2       n-1
+        layer 0            x(n-1)    x(n)           all known; predicts d1
+        layer 1            x(n)      d1             predicts d2
+        layer 2            d1        d2             predicts d3
+
+    The last positions are computed again with the next accepted tokens.
+    """
+
+    def __init__(self, bound: BoundHead, batch: int):
+        super().__init__(bound, batch)
+        self.layers = cast(MTPConfig, bound.head.config).num_layers
+        self._features = [self._like.new_zeros(0, bound.head.config.hidden_size)] * batch  # to compute again
+        self._tokens: list[list[int]] = [[] for _ in range(batch)]
+
+    def first_logits(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
+    ) -> torch.Tensor:
+        """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.extend`."""
+        kept = self._drop(needed)
+        states = [
+            torch.cat([self._features[place], new.to(self._like)])
+            for place, new in zip(kept, self._gather(features), strict=True)
+        ]
+        tokens = [[*self._tokens[place], *new] for place, new in zip(kept, self._gather(next_tokens), strict=True)]
+        self.cache.set_lengths(self.lengths)
+        early = [max(0, len(row) - PREFILL_CHUNK - self.layers) for row in tokens]
+        for start in range(0, max(early), PREFILL_CHUNK):
+            parts = [slice(min(start, end), min(start + PREFILL_CHUNK, end)) for end in early]
+            self._read(states, tokens, parts)
+            self._commit([part.stop - part.start for part in parts])
+        outputs = self._read(states, tokens, [slice(end, len(row)) for end, row in zip(early, tokens, strict=True)])
+        counts = [len(row) - end for end, row in zip(early, tokens, strict=True)]
+        rows, device = torch.arange(len(counts), device=self._like.device), self._like.device
+        self._last = [  # by layer, the output at the last position whose tokens are all known
+            hidden[rows, torch.tensor([max(0, count - 1 - layer) for count in counts], device=device)]
+            for layer, hidden in enumerate(outputs)
+        ]
+        self._ends = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        again = [min(self.layers - 1, count) for count in counts]
+        self._features = [row[len(row) - count :] for row, count in zip(states, again, strict=True)]
+        self._tokens = [row[len(row) - count :] for row, count in zip(tokens, again, strict=True)]
+        self._commit([count - back for count, back in zip(counts, again, strict=True)])
+        hidden = outputs[0]
+        # Of each node the outputs and tokens at the last `layers` positions.
+        self._hidden = hidden.new_zeros(len(rows), 1, self.layers, hidden.shape[-1])
+        self._paths = torch.zeros(len(rows), 1, self.layers, dtype=torch.long, device=device)
+        return self._scatter(self.bound.target_logits(self._last[0]))
+
+    def next_logits(self, tree: DraftTree, new: int) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
+        tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
+        device, first = self._like.device, tree.nodes - new
+        parents, depths, _ = (part.to(device) for part in tree.structure())
+        rows, above = torch.arange(len(self.rows), device=device)[:, None], parents[:, first:]
+        own = tree.input_tokens(device)[:, first:, None]
+        paths = torch.cat([self._paths[rows, above][:, :, 1:], own], dim=2)
+        before, hidden = self._hidden[rows, above], self._hidden.new_zeros(len(rows), new, *self._hidden.shape[2:])
+        depths = depths[:, 1 + first :]
+        for depth in range(1, self.layers):  # a node that only fills up its row may be deeper
+            if bool((depths == depth).any()):
+                computed = self._layer(depth, paths, before)
+                hidden = torch.where((depths == depth)[..., None, None], computed, hidden)
+        self._hidden, self._paths = torch.cat([self._hidden, hidden], dim=1), torch.cat([self._paths, paths], dim=1)
+        return self._scatter(self.bound.target_logits(hidden[:, :, -1]))
+
+    def _read(
+        self, states: Sequence[torch.Tensor], tokens: Sequence[list[int]], parts: Sequence[slice]
+    ) -> list[torch.Tensor]:
+        """Run all layers over a part of each row's new positions; the outputs of each layer `[active, new, hidden]`."""
+        head: Any = self.bound.head
+        hidden = pad_sequence([row[part] for row, part in zip(states, parts, strict=True)], batch_first=True)
+        device, count = self._like.device, hidden.shape[1]
+        positions, mask = self._positions(count, device), causal_mask(self.lengths, count, device)
+        outputs = []
+        for layer in range(self.layers):
+            ahead = [row[part.start + layer : part.stop + layer] for row, part in zip(tokens, parts, strict=True)]
+            read = torch.tensor([[*row, *[0] * (count - len(row))] for row in ahead])
+            hidden = head(self.bound.embed(read), hidden, positions, mask, self.cache, step=layer).hidden
+            outputs.append(hidden)
+        return outputs
+
+    def _layer(self, depth: int, paths: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """The outputs of a layer for nodes of its depth, `[active, nodes, layers, hidden]`; other positions are 0."""
+        head: Any = self.bound.head
+        (rows, nodes), device = paths.shape[:2], paths.device
+        tokens, states = paths[:, :, -depth:], before[:, :, -depth:].clone()
+        states[:, :, 0] = self._last[depth - 1][:, None]
+        starts = (torch.tensor(self._ends, device=device)[:, None] - depth).clamp(min=0)
+        steps = torch.arange(depth, device=device).repeat(nodes)
+        owners = torch.arange(nodes, device=device).repeat_interleave(depth)
+        slots = torch.arange(max(self._ends) - depth + nodes * depth, device=device)
+        place = (slots - starts)[:, None]  # counted from the first slot of the nodes
+        itself = (place.div(depth, rounding_mode="floor") == owners[:, None]) & (place % depth <= steps[:, None])
+        self.cache.set_lengths([max(0, end - depth) for end in self._ends])
+        output = head(
+            self.bound.embed(tokens.flatten(1)),
+            states.flatten(1, 2),
+            starts + steps,
+            ((place < 0) | itself)[:, None],
+            self.cache,
+            step=depth,
+        )
+        self.cache.set_lengths(self.lengths)
+        return pad(output.hidden.view(rows, nodes, depth, -1), (0, 0, self.layers - depth, 0))
 
 
 class HeadInputs(NamedTuple):
@@ -234,67 +502,8 @@ class HeadInputs(NamedTuple):
     mask: torch.Tensor
 
 
-class CapturedHead(CapturedModule):
-    """The passes of one EAGLE head as CUDA graphs, shared by all calls; used by one thread at a time.
-
-    On an H100 drafting a level of a tree takes 4.4 ms, with captured passes 2.1 ms. Passes longer than 64 run eagerly.
-    """
-
-    def run(self, head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
-        """One pass of the head, which appends to the cache. Runs eagerly if it is long or cannot be captured."""
-        memory = self._memory = self._memory or graph_memory(inputs.hidden.device)
-        if inputs.positions.shape[1] <= 64 and cache.lengths and not memory.is_broken:
-            try:
-                return self._replay(memory, head, inputs, cache)
-            except Exception:
-                if not memory.is_broken:
-                    raise
-                logger.warning("the passes of a %s cannot be captured; they run eagerly", type(head).__name__)
-        return run_eagerly(head, inputs, cache)
-
-    def _replay(self, memory: GraphMemory, head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
-        batch, length = inputs.positions.shape
-        lengths, width = cache.lengths, padded_width(length)
-        with self._lock:
-            cache.reserve(max(lengths) + width)
-            capacity = self._buffers.adopt(cache)
-            mask = inputs.mask.new_zeros(batch, 1, width, capacity)
-            mask[:, :, :length, : inputs.mask.shape[3]] = inputs.mask
-            mask[:, :, length:, 0] = True  # a query that sees nothing would write NaN into the cache
-            slots = torch.tensor(lengths)[:, None] + torch.arange(width)
-            more = (0, width - length)
-            embeddings, hidden = (pad(part, (0, 0, *more)) for part in (inputs.embeddings, inputs.hidden))
-            padded = HeadInputs(embeddings, hidden, pad(inputs.positions, more), mask)
-            key = batch, width, capacity, torch.is_inference_mode_enabled()
-            if key not in self._passes:
-                self._passes[key] = CapturedPass(_captured_pass, memory)
-            output: HeadOutput = self._passes[key](head, (padded, slots), cache.buffers())
-        cache.set_lengths([before + length for before in lengths])
-        return HeadOutput(*(part[:, :length] for part in output))
-
-
-def run_eagerly(head: DraftHead, inputs: HeadInputs, cache: RaggedCache) -> HeadOutput:
-    """One pass of the head without a graph."""
+def run_head(head: Any, inputs: HeadInputs, cache: Any) -> HeadOutput:
+    """One pass of a head over the entries of a cache."""
     embeddings, hidden, positions, mask = inputs
     output: HeadOutput = head(embeddings, hidden, positions.to(hidden.device), mask.to(hidden.device), cache)
     return output
-
-
-def _captured_pass(head: DraftHead, inputs: tuple[HeadInputs, torch.Tensor], buffers: Buffers) -> HeadOutput:
-    """The function that is captured; `inputs` has the slots `[batch, width]` that it writes to beside its inputs."""
-    tensors, slots = inputs
-    layers: Any = [StepLayer(keys, values, slots, tensors.mask.shape[-1]) for keys, values in buffers]
-    output: HeadOutput = head(*tensors, Cache(layers=layers))
-    return output
-
-
-_lock = threading.Lock()
-_captured_heads: WeakKeyDictionary[DraftHead, CapturedHead] = WeakKeyDictionary()
-
-
-def captured_head(head: DraftHead) -> CapturedHead:
-    """The captured passes of a head for one call; they are shared by all calls."""
-    with _lock:
-        captured = _captured_heads.setdefault(head, CapturedHead())
-    captured.begin_call(head)
-    return captured

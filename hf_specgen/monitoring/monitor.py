@@ -1,4 +1,4 @@
-"""Monitors of running calls: statistics over a window of steps, a histogram, Prometheus counters."""
+"""Monitors of running calls: statistics over a window of steps and over all calls, and Prometheus counters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
+from typing import Literal
+
+import numpy as np
 
 from hf_specgen.call import Call
 from hf_specgen.counters import RowStep, Statistics, StepRecord
@@ -37,20 +42,41 @@ class Monitor(ABC):
         """Return the session of a call."""
 
 
+@dataclass(frozen=True)
+class AcceptanceRates:
+    """The distribution of the acceptance rates of single drafts: accepted over drafted tokens. 0 without drafts."""
+
+    drafts: int = 0
+    mean: float = 0.0
+    std: float = 0.0
+    min: float = 0.0
+    max: float = 0.0
+    p50: float = 0.0
+    p95: float = 0.0
+
+    @classmethod
+    def of(cls, counts: Mapping[tuple[int, int], int]) -> AcceptanceRates:
+        """From the number of drafts with so many (drafted, accepted) tokens."""
+        if not counts:
+            return cls()
+        rates = np.repeat([accepted / drafted for drafted, accepted in counts], list(counts.values()))
+        numbers = (rates.mean(), rates.std(), rates.min(), rates.max(), *np.percentile(rates, [50, 95]))
+        return cls(len(rates), *map(float, numbers))
+
+
 class SpeculationMonitor(Monitor):
-    """Statistics over a window of steps, a histogram and a timeline, over all calls; may be shared by threads.
+    """Statistics over a window of row steps (one row in one step) and over all calls; may be shared by threads.
 
     Logs one line per call at level INFO to the logger "hf_specgen". Subclass it and extend `record` for more.
 
     Args:
-        window: number of row steps (one row in one step) in the window.
-        timeline: number of steps kept for the plot.
+        window: number of row steps in the window.
         prometheus: count in `prometheus_client` under vLLM's names: `spec_decode_num_drafts`,
             `spec_decode_num_draft_tokens`, `spec_decode_num_accepted_tokens` and the last one per position. None counts
             if the package is installed.
 
     Raises:
-        ValueError: if a size is not positive.
+        ValueError: if the window is not positive.
         ImportError: with `prometheus=True`, if `prometheus_client` is not installed.
 
     Example:
@@ -58,18 +84,17 @@ class SpeculationMonitor(Monitor):
         >>> # model.generate(**inputs, candidate_generator=NgramCandidates(k="auto"), monitor=monitor)
         >>> monitor.summary()
         'last 0 row steps: nothing was drafted'
+        >>> monitor.acceptance("total").p95
+        0.0
     """
 
-    def __init__(self, window: int = 100, *, timeline: int = 2000, prometheus: bool | None = None):
-        for name, value in (("window", window), ("timeline", timeline)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        self.window: deque[tuple[int, int, int, int]] = deque(maxlen=window)
-        """(maximum depth, drafted, accepted and emitted tokens) of the last row steps."""
-        self.timeline: deque[tuple[float, float, float, float]] = deque(maxlen=timeline)
-        """(maximum depth, drafted and accepted tokens: means over rows; seconds) of the last steps."""
-        self.histogram: Counter[int] = Counter()
-        """Number of drafts of which 0, 1, 2, … tokens were accepted, over all calls."""
+    def __init__(self, window: int = 100, *, prometheus: bool | None = None):
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
+        self.window: deque[RowStep] = deque(maxlen=window)
+        """The last row steps."""
+        self.drafts: Counter[tuple[int, int]] = Counter()
+        """Number of drafts with so many (drafted, accepted) tokens, over all calls."""
         self.calls = 0
         """Number of calls that were started."""
         self._counters = _counters(prometheus)
@@ -82,49 +107,38 @@ class SpeculationMonitor(Monitor):
 
     def record(self, call: Call, step: StepRecord) -> None:
         """Record a step of any call, in the thread of that call; subclass and extend it to do more with each step."""
-        taken = [(depth, row) for depth, row in zip(step.requested, step.rows, strict=True) if row is not None]
+        rows = [row for row in step.rows if row is not None]
+        drafts = [(row.drafted, row.accepted) for row in rows if row.drafted]
         with self._lock:
-            for depth, row in taken:
-                self.window.append((depth, row.drafted, row.accepted, row.emitted))
-                if row.drafted:
-                    self.histogram[row.accepted] += 1
-            columns = zip(*((depth, row.drafted, row.accepted) for depth, row in taken), strict=True)
-            depth, drafted, accepted = (sum(column) / len(taken) for column in columns)
-            self.timeline.append((depth, drafted, accepted, sum(step.seconds.values())))
+            self.window.extend(rows)
+            self.drafts.update(drafts)
         if self._counters is not None:
-            for _, row in taken:
-                if row.drafted:
-                    self._counters.add(row.drafted, row.accepted)
+            for drafted, accepted in drafts:
+                self._counters.add(drafted, accepted)
+
+    def acceptance(self, over: Literal["window", "total"] = "window") -> AcceptanceRates:
+        """Mean, standard deviation, minimum, maximum, median and 95th percentile of the drafts' acceptance rates."""
+        if over not in ("window", "total"):
+            raise ValueError(f'over must be "window" or "total", got {over!r}')
+        with self._lock:  # other threads may append
+            newest = Counter((row.drafted, row.accepted) for row in self.window if row.drafted)
+            return AcceptanceRates.of(newest if over == "window" else self.drafts)
 
     @property
-    def acceptance_rate(self) -> float:
-        """accepted / drafted, in the window."""
-        _, drafted, accepted, _ = self._means()
-        return accepted / drafted if drafted else 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Emitted tokens per row step, in the window."""
-        return self._means()[3]
-
-    @property
-    def mean_depth(self) -> float:
-        """Mean of the maximum depth, in the window; 0 if nothing is drafted."""
-        return self._means()[0]
+    def statistics(self) -> Statistics:
+        """The row steps of the window, as statistics of one row."""
+        with self._lock:
+            return Statistics([list(self.window)])
 
     def summary(self) -> str:
         """One line about the window."""
-        if not self._means()[1]:
-            return f"last {len(self.window)} row steps: nothing was drafted"
+        counts, rates = self.statistics, self.acceptance()
+        if not counts.drafted:
+            return f"last {counts.steps} row steps: nothing was drafted"
         return (
-            f"last {len(self.window)} row steps: {self.tokens_per_step:.2f} tokens per step, "
-            f"{self.acceptance_rate:.0%} of draft tokens accepted, mean depth {self.mean_depth:.1f}"
+            f"last {counts.steps} row steps: {counts.tokens_per_step:.2f} tokens per step, {counts.acceptance_rate:.0%}"
+            f" of draft tokens accepted; by draft {rates.mean:.0%} ± {rates.std:.0%}, median {rates.p50:.0%}"
         )
-
-    def _means(self) -> list[float]:
-        """Means over the window: maximum depth, drafted, accepted and emitted tokens; 0 if it is empty."""
-        with self._lock:  # other threads may append to it
-            return [sum(column) / len(self.window) for column in zip(*self.window, strict=True)] or [0.0] * 4
 
 
 class _SpeculationMonitorSession(MonitorSession):
@@ -140,21 +154,15 @@ class _SpeculationMonitorSession(MonitorSession):
         self._monitor.record(self._call, step)
 
     def end(self) -> None:
-        counts = Statistics([self._rows])
+        counts, tokens = Statistics([self._rows]), sum(map(len, self._call.state.generated))
         logger.info(
-            "%s: %d tokens, %d steps, %.2f tokens per step, drafted %d, accepted %d (%.0f%%), %.2f s",
-            self._call.drafting.name,
-            sum(map(len, self._call.state.generated)),
-            self._steps,
-            counts.tokens_per_step,
-            counts.drafted,
-            counts.accepted,
-            100 * counts.acceptance_rate,
-            perf_counter() - self._started,
+            f"{self._call.drafting.name}: {tokens} tokens, {self._steps} steps, {counts.tokens_per_step:.2f} tokens "
+            f"per step, drafted {counts.drafted}, accepted {counts.accepted} ({counts.acceptance_rate:.0%}), "
+            f"{perf_counter() - self._started:.2f} s"
         )
 
 
-class Counters:
+class _Counters:
     """Prometheus counters of this process in the default registry, which appends `_total` to each name."""
 
     def __init__(self) -> None:
@@ -163,9 +171,8 @@ class Counters:
         self._drafts = Counter(f"{PREFIX}drafts", "Drafts that the target verified.")
         self._drafted = Counter(f"{PREFIX}draft_tokens", "Draft tokens that the target verified.")
         self._accepted = Counter(f"{PREFIX}accepted_tokens", "Draft tokens that were accepted.")
-        self._by_position = Counter(
-            f"{PREFIX}accepted_tokens_per_pos", "Drafts in which this position was accepted.", ["position"]
-        )
+        about = "Drafts in which this position was accepted."
+        self._by_position = Counter(f"{PREFIX}accepted_tokens_per_pos", about, ["position"])
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count one draft of one row."""
@@ -176,13 +183,11 @@ class Counters:
             self._by_position.labels(position=str(position)).inc()
 
 
-@lru_cache(maxsize=1)
-def _process_counters() -> Counters:
-    """The counters of this process: Prometheus registers each name once."""
-    return Counters()
+_process_counters = cache(_Counters)
+"""The counters of this process: Prometheus registers each name once."""
 
 
-def _counters(wanted: bool | None) -> Counters | None:
+def _counters(wanted: bool | None) -> _Counters | None:
     if wanted is False:
         return None
     try:

@@ -1,63 +1,74 @@
-"""Plots of the statistics of one call, and of a monitor."""
+"""Plots of what a monitor has recorded, and of the speedup that an acceptance rate allows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_specgen.counters import Statistics
 from hf_specgen.monitoring.monitor import SpeculationMonitor
 
 ACCEPTED, REJECTED = "#2a7f62", "#d9d9d9"
+Latency = Callable[[float], float]
 
 
-def plot_statistics(statistics: Statistics, path: str | Path) -> None:
-    """Plot acceptance by position, and the drafted and accepted tokens of each step of the first row.
-
-    The suffix of the path chooses the format (PNG, SVG, PDF).
-    """
-    figure = _figure()
-    by_position, along_text = figure.subplots(2, 1)
-    rates = statistics.acceptance_rate_per_position
-    by_position.bar(range(1, len(rates) + 1), rates, color=ACCEPTED)
-    by_position.set(
-        title=f"{statistics.tokens_per_step:.2f} tokens per step, acceptance rate {statistics.acceptance_rate:.0%}",
-        xlabel="position in the draft",
-        ylabel="accepted",
-        ylim=(0, 1),
-    )
-    by_position.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    steps = statistics.rows[0]
-    numbers = range(1, len(steps) + 1)
-    along_text.bar(numbers, [step.depth for step in steps], color=REJECTED, label="drafted")
-    along_text.bar(numbers, [step.accepted for step in steps], color=ACCEPTED, label="accepted")
-    along_text.set(xlabel="verification step of the first row", ylabel="tokens")
-    along_text.legend(frameon=False)
-    _save(figure, path)
+def flat(queries: float) -> float:
+    """T(q) / T(1) of a target for which draft tokens are free."""
+    return 1.0
 
 
 def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
-    """Plot depth, drafted and accepted tokens of the last steps, and the histogram of accepted tokens per draft.
+    """Plot the drafts of the last row steps, and how many drafts had so many tokens accepted.
 
     The suffix of the path chooses the format (PNG, SVG, PDF).
     """
-    if not monitor.timeline:
+    steps = list(monitor.window)
+    if not steps:
         raise ValueError("the monitor has no steps yet; pass it to generate(…, monitor=monitor)")
     figure = _figure()
-    timeline, histogram = figure.subplots(2, 1)
-    depths, drafted, accepted, _ = zip(*monitor.timeline, strict=True)
-    numbers = range(1, len(depths) + 1)
-    timeline.fill_between(numbers, drafted, step="mid", color=REJECTED, label="drafted")
-    timeline.fill_between(numbers, accepted, step="mid", color=ACCEPTED, label="accepted")
-    timeline.step(numbers, depths, where="mid", color="#444444", linewidth=1, label="maximum depth")
-    timeline.set(title=monitor.summary(), xlabel="step", ylabel="tokens per row", xlim=(1, max(2, len(depths))))
-    timeline.set_ylim(0, 1.3 * max(1, *depths))
-    timeline.legend(frameon=False, ncols=3, loc="upper right")
-    counts = monitor.histogram.copy()  # calls of other threads may add to it
-    lengths = range(max(counts, default=0) + 1)
-    histogram.bar(lengths, [counts[length] for length in lengths], color=ACCEPTED)
-    histogram.set(xlabel="accepted tokens of a draft", ylabel="drafts")
-    histogram.xaxis.get_major_locator().set_params(integer=True)
+    newest, histogram = figure.subplots(2, 1)
+    numbers = range(1, len(steps) + 1)
+    newest.bar(numbers, [step.depth for step in steps], color=REJECTED, label="depth of the draft")
+    newest.bar(numbers, [step.accepted for step in steps], color=ACCEPTED, label="accepted")
+    newest.set(title=monitor.summary(), xlabel="step of a row", ylabel="tokens")
+    newest.legend(frameon=False)
+    accepted = [accepted for _, accepted in monitor.drafts]
+    histogram.hist(accepted, range(max(accepted, default=0) + 2), weights=monitor.drafts.values(), color=ACCEPTED)
+    histogram.set(xlabel="accepted tokens of a draft, over all calls", ylabel="drafts")
+    _save(figure, path)
+
+
+def speedup(acceptance: float, k: int, latency: Latency = flat, draft_pass: float = 0.0) -> float:
+    """Expected speedup of chains of k draft tokens over plain decoding, if each is accepted with this probability.
+
+    A step yields 1 + a + a² + … + a^k tokens and takes T(1 + k) / T(1) plus k passes of the drafter.
+
+    Args:
+        acceptance: a, between 0 and 1.
+        latency: T(q) / T(1) of the target, such as `CostCurve.relative`; 1 for any q if left out.
+        draft_pass: time of a drafter's pass over T(1).
+
+    Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), theorem 3.8.
+
+    Example:
+        >>> round(speedup(0.8, k=5, draft_pass=0.05), 2)
+        2.95
+    """
+    tokens = sum(acceptance**depth for depth in range(k + 1))
+    return tokens / (latency(1 + k) + k * draft_pass)
+
+
+def plot_speedup(
+    path: str | Path, *, latency: Latency = flat, draft_pass: float = 0.05, depths: Sequence[int] = (1, 2, 3, 5, 8, 12)
+) -> None:
+    """Plot `speedup` over the acceptance rate, a line for each k; where it is below 1, drafting loses."""
+    figure = _figure()
+    axes, rates = figure.subplots(), [step / 100 for step in range(101)]
+    for k in depths:
+        axes.plot(rates, [speedup(rate, k, latency, draft_pass) for rate in rates], label=f"k = {k}")
+    axes.axhline(1, color=REJECTED)
+    axes.set(xlabel="acceptance rate of a draft token", ylabel="speedup over plain decoding", xlim=(0, 1), ylim=0)
+    axes.legend(frameon=False)
     _save(figure, path)
 
 

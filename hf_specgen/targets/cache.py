@@ -226,9 +226,10 @@ class RaggedCache(Cache):
             part.set_lengths(lengths)
 
     def reserve(self, slots: int) -> None:
-        """Make room for so many slots in each layer; for those of the whole call, if that is known."""
+        """Make room for so many slots in each layer; for those of the whole call if they are at most twice as many."""
         for part in self._filled:
-            part.reserve(max(slots, part.max_slots or 0))
+            most = part.max_slots or 0
+            part.reserve(most if slots <= most <= 2 * slots else slots)
 
     def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The buffers of keys and values of each layer."""

@@ -1,18 +1,20 @@
-"""CUDA graphs of forward passes: a pass is replayed in one launch. For targets, draft models and heads.
+"""Functions captured as CUDA graphs and replayed in one launch: passes of targets, draft models and heads.
 
 A pass of 32 layers takes 24 ms on an H100 to launch its kernels one by one, of which the GPU computes 11. A graph
-repeats the same kernels on the same addresses: inputs are copied to where they were in the capture, keys and values
-stay in buffers that later calls use again, and a graph is captured anew when something else has changed, see
-`fingerprint`.
+repeats the same kernels on the same addresses: inputs are copied to where they were in the capture, and keys and values
+stay in buffers that later calls use again. There is one graph for each function and shape of its inputs; a pass over n
+tokens is padded to the next of the widths 1, 4, 8, 16, 32, … All are captured anew when the module has changed.
 
 Source: PyTorch's documentation, "CUDA semantics", section "CUDA Graphs".
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +22,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
+from hf_specgen.call import Compile
 from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.model_parts import fingerprint
 
+logger = logging.getLogger("hf_specgen")
 GRAPH_DEVICES = ("cuda",)
-"""Where passes are captured."""
+"""Where functions are captured."""
+EAGER_PASSES = 8
+"""With compile="auto" a shape is captured when it is used once more than this, so that short calls capture nothing."""
 CAPACITY_BLOCK = 256
 """Capacities of buffers, in slots, are multiples of it, so that calls of similar lengths share graphs; from 2,048 on
 there are four between a length and its double."""
+MAX_IDLE_BUFFERS = 2
+"""Sets of buffers, with their graphs, that are kept for a module although no call uses them."""
 
 Buffers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each layer."""
@@ -42,16 +51,15 @@ def padded_width(tokens: int) -> int:
 class StepLayer(CacheLayerMixin):
     """Keys and values of one layer during one captured pass, written to buffers at `slots` `[batch, new]`.
 
-    Attention reads the first `width` slots; the mask leaves out the unfilled ones.
+    Attention reads the whole buffers; the mask leaves out the unfilled slots.
     """
 
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, width: int) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         super().__init__()
-        self.keys, self.values = keys, values
-        self._slots, self._width = slots, width
+        self.keys, self.values, self._slots = keys, values, slots
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
@@ -61,19 +69,20 @@ class StepLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[batch, heads, new, head_dim]` states to the slots; returns the slots that attention reads."""
+        """Write `[batch, heads, new, head_dim]` states to the slots; returns all slots."""
         assert self.keys is not None and self.values is not None
         rows = torch.arange(self._slots.shape[0], device=self._slots.device)[:, None]
         self.keys[rows, :, self._slots] = key_states.transpose(1, 2)
         self.values[rows, :, self._slots] = value_states.transpose(1, 2)
-        return self.keys[:, :, : self._width], self.values[:, :, : self._width]
+        return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._width, 0
+        assert self.keys is not None
+        return self.keys.shape[2], 0
 
     def get_seq_length(self) -> int:
         """Slots before the pass, at most: models that place tokens by `position_ids` do not compute with it."""
-        return self._width - int(self._slots.shape[1])
+        return self.get_mask_sizes(0)[0] - int(self._slots.shape[1])
 
     def get_max_length(self) -> int:
         return -1
@@ -111,7 +120,7 @@ _memories: dict[int, GraphMemory] = {}
 
 
 def graph_memory(device: torch.device) -> GraphMemory:
-    """Memory for the graphs of one model on a device."""
+    """Memory for the graphs of one module on a device."""
     if device.type != "cuda":
         return GraphMemory(None)
     with _lock:
@@ -132,44 +141,6 @@ def _capture_nothing(stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGra
 def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Any:
     """The context in which a graph is captured, one at a time; other threads may launch kernels meanwhile."""
     return torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
-
-
-class CapturedPass:
-    """`function(model, inputs, buffers)`, captured in its first call for each set of buffers, then replayed."""
-
-    def __init__(self, function: Callable[[Any, Any, Buffers], Any], memory: GraphMemory):
-        self._function, self._memory = function, memory
-        self._graphs: dict[tuple[Any, ...], _Graph] = {}
-
-    def __call__(self, model: Any, inputs: Any, buffers: Buffers) -> Any:
-        """Run the function on nested tensors, which are copied to where they were in the capture, and on buffers."""
-        leaves = pytree.tree_leaves(inputs)
-        plain = [repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        key = buffers[0][0].data_ptr(), len(leaves), *plain
-        with self._memory.lock:
-            self._memory.wait()
-            if key not in self._graphs:
-                self._graphs[key] = _Graph(lambda static: self._function(model, static, buffers), inputs, self._memory)
-            return self._graphs[key].replay(leaves)
-
-
-class _Graph:
-    """One captured graph: where its inputs lie, and its outputs."""
-
-    def __init__(self, run: Callable[[Any], Any], inputs: Any, memory: GraphMemory):
-        leaves, structure = pytree.tree_flatten(inputs)
-        device = memory.device
-        self._inputs = [leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        static = pytree.tree_unflatten(self._inputs, structure)
-        self._replay, self._outputs = capture(lambda: run(static), memory)
-
-    def replay(self, leaves: Sequence[Any]) -> Any:
-        """The outputs for other inputs, copied: the next replay of any graph of this memory overwrites them."""
-        for static, leaf in zip(self._inputs, leaves, strict=True):
-            if isinstance(static, torch.Tensor):
-                static.copy_(leaf)
-        self._replay()
-        return pytree.tree_map(torch.clone, self._outputs)
 
 
 def capture(run: Callable[[], Any], memory: GraphMemory) -> tuple[Callable[[], None], Any]:
@@ -203,11 +174,37 @@ def _repair(memory: GraphMemory) -> None:
     _capture_nothing(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
 
 
-@dataclass
+class _Graph:
+    """One captured graph: where its inputs lie, and its outputs."""
+
+    def __init__(self, run: Callable[[Any], Any], inputs: Any, memory: GraphMemory):
+        leaves, structure = pytree.tree_flatten(inputs)
+        self._memory = memory
+        self._inputs = [leaf.to(memory.device, copy=True) if _is_tensor(leaf) else leaf for leaf in leaves]
+        static = pytree.tree_unflatten(self._inputs, structure)
+        self._replay, self._outputs = capture(lambda: run(static), memory)
+
+    def replay(self, leaves: Sequence[Any]) -> Any:
+        """The outputs for other inputs, copied: the next replay of any graph of this memory overwrites them."""
+        with self._memory.lock:
+            self._memory.wait()
+            for static, leaf in zip(self._inputs, leaves, strict=True):
+                if isinstance(static, torch.Tensor):
+                    static.copy_(leaf)
+            self._replay()
+            return pytree.tree_map(lambda output: output.clone() if _is_tensor(output) else output, self._outputs)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+@dataclass(eq=False)
 class _Entry:
     """Buffers of the pool, and the cache that uses them, if any."""
 
     buffers: Buffers
+    layout: list[tuple[Any, ...]]
     cache: weakref.ref[RaggedCache] | None = None
 
     @property
@@ -216,14 +213,18 @@ class _Entry:
 
 
 class GraphBuffers:
-    """A pool of key/value buffers for the calls of one model, used again by later calls of the same shape.
+    """A pool of key/value buffers for the calls of one module, used again by later calls of the same shape.
 
-    They are never freed, since captured graphs use their addresses; a call copies its prompt's keys and values there
-    once.
+    Captured graphs use their addresses; a call copies its prompt's keys and values there once.
     """
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
+
+    @property
+    def addresses(self) -> set[int]:
+        """The addresses of the first keys of all buffers, which identify them."""
+        return {entry.buffers[0][0].data_ptr() for entry in self._entries}
 
     def adopt(self, cache: RaggedCache) -> int:
         """Move the cache into buffers of the pool, unless it is there; returns their capacity in slots."""
@@ -253,13 +254,19 @@ class GraphBuffers:
         return None
 
     def _move_in(self, cache: RaggedCache, capacity: int) -> None:
-        """Copy the cache into free buffers of the same shapes, or into new ones."""
+        """Copy the cache into free buffers of the same shapes, or into new ones; frees those that were idle longest."""
         own = cache.buffers()
-        layout = [(_layout(keys, capacity), _layout(values, capacity)) for keys, values in own]
-        entry = next((entry for entry in self._entries if entry.is_free and _layouts(entry.buffers) == layout), None)
+        layout = _layout(own, capacity)
+        fits = (entry for entry in self._entries if entry.is_free and entry.layout == layout)
+        entry = next(fits, None)
         if entry is None:
-            entry = _Entry([(_static(keys, capacity), _static(values, capacity)) for keys, values in own])
-            self._entries.append(entry)
+            idle = [entry for entry in self._entries if entry.is_free]
+            for old in idle[: max(0, len(idle) - MAX_IDLE_BUFFERS)]:
+                self._entries.remove(old)
+            entry = _Entry([(_static(keys, capacity), _static(values, capacity)) for keys, values in own], layout)
+        else:
+            self._entries.remove(entry)
+        self._entries.append(entry)
         for pair, static_pair in zip(own, entry.buffers, strict=True):
             for source, static in zip(pair, static_pair, strict=True):
                 static.zero_()  # unwritten slots are masked, but a weight of 0 times NaN is NaN
@@ -268,14 +275,9 @@ class GraphBuffers:
         cache.use_buffers(entry.buffers)
 
 
-def _layout(buffer: torch.Tensor, capacity: int) -> tuple[Any, ...]:
-    """Shape with this capacity, dtype and device: buffers that agree in them are interchangeable."""
-    batch, heads, _, size = buffer.shape
-    return batch, heads, capacity, size, buffer.dtype, buffer.device
-
-
-def _layouts(buffers: Buffers) -> list[tuple[Any, Any]]:
-    return [(_layout(keys, keys.shape[2]), _layout(values, values.shape[2])) for keys, values in buffers]
+def _layout(buffers: Buffers, capacity: int) -> list[tuple[Any, ...]]:
+    """Shapes with this capacity, dtypes and devices: buffers that agree in them are interchangeable."""
+    return [(one.shape[:2], capacity, one.shape[3], one.dtype, one.device) for pair in buffers for one in pair]
 
 
 def _static(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -285,54 +287,146 @@ def _static(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
         return torch.zeros(batch, heads, capacity, size, dtype=buffer.dtype, device=buffer.device)
 
 
-def fingerprint(model: nn.Module) -> int:
-    """A hash of what a captured pass depends on beside its inputs; not of what a hook or another object refers to.
+class CapturedFunctions:
+    """Functions of one module as CUDA graphs, shared by all calls; used by one thread at a time.
 
-    These are the addresses of weights and buffers, the precision of matrix products, and of each module the class, the
-    hooks and plain attributes, such as which adapters are active.
+    A function receives the module, its inputs (nested tensors and plain values) and a cache: that of the call when it
+    runs eagerly, one of lasting buffers in a graph.
+
+    Attributes:
+        failure: why nothing is captured any more, unless the module changes; None if nothing has failed.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
-    precision = torch.get_float32_matmul_precision()
-    return hash((precision, tuple(places), tuple(map(_state, model.modules()))))
-
-
-def _state(module: nn.Module) -> tuple[Any, ...]:
-    own = vars(module)
-    plain = [(name, repr(value)) for name, value in own.items() if name not in _OF_EVERY_MODULE and _is_plain(value)]
-    hooks = [_others(own[name]) for name in ("_forward_hooks", "_forward_pre_hooks")]
-    return id(module), type(module), id(own.get("forward")), *hooks, tuple(plain)
-
-
-def _others(hooks: Mapping[int, Any]) -> tuple[int, ...]:
-    """The numbers of hooks that are not this package's, whose own are registered while a prompt is read."""
-    own = __name__.split(".")[0]
-    return tuple(number for number, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(own))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple | set):
-        return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str | None)
-
-
-_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
-"""Attributes of PyTorch's own: the collections of a module's parts and hooks."""
-
-
-class CapturedModule:
-    """The captured passes of one module, shared by all calls; used by one thread at a time."""
 
     def __init__(self) -> None:
+        self.failure: str | None = None
         self._fingerprint: int | None = None
         self._memory: GraphMemory | None = None
-        self._passes: dict[tuple[Any, ...], CapturedPass] = {}
+        self._graphs: dict[tuple[Any, ...], _Graph] = {}
+        self._passes: Counter[tuple[Any, ...]] = Counter()
         self._buffers, self._lock = GraphBuffers(), threading.Lock()
 
     def begin_call(self, module: nn.Module) -> None:
         """Forget the graphs of a module that has changed."""
         if (current := fingerprint(module)) != self._fingerprint:
             with self._lock:
-                self._passes, self._fingerprint = {}, current
+                self._graphs, self._memory, self.failure, self._fingerprint = {}, None, None, current
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a graph."""
+        return bool(self._graphs)
+
+    def capacity(self, module: nn.Module, cache: RaggedCache, tokens: int, mode: Compile) -> int:
+        """Move a cache into lasting buffers, with slots for so many more tokens; returns how many slots they have.
+
+        0 if there is no memory for them, with "auto"; then nothing is captured any more.
+        """
+        with self._lock:
+            try:
+                cache.reserve(max(cache.lengths) + tokens)
+                capacity = self._buffers.adopt(cache)
+            except torch.OutOfMemoryError as error:
+                self._give_up(module, error, mode)
+                return 0
+            addresses = self._buffers.addresses
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] in addresses}
+            return capacity
+
+    def run(
+        self,
+        function: Callable[[Any, Any, Any], Any],
+        module: nn.Module,
+        inputs: Any,
+        cache: RaggedCache,
+        columns: int,
+        *,
+        mode: Compile,
+        eagerly: Callable[[], Any],
+        agree: Callable[[Any, Any], bool] = lambda eager, captured: True,
+        at_once: bool = False,
+    ) -> Any:
+        """The outputs of a function that appends so many columns to a cache.
+
+        Args:
+            inputs: of fixed shapes: masks have a column for each slot of `capacity`.
+            mode: "graphs" captures a shape when it is used first, and raises if that fails; "auto" captures it after
+                `EAGER_PASSES`, and goes on eagerly if that fails.
+            eagerly: runs the same function on the cache of the call.
+            agree: whether the outputs of both differ by rounding alone; checked once for each graph.
+            at_once: whether "auto" does not wait either.
+
+        Raises:
+            ValueError: with "graphs", if the function cannot be captured, or a graph computes something else.
+        """
+        leaves, lengths, buffers = pytree.tree_leaves(inputs), cache.lengths, cache.buffers()
+        shapes = tuple((leaf.shape, leaf.dtype) if _is_tensor(leaf) else repr(leaf) for leaf in leaves)
+        key = buffers[0][0].data_ptr(), function, shapes, torch.is_inference_mode_enabled()
+        starts = torch.tensor(lengths)
+        with self._lock:
+            if (graph := self._graphs.get(key)) is not None:
+                outputs = graph.replay([*leaves, starts])
+                cache.set_lengths([length + columns for length in lengths])
+                return outputs
+            self._passes[key[1:]] += 1
+            is_due = at_once or mode == "graphs" or self._passes[key[1:]] > EAGER_PASSES
+            outputs = eagerly()
+            if self.failure is not None or not is_due:
+                return outputs
+            cache.set_lengths(lengths)
+            try:
+                graph = self._capture(function, module, (inputs, starts), columns, buffers)
+                if not agree(outputs, graph.replay([*leaves, starts])):
+                    raise ValueError("its results differ from those of an ordinary pass")
+                self._graphs[key], self._fingerprint = graph, fingerprint(module)  # the first pass may install hooks
+            except Exception as error:
+                self._give_up(module, error, mode)
+                return eagerly()  # a graph may have written something else to the cache
+        cache.set_lengths([length + columns for length in lengths])
+        return outputs
+
+    def _capture(
+        self, function: Callable[[Any, Any, Any], Any], module: nn.Module, inputs: Any, columns: int, buffers: Buffers
+    ) -> _Graph:
+        """Capture a function that writes to buffers after the slots that its second input names."""
+        if self._memory is None or self._memory.is_broken:
+            self._memory = graph_memory(buffers[0][0].device)
+        logger.info("capturing %s for %d columns", type(module).__name__, columns)
+
+        def run(static: tuple[Any, torch.Tensor]) -> Any:
+            slots = static[1][:, None] + torch.arange(columns, device=static[1].device)
+            layers: Any = [StepLayer(keys, values, slots) for keys, values in buffers]
+            return function(module, static[0], Cache(layers=layers))
+
+        return _Graph(run, inputs, self._memory)
+
+    def _give_up(self, module: nn.Module, error: Exception, mode: Compile) -> None:
+        """Capture nothing of this module any more; raises unless graphs are used only where they work."""
+        if mode == "graphs" and isinstance(error, torch.OutOfMemoryError):
+            raise error
+        name, text = type(module).__name__, " ".join(str(error).split())[:400]
+        self.failure = f"{name} cannot be captured as a CUDA graph ({type(error).__name__}: {text})"
+        if mode == "graphs":
+            raise ValueError(f'{self.failure}; leave compile="graphs" out') from error
+        logger.warning("%s; it runs eagerly", self.failure)
+
+    def release(self, cache: RaggedCache) -> None:
+        """Give the cache buffers of its own, before a caller of `generate` receives it."""
+        with self._lock:
+            self._buffers.release(cache)
+
+
+_functions: weakref.WeakKeyDictionary[nn.Module, CapturedFunctions] = weakref.WeakKeyDictionary()
+
+
+def captured_functions(module: nn.Module) -> CapturedFunctions:
+    """The captured functions of a module for one call; they are shared by all calls."""
+    with _lock:
+        functions = _functions.setdefault(module, CapturedFunctions())
+    functions.begin_call(module)
+    return functions
+
+
+def is_captured(module: nn.Module) -> bool:
+    """Whether a function of a module has been captured."""
+    functions = _functions.get(module)
+    return functions is not None and functions.is_captured

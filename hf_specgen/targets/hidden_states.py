@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen.targets.captured_passes import CapturedPasses
+from hf_specgen import compat
+from hf_specgen.call import Compile
 from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix
-from hf_specgen.targets.target import Target
+from hf_specgen.targets.target import PassOutput, Target, model_pass
 from hf_specgen.tree import DraftTree
 
 
@@ -34,17 +36,17 @@ class HiddenStateTarget(Target):
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         aux_layers: Sequence[int],
-        captured: CapturedPasses | None = None,
+        graphs: Compile = False,
     ):
-        self._hook_points = [_hook_point(model, index) for index in aux_layers]
         self._indices = tuple(aux_layers)
+        for index in aux_layers:
+            _hook_point(model, index)  # raises if there is none
         self._kept: list[list[int]] = []
-        super().__init__(model, input_ids, generation_config, model_kwargs, captured)
-        layers = len(decoder_layers(model))
-        self.captured_layers = tuple(layers if index == -1 else index for index in aux_layers)
+        super().__init__(model, input_ids, generation_config, model_kwargs, graphs)
+        self._pass = HookedPass(self._indices)
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
-        with self._capturing() as captured:
+        with captured_states(self.model, self._indices) as captured:
             logits = super().prefill(draft)
         states = [torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in captured]
         positions = min(state.shape[1] for state in states)
@@ -56,19 +58,14 @@ class HiddenStateTarget(Target):
     def forward(
         self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
     ) -> torch.Tensor:
-        if self._captured is not None:  # captured passes run without hooks and return the states
-            logits = super().forward(tree, pending, active)
-            states = torch.cat(self._returned_states, dim=-1)
-        else:
-            with self._capturing() as captured:
-                logits = super().forward(tree, pending, active)
-            states = torch.cat([parts[-1] for parts in captured], dim=-1)
-        self.pass_states = self._step_states = self._of_draft(states, tree.batch)
+        logits = super().forward(tree, pending, active)
+        states = torch.cat(self._returned_states, dim=-1)
+        self.pass_states = self._step_states = self._of_pass(states, tree.batch, 1 + tree.nodes)
         return logits
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> PassOutput:
         outputs = super()._run(*args, **kwargs)
-        self._returned_states = getattr(outputs, "states", ())
+        self._returned_states = outputs.states
         return outputs
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
@@ -94,36 +91,48 @@ class HiddenStateTarget(Target):
             for row, kept in enumerate(self._kept)
         ]
 
-    @contextmanager
-    def _capturing(self) -> Iterator[list[list[torch.Tensor]]]:
-        """Capture, per layer, the states of each forward pass that this thread (and no other) runs inside."""
-        captured: list[list[torch.Tensor]] = [[] for _ in self._hook_points]
-        thread = threading.get_ident()
 
-        def keep(place: int, value: Any) -> None:
-            if threading.get_ident() != thread:
-                return
-            state = value if isinstance(value, torch.Tensor) else value[0]
-            if state.dim() != 3:
-                raise ValueError(
-                    f"hidden state {self._indices[place]} of {type(self.model).__name__} has the shape "
-                    f"{list(state.shape)}, not [batch, positions, hidden], so that a draft head cannot read it; use a "
-                    "strategy without a head"
-                )
-            captured[place].append(state.to(self.device))
+@dataclass(frozen=True)
+class HookedPass:
+    """`model_pass` that also returns the hidden states of some layers; equal for equal layers, as graphs need."""
 
-        handles = []
-        try:
-            for place, (module, reads_input) in enumerate(self._hook_points):
-                if reads_input:
-                    hook = module.register_forward_pre_hook(lambda _, args, place=place: keep(place, args))
-                else:
-                    hook = module.register_forward_hook(lambda _, __, output, place=place: keep(place, output))
-                handles.append(hook)
-            yield captured
-        finally:
-            for handle in handles:
-                handle.remove()
+    layers: tuple[int, ...]
+
+    def __call__(self, model: Any, arguments: dict[str, Any], cache: Any) -> PassOutput:
+        with captured_states(model, self.layers) as captured:
+            output = model_pass(model, arguments, cache)
+        return PassOutput(output.logits, tuple(parts[-1] for parts in captured))
+
+
+@contextmanager
+def captured_states(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[list[torch.Tensor]]]:
+    """Capture, by layer, the states of each forward pass that this thread (and no other) runs inside."""
+    captured: list[list[torch.Tensor]] = [[] for _ in layers]
+    thread, device = threading.get_ident(), compat.input_device(model)
+
+    def keep(place: int, value: Any) -> None:
+        if threading.get_ident() != thread:
+            return
+        state = value if isinstance(value, torch.Tensor) else value[0]
+        if state.dim() != 3:
+            raise ValueError(
+                f"hidden state {layers[place]} of {type(model).__name__} has the shape {list(state.shape)}, not "
+                "[batch, positions, hidden], so that a draft head cannot read it; use a strategy without a head"
+            )
+        captured[place].append(state.to(device))
+
+    handles = []
+    try:
+        for place, (module, reads_input) in enumerate(_hook_point(model, layer) for layer in layers):
+            if reads_input:
+                hook = module.register_forward_pre_hook(lambda _, args, place=place: keep(place, args))
+            else:
+                hook = module.register_forward_hook(lambda _, __, output, place=place: keep(place, output))
+            handles.append(hook)
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _hook_point(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:

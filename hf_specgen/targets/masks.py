@@ -107,6 +107,14 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
+def fixed_mask(mask: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
+    """A mask, bool or additive, for all rows of a batch and with columns for all slots that attention reads."""
+    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    fixed = mask.new_full((batch, 1, mask.shape[2], columns), hidden)
+    fixed[..., : mask.shape[3]] = mask
+    return fixed
+
+
 def _node_of_slot(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """For every slot the index of this step's token in it, and whether there is one. Both `[batch, width]`."""
     rows = layout.depths.shape[0]

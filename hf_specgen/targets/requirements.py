@@ -1,25 +1,54 @@
-"""What a strategy needs from the target's forward passes, and the `Target` class that provides it."""
+"""Makes the target that a strategy needs, and checks once per model that it computes what plain `generate` computes.
+
+No interface guarantees that a model places tokens by `position_ids`, respects a 4-D mask, or keeps all its state in the
+cache. So a short text, or the call's prompt if there is more than text, is decoded twice: token by token, and with a
+draft and a rollback; a model that differs is refused. The two rows as a tree; where only chains can be verified the
+draft is t1, t2 and the wrong token::
+
+    row 0  . . a b c d │ t0 ─┬─ wrong              pending t0, nodes (wrong, t1, t2); t1 and t2 are accepted in row 0
+    row 1  e f g h i j │ t0 ─┴─ t1 ── t2           and t1 alone in row 1, so that the next step is ragged
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
+from hf_specgen import compat
 from hf_specgen.call import Compile
-from hf_specgen.targets.captured_passes import captured_passes
-from hf_specgen.targets.early_exit import EarlyExitTarget
-from hf_specgen.targets.encoder import takes_positions
+from hf_specgen.targets.early_exit import EarlyExitTarget, divisible_layers
+from hf_specgen.targets.graphs import GRAPH_DEVICES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
-from hf_specgen.targets.replay import AlignedTexts
+from hf_specgen.targets.inputs import accompanying_inputs
+from hf_specgen.targets.model_parts import (
+    has_special_layers,
+    is_causal_kernel,
+    layer_windows,
+    reads_encoder,
+    text_config,
+)
+from hf_specgen.targets.support import is_rounding, largest_difference, last_position
 from hf_specgen.targets.target import Target
-from hf_specgen.tree import DraftTree
+from hf_specgen.tree import DraftTree, Parents, chain_parents
 
+logger = logging.getLogger("hf_specgen")
 OUTPUT_STATE = -1
 """Stands for the input of the output matrix (after the final norm)."""
+STEPS = 5
+"""Generated tokens per row, of which the last one is not processed."""
+
+_lock = threading.Lock()
+_checked: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -65,94 +94,290 @@ def make_target(
     model_kwargs: dict[str, Any],
     compile: Compile = False,
 ) -> Target:
-    """The target of one call, with captured passes if `compile` is "graphs"; raises if it cannot be made."""
-    if "encoder_outputs" in model_kwargs:
-        if requirements.aux_hidden_state_layers or requirements.exit_layer is not None:
-            check_decoder_only(model, "this strategy")
-        if compile:
-            raise ValueError('compile="graphs" works with decoder-only models; leave it out for encoder-decoders')
-        target_class = Target if takes_positions(model) else CommonLengthTarget
-        return target_class(model, input_ids, config, model_kwargs)
-    if compile and requirements.exit_layer is not None:
-        raise ValueError(
-            'compile="graphs" does not work with strategies that run a part of the target\'s layers (layer skip); '
-            "leave it out, or use another candidate generator"
-        )
-    captured = captured_passes(model) if compile else None
+    """The target of one call, with captured passes as `compile` says; raises if it cannot be made."""
+    is_possible = compile == "graphs" or (compile == "auto" and compat.input_device(model).type in GRAPH_DEVICES)
+    graphs: Compile = compile if is_possible else False
+    if graphs and (problem := _capture_problem(requirements, model, config, model_kwargs, graphs)) is not None:
+        if graphs == "graphs":
+            raise ValueError(f'{problem}; leave compile="graphs" out')
+        _log_once(f"no CUDA graphs: {problem}")
+        graphs = False
+    call = model, input_ids, config, model_kwargs
+    if "encoder_outputs" in model_kwargs and (requirements.aux_hidden_state_layers or requirements.exit_layer):
+        check_decoder_only(model, "this strategy")
     if requirements.exit_layer is not None:
-        return EarlyExitTarget(model, input_ids, config, model_kwargs, requirements.exit_layer)
+        return EarlyExitTarget(*call, requirements.exit_layer)
     if requirements.aux_hidden_state_layers:
-        return HiddenStateTarget(model, input_ids, config, model_kwargs, requirements.aux_hidden_state_layers, captured)
-    return Target(model, input_ids, config, model_kwargs, captured)
+        return HiddenStateTarget(*call, requirements.aux_hidden_state_layers, graphs)
+    return Target(*call, graphs)
 
 
-class CommonLengthTarget(Target):
-    """A `Target` whose rows have one common length in the cache, for models that take no positions; verifies chains."""
+def _capture_problem(
+    requirements: TargetRequirements,
+    model: PreTrainedModel,
+    generation: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    mode: Compile,
+) -> str | None:
+    """Why passes of a model are not captured in a call, as far as is known before; None if they may be."""
+    device, config = compat.input_device(model).type, text_config(model)
+    implementation, given = compat.attention_implementation(config), model_kwargs.get("past_key_values")
+    window = max((window for window in layer_windows(config) if window is not None), default=0)
+    is_long = generation.max_length is None or generation.max_length > 2 * window
+    problems = {
+        f"is on {device!r}, and CUDA graphs need a GPU": device not in GRAPH_DEVICES,
+        "reads an encoder, and passes of decoder-only models are captured": "encoder_outputs" in model_kwargs,
+        "runs a part of its layers (layer skip), and whole passes are captured": requirements.exit_layer is not None,
+        "is compiled already, and a pass is captured of a model that is not": compat.has_compiled_parts(model),
+        "has weights that are offloaded or on several devices, which are moved in every pass": (
+            compat.has_device_hooks(model)
+        ),
+        f"uses {implementation!r} attention, and passes are captured with 'sdpa' or 'eager'": (
+            implementation not in ("sdpa", "eager")
+        ),
+        "keeps convolutions, recurrent states or indices in its cache, which captured passes do not write": (
+            has_special_layers(config)
+        ),
+        "runs under torch.autocast, which casts weights in every pass": torch.is_autocast_enabled(device),
+        "gets inputs beside text, and passes over text are captured": bool(accompanying_inputs(model_kwargs)),
+        "was given a cache without the slots outside of sliding windows, which captured passes need": (
+            compat.is_user_defined(given) and any(getattr(given, "is_sliding", ()))
+        ),
+        "has sliding windows, whose layers would keep all of a long text": mode == "auto" and window > 0 and is_long,
+    }
+    problem = next((problem for problem, is_present in problems.items() if is_present), None)
+    return None if problem is None else f"{type(model).__name__} {problem}"
 
-    max_row_skew = 8
-    """A row further ahead of the slowest one is left out of passes until then. With 8 rows and 85% of the draft tokens
-    accepted, 80 tokens per row took 31 passes with a skew of 4, and 26 with 8, 16 and 32; the tokens processed per row
-    were 222, 244, 408 and 459."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self._rows = AlignedTexts(self.batch)
-        self._has_pending = True
+@lru_cache(maxsize=64)
+def _log_once(text: str) -> None:
+    logger.info(text)
 
-    @property
-    def verifies_chains_only(self) -> bool:
-        return True
 
-    @property
-    def supports_prefill_drafts(self) -> bool:
-        return False
+class DifferenceError(Exception):
+    """The two ways of decoding differ; the message says how."""
 
-    def forward(
-        self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
-    ) -> torch.Tensor:
-        self._has_pending = True
-        drafts = [tokens[: len(parents)] for tokens, parents in zip(tree.tokens.tolist(), tree.parents, strict=True)]
-        first = torch.as_tensor(pending).tolist()
-        chains = [[token, *draft] for token, draft in zip(first, drafts, strict=True)]
-        return self._replay(chains, 1 + tree.nodes, active)
 
-    def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
-        self._has_pending = False
-        return self._replay([tokens[tree.nodes - new :] for tokens in tree.tokens.tolist()], new, active)
+class UndecidedError(Exception):
+    """The logits of plain decoding are NaN, +inf or all -inf, so that nothing can be compared."""
 
-    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
-        """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
-        self._rows.commit([0 if path is None else self._has_pending + len(path) for path in paths])
 
-    def rewind(self, read: Sequence[int]) -> None:
-        self._rows.cut(read)
+def check_computation(
+    model: PreTrainedModel,
+    requirements: TargetRequirements,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Raise unless the model, run as `requirements` says, computes what plain `generate` computes.
 
-    def finish(self) -> Any:
-        """Return the cache, once everything is in it; all rows have as many tokens."""
-        lengths = [len(text) for text in self._rows.texts]
-        if self._rows.cached != lengths:
-            self._replay([[]] * self.batch, 1, None)
-        self._set_length(max(lengths))
-        return super().finish()
+    The result is cached; not that of a check that failed, or in which plain decoding gave NaN, +inf or nothing but
+    -inf, which `generate` itself reports.
+    """
+    if requirements.exit_layer is not None:
+        divisible_layers(model, requirements.exit_layer)  # a layer that does not exist is no failure of the check
+    requirements = TargetRequirements(exit_layer=requirements.exit_layer)
+    implementation = compat.attention_implementation(text_config(model))
+    key: tuple[Any, ...] = (
+        requirements.exit_layer,
+        model.dtype,
+        compat.input_device(model),
+        implementation,
+        model.training,
+    )
+    inputs = tuple(sorted(accompanying_inputs(model_kwargs)))
+    problem, cause, one_row_works = None, None, False
+    if not reads_encoder(model):
+        takes_masks = not is_causal_kernel(implementation)  # rows of a batch accept different numbers of tokens
+        if takes_masks:
+            problem, cause = _difference(model, (*key, 2), lambda: compare_text(model, requirements, rows=2))
+        if problem is not None or not takes_masks:
+            one_row, failure = _difference(model, (*key, 1), lambda: compare_text(model, requirements, rows=1))
+            mask, one_row_works = model_kwargs.get("attention_mask"), one_row is None
+            if one_row is not None:
+                problem, cause = problem or one_row, cause or failure
+            elif len(input_ids) == 1 and (mask is None or bool(mask.all())):
+                problem = None
+            elif problem is None:
+                problem = f"{implementation} takes no mask, which rows of different lengths need"
+            else:
+                problem = "rows of different lengths get other scores than in plain decoding"
+    if problem is None and (inputs or reads_encoder(model)):  # the call's own prompt
+        masks = [name for name in ("attention_mask", "decoder_attention_mask") if name in model_kwargs]
+        key = (*key, inputs, *([len(input_ids) > 1, *masks] if reads_encoder(model) else []))
+        prompt = input_ids, config, model_kwargs
+        problem, cause = _difference(model, key, lambda: compare(model, requirements, *prompt))
+    if problem is not None:
+        shown = () if reads_encoder(model) else inputs
+        raise _refusal(model, requirements, shown, problem, one_row_works) from cause
 
-    def _set_length(self, length: int) -> None:
-        """Cut the cache to the prompt and so many tokens after it."""
-        self.cache.set_lengths([slot + length for slot in self._layout.prompt_slots])
 
-    def _replay(self, new: list[list[int]], results: int, active: Sequence[bool] | None) -> torch.Tensor:
-        """One pass over uncached tokens and `new` ones: `[batch, results, vocab]` logits after each of the new."""
-        present = set(self.rows)
-        takes_part = [row in present and (active is None or active[row]) for row in range(self.batch)]
-        start, reads = self._rows.next_pass(
-            [tokens if takes else None for tokens, takes in zip(new, takes_part, strict=True)]
+def _difference(
+    model: PreTrainedModel, key: tuple[Any, ...], compare: Callable[[], None]
+) -> tuple[str | None, Exception | None]:
+    """How the two ways of decoding differ, and the exception of a trial that failed; None if they agree."""
+    with _lock:
+        results = _checked.setdefault(model, {})
+        if key not in results:
+            try:
+                compare()
+                results[key] = None
+            except DifferenceError as error:
+                results[key] = str(error)
+            except UndecidedError:
+                return None, None
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                return f"a trial run failed ({type(error).__name__}: {error})", error
+        return results[key], None
+
+
+def _refusal(
+    model: PreTrainedModel,
+    requirements: TargetRequirements,
+    inputs: tuple[str, ...],
+    reason: str,
+    one_row_works: bool = False,
+) -> ValueError:
+    what, remedy = "verify draft tokens", "call generate() without candidate_generator="
+    if one_row_works:
+        remedy = "give one prompt at a time, without padding, or leave candidate_generator= out"
+    if requirements.exit_layer:
+        what, remedy = "draft with its own first layers", "use another candidate generator"
+    given = f" with {', '.join(inputs)}" if inputs else ""
+    return ValueError(f"{type(model).__name__} cannot {what}{given}: {reason}; {remedy}")
+
+
+def compare_text(model: PreTrainedModel, requirements: TargetRequirements, rows: int = 2) -> None:
+    """`compare` on two rows of text, of which one is padded, or on one row without padding."""
+    input_ids = _prompt(model)[:rows]
+    mask = torch.ones_like(input_ids)
+    if rows > 1:
+        mask[0, : min(2, input_ids.shape[1] - 1)] = 0
+    config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
+    with _positions_kept(model), torch.random.fork_rng(devices=[]):
+        arguments = {"input_ids": input_ids, "attention_mask": mask, "generation_config": config}
+        prepared_ids, prepared_config, model_kwargs = compat.prepared_call(model, **arguments)
+        model_kwargs.pop("past_key_values", None)
+        compare(model, requirements, prepared_ids, prepared_config, model_kwargs)
+
+
+@contextmanager
+def _positions_kept(model: PreTrainedModel) -> Iterator[None]:
+    """Restore `rope_deltas`, which models with several axes of positions keep from the last `generate` call."""
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+    remembered = [module.rope_deltas for module in found]
+    try:
+        yield
+    finally:
+        for module, deltas in zip(found, remembered, strict=True):
+            module.rope_deltas = deltas
+
+
+@torch.no_grad()
+def compare(
+    model: PreTrainedModel,
+    requirements: TargetRequirements,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Decode a prompt, as prepared by `generate`, both ways; raises `DifferenceError` or `UndecidedError`."""
+    given = model_kwargs.get("past_key_values")
+    if given is not None and given.get_seq_length() == 0 and not isinstance(given, EncoderDecoderCache):
+        given = None
+    kwargs = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
+
+    def target(requirements: TargetRequirements) -> Target:
+        return make_target(requirements, model, input_ids, config, {**kwargs, "past_key_values": copy.deepcopy(given)})
+
+    if requirements.exit_layer is not None and not _division_agrees(target(TargetRequirements()), target(requirements)):
+        raise DifferenceError("running its layers in two parts gives other scores than running them at once")
+    cache = DynamicCache(config=model.config.get_text_config()) if given is None else copy.deepcopy(given)
+    random_state = _random_state(input_ids.device)
+    plain, tokens = _decode_plainly(model, input_ids, config, {**kwargs, "past_key_values": cache})
+    if not torch.equal(_random_state(input_ids.device), random_state):
+        raise DifferenceError("its forward pass draws random numbers, so that two passes give different scores")
+    if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
+        raise UndecidedError
+    pairs = zip(plain, _decode_drafts(target(requirements), tokens), strict=True)
+    errors = [largest_difference(*rows) for pair in pairs for rows in zip(*pair, strict=True)]
+    worst = max(errors)
+    if not is_rounding(errors, model.dtype):
+        raise DifferenceError(
+            f"in a trial run its logits differed from those of plain decoding by {worst:.2g} standard deviations"
         )
-        self._set_length(start)
-        # Padding on the right is overwritten by the next pass.
-        filled = [tokens or [0] for tokens in reads]
-        chains = DraftTree.chains([tokens[1:] for tokens in filled])
-        inputs = {"input_ids": self._step_tokens(chains, [tokens[0] for tokens in filled])}
-        logits = self._layout.scatter(self._run(self.model, chains, inputs, takes_part).logits, self.batch)
-        first = torch.tensor([len(tokens) - len(added) for tokens, added in zip(filled, new, strict=True)])
-        last = torch.tensor([len(tokens) - 1 for tokens in filled])
-        places = (first[:, None] + torch.arange(results)).clamp(min=0).minimum(last[:, None]).to(logits.device)
-        return logits[torch.arange(self.batch, device=logits.device)[:, None], places]
+
+
+def _division_agrees(whole: Target, divided: Target) -> bool:
+    """Whether a prefill that stops at the exit layer and goes on from there equals one in a single pass."""
+    if not divided.supports_prefill_drafts:
+        return True
+    assert isinstance(divided, EarlyExitTarget)
+    divided.prefill_early()
+    empty = DraftTree.empty(divided.batch)
+    # The same operations on the same shapes: equal to the last bit.
+    return torch.equal(whole.prefill(empty), divided.prefill(empty))
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _decode_plainly(
+    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """Logits `[batch, vocab]` of each step of greedy decoding, one token at a time, and the tokens by row."""
+    outputs = compat.prefill(model, input_ids, config, kwargs)
+    logits = [outputs.logits[:, -1].float()]
+    for _ in range(STEPS - 1):
+        input_ids = torch.cat([input_ids, logits[-1].argmax(dim=-1, keepdim=True).to(input_ids)], dim=1)
+        kwargs = compat.continued(model, outputs, kwargs)
+        inputs = cast(Any, model).prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
+        outputs = cast(Any, model)(**inputs, return_dict=True)
+        logits.append(outputs.logits[:, -1].float())
+    last = logits[-1].argmax(dim=-1, keepdim=True).to(input_ids)
+    return logits, torch.cat([input_ids, last], dim=1)[:, -STEPS:].tolist()
+
+
+def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits `[batch, vocab]` of the same steps, from two verification steps."""
+    batch = len(tokens)
+    logits = [target.prefill(DraftTree.empty(batch))[:, -1]]
+    wrong = [(row[1] + 1) % 2 for row in tokens]  # token 0 or 1, another one than t1
+    first, parents = 1, Parents((-1, -1, 1))  # the node of t1
+    rows: list[tuple[Sequence[int], Parents]] = [
+        ([token, *row[1:3]], parents) for token, row in zip(wrong, tokens, strict=True)
+    ]
+    if target.verifies_chains_only:
+        first, parents = 0, chain_parents(3)
+        rows = [([*row[1:3], token], parents) for token, row in zip(wrong, tokens, strict=True)]
+    if isinstance(target, EarlyExitTarget):
+        target.run_early(torch.tensor([row[0] for row in tokens]))
+        target.grow_early(DraftTree.from_nodes([(nodes[:2], parents[:2]) for nodes, _ in rows]), 2)
+    step = target.forward(DraftTree.from_nodes(rows), [row[0] for row in tokens])
+    logits += [step[:, place] for place in (0, 1 + first, 2 + first)]
+    # Even rows continue after t2, odd rows after t1: their next logits, after t2, repeat those of the last node.
+    odd = [row % 2 for row in range(batch)]
+    target.commit([[first] if is_odd else [first, first + 1] for is_odd in odd])
+    chains = DraftTree.chains([[row[3]] if is_odd else [] for row, is_odd in zip(tokens, odd, strict=True)])
+    step = target.forward(chains, [row[2 if is_odd else 3] for row, is_odd in zip(tokens, odd, strict=True)])
+    logits.append(torch.stack([step[row, is_odd] for row, is_odd in enumerate(odd)]))
+    return [values.float() for values in logits]
+
+
+def _prompt(model: PreTrainedModel) -> torch.Tensor:
+    """`[2, tokens]` ids spread over the vocabulary, without special tokens; at most six per row."""
+    config = model.config.get_text_config()
+    length = max(1, min(6, last_position(config, (0,)) + 1 - (STEPS - 1)))
+    special = {
+        value
+        for part in (model.config, config)
+        for name, value in part.to_dict().items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }
+    usable = [token for token in range(config.vocab_size) if token not in special][: 2**14]
+    stride = max(1, len(usable) // (2 * length + 1))
+    ids = [usable[(1 + index) * stride % len(usable)] for index in range(2 * length)]
+    return torch.tensor(ids, device=compat.input_device(model)).view(2, length)

@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
-from hf_specgen.targets.captured_passes import CapturedPasses, padded_pass
-from hf_specgen.targets.encoder import EncoderStepInputs
-from hf_specgen.targets.inputs import Prompt, RowLayout, StepInputs, step_tokens
-from hf_specgen.targets.masks import StepMasks
+from hf_specgen.targets.graphs import CapturedFunctions, captured_functions, padded_width
+from hf_specgen.targets.inputs import EncoderStepInputs, Prompt, RowLayout, StepInputs, step_tokens, takes_positions
+from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import has_special_layers, keeps_state, layer_windows, mask_name, text_config
-from hf_specgen.targets.replay import MAX_UNCACHED, UncachedTokens
+from hf_specgen.targets.replay import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
 from hf_specgen.targets.state_cache import make_layers
-from hf_specgen.targets.support import last_position, slot_limit
+from hf_specgen.targets.support import is_rounding, largest_difference, last_position, slot_limit
 from hf_specgen.tree import DraftTree
+
+
+class PassOutput(NamedTuple):
+    """Logits `[batch, tokens, vocab]` of a pass, and the hidden states `[batch, tokens, hidden]` that were captured."""
+
+    logits: torch.Tensor
+    states: tuple[torch.Tensor, ...] = ()
+
+
+def model_pass(model: Any, arguments: dict[str, Any], cache: Any) -> PassOutput:
+    """One forward pass of a model, or of its decoder, which has no logits."""
+    with grouped_attention():
+        outputs = model(**{**arguments, "past_key_values": cache, "use_cache": True, "return_dict": True})
+    return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
 
 
 class Target:
     """A causal language model with a per-row cache; arguments as prepared by `generate`, `input_ids` left-padded.
 
-    `captured` are the captured passes of the model, None to run steps eagerly; the prefill is always eager.
+    `graphs` says whether passes after the prefill are captured as CUDA graphs.
     """
 
     reuses_drafter_states: bool = False
     """Whether a step starts from hidden states that drafting has computed for its tokens."""
     max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
-    captured_layers: tuple[int, ...] = ()
-    """Hidden states that captured passes return, as indices into Transformers' `hidden_states`."""
 
     def __init__(
         self,
@@ -41,29 +54,35 @@ class Target:
         input_ids: torch.Tensor,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        captured: CapturedPasses | None = None,
+        graphs: Compile = False,
     ):
-        self.model, self._captured = model, captured
+        self.model, self._mode = model, graphs
+        self._graphs = captured_functions(model) if graphs else None
+        self._pass: Any = model_pass
+        self._captures_at_once = False
         is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self._config = model.config.get_text_config(decoder=True) if is_encoder_decoder else text_config(model)
         self.device = compat.input_device(model)
-        make_inputs = EncoderStepInputs if "encoder_outputs" in model_kwargs else StepInputs
-        self._inputs = make_inputs(model, input_ids, model_kwargs)
+        reads_encoder = "encoder_outputs" in model_kwargs
+        self._inputs = (EncoderStepInputs if reads_encoder else StepInputs)(model, input_ids, model_kwargs)
         past_key_values = self._inputs.text_cache(model_kwargs.get("past_key_values"))
-        self._call_cache = CallCache(past_key_values, self._config, generation_config, keeps_all=captured is not None)
+        self._call_cache = CallCache(past_key_values, self._config, generation_config, keeps_all=bool(graphs))
         self.cache = self._call_cache.cache
         self._past_key_values = self._inputs.past_key_values(self.cache)
         self._starts: tuple[int, ...] = ()
-        self._uncached = UncachedTokens(len(input_ids)) if keeps_state(self._config) else None
+        self._queue: ReplayQueue | None = None
+        if reads_encoder and not takes_positions(model):
+            self._queue, self.max_row_skew = ReplayQueue(len(input_ids), common_start=True), MAX_ROW_SKEW
+        elif keeps_state(self._config):
+            self._queue = ReplayQueue(len(input_ids))
+        self._has_pending = True  # whether the last pass began with the pending token
         self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
         self.slot_limit = slot_limit(model)
         self._layout = RowLayout(len(input_ids), self.last_position)
         self.prompt = Prompt(input_ids, generation_config, model_kwargs, self.last_position, mask_name(model))
-        self._masks = StepMasks(model, self.prompt.padding, required=captured is not None)
-        if captured is not None and self._inputs.accompanies_text:
-            raise ValueError("captured passes work with prompts of text alone; leave compile= out")
+        self._masks = StepMasks(model, self.prompt.padding, required=bool(graphs))
 
     @property
     def rows(self) -> list[int]:
@@ -83,13 +102,24 @@ class Target:
     @property
     def verifies_chains_only(self) -> bool:
         """Whether a draft must be a chain: recurrent states cannot branch, FlashAttention takes no mask."""
-        return self._uncached is not None or self._masks.chains_only
+        return self._queue is not None or self._masks.chains_only
 
     @property
     def supports_prefill_drafts(self) -> bool:
         """Whether a draft can be verified together with the prompt."""
-        plain = not self._inputs.accompanies_text and self._uncached is None
+        plain = not self._inputs.accompanies_text and self._queue is None
         return plain and self.prompt.takes_drafts(max(self.cache.lengths, default=0))
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether the model has a recurrent state, which is known after the prefill."""
+        return self._queue is not None and not self._queue.common_start and self.cache.has_recurrent_state
+
+    @property
+    def _replays(self) -> ReplayQueue | None:
+        """The queue of tokens that are processed again, if the model needs one; known after the prefill."""
+        needed = self._queue is not None and (self._queue.common_start or self.cache.has_recurrent_state)
+        return self._queue if needed else None
 
     def prefill(self, draft: DraftTree) -> torch.Tensor:
         """Run the model on the prompt, and on chains of draft tokens that were proposed from the prompt alone.
@@ -116,50 +146,67 @@ class Target:
         Returns `[batch, 1 + nodes, vocab]` logits. `active` are the rows of which `commit` may keep something; None:
         all.
         """
-        if (uncached := self._recurrent) is not None:
-            if max(map(len, uncached.tokens)) > MAX_UNCACHED:
-                self._replay_uncached(uncached)
-            tree, pending = uncached.prepend(tree, torch.as_tensor(pending).tolist(), active)
-        logits = self._run(self.model, tree, {"input_ids": self._step_tokens(tree, pending)}, active).logits
-        return self._of_draft(logits, tree.batch)
-
-    def _step_tokens(self, tree: DraftTree, pending: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """`[batch, 1 + nodes]` input tokens of a step; also records the slots at which it begins."""
+        self._has_pending = True
+        if (queue := self._replays) is not None:
+            if self.has_recurrent_state and max(queue.uncached) > MAX_UNCACHED:
+                self._process_uncached(queue)
+            first, rows = torch.as_tensor(pending).tolist(), zip(tree.tokens.tolist(), tree.parents, strict=True)
+            drafts = [tokens[: len(parents)] for tokens, parents in rows]
+            chains = [[token, *draft] for token, draft in zip(first, drafts, strict=True)]
+            return self._of_pass(self._replay(queue, chains, active), tree.batch, 1 + tree.nodes)
         self._starts = self.cache.lengths
-        return step_tokens(tree, pending, self.device)
-
-    @property
-    def has_recurrent_state(self) -> bool:
-        """Whether the model has a recurrent state, which is known after the prefill."""
-        return self._recurrent is not None
-
-    @property
-    def _recurrent(self) -> UncachedTokens | None:
-        """The uncached tokens of a model with a recurrent state, which is known after the prefill."""
-        return self._uncached if self._uncached is not None and self.cache.has_recurrent_state else None
-
-    def _replay_uncached(self, uncached: UncachedTokens) -> None:
-        """Run the model on all uncached tokens; one pass for each different number of them."""
-        while any(uncached.tokens):
-            tree, pending, kept = uncached.replay_pass()
-            tokens = self._step_tokens(tree, pending)
-            self._run(self.model, tree, {"input_ids": tokens}, [path is not None for path in kept])
-            self.cache.keep_accepted(self._starts, self._layout.gather(kept))
+        inputs = {"input_ids": step_tokens(tree, pending, self.device)}
+        return self._of_pass(self._run(self.model, tree, inputs, active).logits, tree.batch, 1 + tree.nodes)
 
     def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
         """Run the model on the last `new` nodes of a tree whose root and first nodes are cached: for draft models.
 
         The root is the last token in the cache before the first `grow` of a tree. Returns `[batch, new, vocab]` logits.
         """
+        self._has_pending = False
+        if (queue := self._replays) is not None:
+            chains = [tokens[tree.nodes - new :] for tokens in tree.tokens.tolist()]
+            return self._of_pass(self._replay(queue, chains, active), tree.batch, new)
         inputs = {"input_ids": tree.input_tokens(self.device)[:, tree.nodes - new :]}
         cached = 1 + tree.nodes - new
         self._starts = tuple(length - cached for length in self.cache.lengths)
         return self._layout.scatter(self._run(self.model, tree, inputs, active, cached).logits, tree.batch)
 
-    def _of_draft(self, values: torch.Tensor, batch: int) -> torch.Tensor:
-        """Results of a pass, `[present, …]`, as `[batch, 1 + nodes, …]` of the pending token and the draft."""
+    def _of_pass(self, values: torch.Tensor, batch: int, results: int) -> torch.Tensor:
+        """Values of a pass, `[present, …]`, as `[batch, results, …]` of the tokens that it was made for."""
         values = self._layout.scatter(values, batch)
-        return values if (uncached := self._recurrent) is None else uncached.align(values)
+        return values if (queue := self._replays) is None else queue.align(values, results)
+
+    def _replay(
+        self,
+        queue: ReplayQueue,
+        new: Sequence[Sequence[int]],
+        active: Sequence[bool] | None,
+        most: int | None = None,
+    ) -> torch.Tensor:
+        """One pass over uncached tokens and `new` ones, `[present, tokens, vocab]`; at most `most` tokens of a row."""
+        present = set(self.rows)
+        takes_part = [row in present and (active is None or active[row]) for row in range(self.batch)]
+        starts, reads = queue.next_pass(new, takes_part, most)
+        self._set_lengths(starts)
+        filled = [tokens or [0] for tokens in reads]  # padding, as that on the right, is overwritten by the next pass
+        chains = DraftTree.chains([tokens[1:] for tokens in filled])
+        inputs = {"input_ids": step_tokens(chains, [tokens[0] for tokens in filled], self.device)}
+        return self._run(self.model, chains, inputs, takes_part).logits
+
+    def _process_uncached(self, queue: ReplayQueue) -> None:
+        """Run the model on all uncached tokens; a recurrent state takes a pass for each different number of them."""
+        while any(uncached := self._layout.gather(queue.uncached)):
+            most = None if queue.common_start else min(filter(None, uncached))
+            takes_part = [queue.common_start or count > 0 for count in queue.uncached]
+            self._replay(queue, [()] * self.batch, takes_part, most)
+            queue.commit([0 if takes else None for takes in takes_part])
+            self._set_lengths(queue.cached)
+
+    def _set_lengths(self, generated: Sequence[int]) -> None:
+        """Cut the cache of each row to the prompt and so many tokens after it."""
+        slots = zip(self._layout.prompt_slots, self._layout.gather(generated), strict=True)
+        self.cache.set_lengths([slot + count for slot, count in slots])
 
     def _run(
         self,
@@ -168,12 +215,15 @@ class Target:
         inputs: dict[str, torch.Tensor],
         active: Sequence[bool] | None,
         cached: int = 0,
-    ) -> Any:
+    ) -> PassOutput:
         """One pass of a module over a tree but its first `cached` tokens, for the rows that are present."""
         tree, inputs = self._layout.select(tree, inputs)
         new = 1 + tree.nodes - cached
-        if self._captured is not None:
-            tree, inputs = padded_pass(tree, inputs, new)
+        graphs = self._graphs if self._graphs is not None and self._graphs.failure is None else None
+        if graphs is not None:
+            more = padded_width(new) - new
+            tree = tree.padded(tree.nodes + more)
+            inputs = {name: pad(values, (0, more)) for name, values in inputs.items()}
         lengths = self.cache.lengths
         if cached:
             lengths = tuple(length - cached for length in lengths)
@@ -181,32 +231,67 @@ class Target:
         mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
         arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
         with without_cudnn_attention(self.device):
-            if self._captured is not None:
-                del arguments["past_key_values"]
-                return self._captured.run(self.model, arguments, self.cache, new, self.captured_layers)
-            with grouped_attention():
-                return module(**{**arguments, "use_cache": True, "return_dict": True})
+            if graphs is None:
+                return self._pass(module, arguments, self._past_key_values)
+            return self._replayed(graphs, arguments, new)
+
+    def _replayed(self, graphs: CapturedFunctions, arguments: dict[str, Any], new: int) -> PassOutput:
+        """A padded pass as a graph, once it was captured; its first `new` columns are kept."""
+        lengths, (batch, width) = self.cache.lengths, arguments["input_ids"].shape
+        mask, capacity = arguments["attention_mask"], graphs.capacity(self.model, self.cache, width, self._mode)
+        if not capacity:
+            output = self._pass(self.model, arguments, self.cache)
+            return self._first_columns(output, lengths, new)
+        if isinstance(mask, dict):
+            fixed: Any = {kind: None if one is None else fixed_mask(one, batch, capacity) for kind, one in mask.items()}
+        else:
+            fixed = fixed_mask(mask, batch, capacity)
+        output = graphs.run(
+            self._pass,
+            self.model,
+            {**arguments, "attention_mask": fixed},
+            self.cache,
+            width,
+            mode=self._mode,
+            eagerly=lambda: self._pass(self.model, arguments, self.cache),
+            agree=_agree,
+            at_once=self._captures_at_once,
+        )
+        return self._first_columns(output, lengths, new)
+
+    def _first_columns(self, output: PassOutput, lengths: Sequence[int], new: int) -> PassOutput:
+        """A padded pass without its padding."""
+        self.cache.set_lengths([length + new for length in lengths])
+        return PassOutput(output.logits[:, :new], tuple(state[:, :new] for state in output.states))
+
+    def capture_at_once(self) -> None:
+        """Capture further shapes when they are used first, if the model has been captured in some other shape."""
+        self._captures_at_once = self._graphs is not None and self._graphs.is_captured
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
-        if self._uncached is not None and self._uncached.is_in_pass:
-            paths = self._uncached.commit(paths)
-        self.cache.keep_accepted(self._starts, self._layout.gather(paths))
+        if self._queue is not None and self._queue.is_in_pass:
+            self._queue.commit([None if path is None else self._has_pending + len(path) for path in paths])
+            self._set_lengths(self._queue.cached)
+        else:
+            self.cache.keep_accepted(self._starts, self._layout.gather(paths))
 
     def rewind(self, kept: Sequence[int]) -> None:
         """Cut the cache of each row to the prompt and the first `kept` generated tokens."""
-        lengths = [first + n for first, n in zip(self._layout.prompt_slots, self._layout.gather(kept), strict=True)]
-        if (uncached := self._recurrent) is not None:
-            if uncached.is_in_pass:
-                self.commit([None] * self.batch)
-            lengths = uncached.reachable(self.rows, self.cache.lengths, lengths)
-        self.cache.set_lengths(lengths)
+        if (queue := self._replays) is None:
+            self._set_lengths(kept)
+            return
+        if queue.is_in_pass:
+            self.commit([None] * self.batch)
+        for row in self.rows:
+            queue.cut(row, kept[row])
+        self._set_lengths(queue.cached)
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
         """Remove ended rows from the batch, with their part of the cache, once enough rows have ended."""
         indices = self._layout.rows_to_keep(needed)
         # Another number of rows would be captured anew.
-        if indices is None or self._captured is not None or not self._inputs.divisible:
+        if indices is None or self._graphs is not None or not self._inputs.divisible:
             return
         self._layout.keep_rows(indices)
         self._masks.select_rows(indices)
@@ -215,10 +300,11 @@ class Target:
 
     def finish(self) -> Any:
         """Return the cache with the generated tokens: the user's own object if one was given."""
-        if (uncached := self._recurrent) is not None:
-            self._replay_uncached(uncached)
-        if self._captured is not None:
-            self._captured.release(self.cache)
+        if (queue := self._replays) is not None:
+            self._process_uncached(queue)
+            self._set_lengths(queue.cached)
+        if self._graphs is not None:
+            self._graphs.release(self.cache)
         written_back = self._call_cache.write_back()
         if written_back is not None:
             return written_back
@@ -226,14 +312,22 @@ class Target:
 
     def abandon(self) -> None:
         """After an exception: restore a cache that the user gave."""
-        if self._captured is not None and self.cache.lengths:
-            self._captured.release(self.cache)
+        if self._graphs is not None and self.cache.lengths:
+            self._graphs.release(self.cache)
         self._call_cache.restore()
 
     @property
     def returns_cache(self) -> bool:
         """Whether the user can see the cache after the call even if only tokens are returned."""
         return self._call_cache.is_given
+
+
+def _agree(eager: PassOutput, captured: PassOutput) -> bool:
+    """Whether logits `[batch, tokens, vocab]` differ by rounding alone, if there is something to compare with."""
+    if not bool(eager.logits.amax(dim=-1).isfinite().all()):
+        return True
+    pairs = zip(eager.logits.float().flatten(0, 1), captured.logits.float().flatten(0, 1), strict=True)
+    return is_rounding([largest_difference(*pair) for pair in pairs], eager.logits.dtype)
 
 
 class CallCache:
@@ -271,11 +365,6 @@ class CallCache:
 
 def _make_cache(given: Any, user_owned: bool, config: Any, slots: int | None, keeps_all: bool) -> RaggedCache:
     """The cache for a call that can fill so many slots; other arguments as for `CallCache`."""
-    if keeps_all and user_owned and any(getattr(given, "is_sliding", ())):
-        raise ValueError(
-            f"the given {type(given).__name__} has dropped what is outside of sliding windows, and captured passes "
-            "need all of it; leave past_key_values or compile= out"
-        )
     if isinstance(given, RaggedCache):
         return given
     if given is not None and (type(given) is not DynamicCache or given.offloading):

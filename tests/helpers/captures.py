@@ -6,7 +6,7 @@ import pytest
 from torch.utils import _pytree as pytree
 
 from hf_specgen.candidates import head_sessions
-from hf_specgen.targets import captured_passes, graphs
+from hf_specgen.targets import graphs, requirements
 
 
 def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -24,6 +24,6 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return replay, outputs
 
     monkeypatch.setattr(graphs, "capture", capture)
-    for module in (captured_passes, head_sessions):
+    for module in (requirements, head_sessions):
         monkeypatch.setattr(module, "GRAPH_DEVICES", ("cpu",))
     return found

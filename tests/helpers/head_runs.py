@@ -154,3 +154,106 @@ def run_block(fixture: Fixture, prompts: list[str], comparison: Comparison) -> N
             logits = bound.logits(session.draft(blocks).output)
             for row in range(len(prompts)):
                 rounds.check(number, row, "conditioned.logits", scattered(bound, logits[row, first:]))
+
+
+@torch.no_grad()
+def run_path(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
+    """Block heads that are corrected by the path: the block, then the greedy path and one with another first token."""
+    head: Any = load_head(fixture.head_folder)
+    bound = head.bind(fixture.target)
+    check_taps(fixture, bound)
+    check_vocabulary(bound, comparison)
+    assert head.config.block_size == fixture.expected["block_size"]
+    assert head.config.first_proposing_position == fixture.expected["first_proposing_position"]
+    assert head.config.depth == fixture.expected["drafted_tokens"]
+    if "batch.input_ids" in fixture.tensors:
+        check_batch(fixture, bound, comparison)
+    rounds, session = Rounds(fixture, prompts, bound, comparison), Block(bound, len(prompts))
+    for number in (1, 2):
+        features, tokens = rounds.inputs(number)
+        session.read(features)
+        blocks = torch.full((len(prompts), head.config.block_size), head.config.mask_token_id)
+        blocks[:, 0] = torch.stack([row[-1] for row in tokens])
+        output = session.draft(blocks)
+        for row, prompt in enumerate(prompts):
+            rounds.check(number, row, "block.input_ids", blocks[row])
+            rounds.check(number, row, "block.hidden", output.output[row])
+            rounds.check(number, row, "block.prenorm_hidden", output.hidden[row])
+            base = bound.logits(output.output[row])
+            for name in ("block.base_logits", "block.logits"):
+                rounds.check(number, row, name, base)
+            for part in ("greedy", "second"):
+                check_path(rounds, number, row, part, output.output[row : row + 1])
+            if f"{prompt}.round{number}.selector.candidates" in fixture.tensors:
+                check_selector(rounds, number, row, output.output[row])
+
+
+def check_path(rounds: Rounds, number: int, row: int, part: str, block: torch.Tensor) -> None:
+    """The corrected logits along one path of a block `[1, block, hidden]`."""
+    bound, prefix = rounds.bound, f"{rounds.prompts[row]}.round{number}."
+    head, path = bound.head, rounds.fixture.get(f"{prefix}{part}.tokens")
+    previous = torch.cat((rounds.fixture.get(f"{prefix}next_token"), path[:, :-1]), dim=1)
+    base, logits, confidence = head.correct(bound, block, previous)
+    chosen = bound.target_ids(logits.topk(2, dim=-1).indices)[0]
+    best = chosen[:, 0] if part == "greedy" else torch.cat((chosen[:1, 1], chosen[1:, 0]))
+    rounds.check(number, row, f"{part}.tokens", best)
+    rounds.check(number, row, f"{part}.prev_tokens", previous)
+    rounds.check(number, row, f"{part}.draft_logits", logits)
+    rounds.check(number, row, f"{part}.logits", bound.to_target_vocabulary(logits))
+    rounds.check(number, row, f"{part}.markov_bias", logits - base)
+    if confidence is not None:
+        rounds.check(number, row, f"{part}.confidence_logits", confidence)
+        rounds.check(number, row, f"{part}.confidence", confidence.sigmoid())
+    if f"{prefix}selector.candidates" in rounds.fixture.tensors:
+        scores = logits[0].gather(-1, rounds.fixture.get(f"{prefix}selector.candidates")[0])
+        rounds.check(number, row, f"{part}.scores", scores)
+        rounds.check(number, row, f"{part}.q", scores.softmax(dim=-1))
+    if f"{prefix}{part}.gru_states" in rounds.fixture.tensors:
+        state, states = block.new_zeros(1, head.state_size), []
+        for token in previous[0]:
+            state = head.step(block[:, 0], token[None], state, torch.zeros(1), bound.embed).state
+            states.append(state)
+        rounds.check(number, row, f"{part}.gru_states", torch.stack(states))
+
+
+def check_selector(rounds: Rounds, number: int, row: int, block: torch.Tensor) -> None:
+    """The candidates of each position, and the scores of all pairs of a position's and the next one's."""
+    bound, prefix = rounds.bound, f"{rounds.prompts[row]}.round{number}."
+    head, first = bound.head, bound.head.config.first_proposing_position
+    candidates = rounds.fixture.get(f"{prefix}selector.candidates")[0]
+    base = bound.logits(block[first:])
+    own = base.topk(candidates.shape[-1], dim=-1).indices
+    assert torch.equal(own.sort(dim=-1).values, candidates.sort(dim=-1).values)
+    rounds.comparison.compared.add(f"{prefix}selector.candidates")
+    rounds.check(number, row, "selector.unary", base.gather(-1, candidates))
+
+    def scores(position: int, token: torch.Tensor) -> torch.Tensor:
+        query = head.step(block[first + position], token, block[:0, 0], token, bound.embed).query
+        return (base[position] + query @ head.keys().T)[candidates[position]]
+
+    rounds.check(number, row, "selector.first_scores", scores(0, rounds.fixture.get(f"{prefix}next_token")[0, 0]))
+    edges = torch.stack(
+        [torch.stack([scores(slot + 1, token) for token in row]) for slot, row in enumerate(candidates[:-1])]
+    )
+    rounds.check(number, row, "selector.edges", edges)
+    rounds.check(number, row, "selector.edge_q", edges.softmax(dim=-1))
+
+
+def check_batch(fixture: Fixture, bound: Any, comparison: Comparison) -> None:
+    """The rows of a batch of equally long prompts, drafted in one pass."""
+    texts, next_tokens = fixture.get("batch.input_ids"), fixture.get("batch.next_token")
+    states, logits = captured_features(fixture, {"output_hidden_states": True}, texts, texts.shape[1])
+    features, session = features_of(bound, states), Block(bound, len(texts))
+    comparison.check("batch.features", features)
+    comparison.check("batch.next_token", logits[:, -1].argmax(-1))
+    session.read(list(features))
+    blocks = torch.full((len(texts), bound.head.config.block_size), bound.head.config.mask_token_id)
+    blocks[:, :1] = next_tokens
+    output = session.draft(blocks).output
+    path = torch.cat((next_tokens, fixture.get("batch.greedy.tokens")[:, :-1]), dim=1)
+    base, logits, confidence = bound.head.correct(bound, output, path)
+    comparison.check("batch.block.hidden", output)
+    comparison.check("batch.block.base_logits", base)
+    comparison.check("batch.greedy.logits", logits)
+    comparison.check("batch.greedy.tokens", logits.argmax(-1))
+    comparison.check("batch.greedy.confidence_logits", confidence)

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness.analysis import estimated_alpha, expected_accepted, expected_speedup, optimal_k, speedup_limit
+from benchmarks.harness.analysis import estimated_alpha, expected_accepted, expected_speedup, optimal_k
 from benchmarks.workloads.domains import CATALOGUE, DomainError, load_domain, names_of
 from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.depth import CostCurve
@@ -75,12 +75,6 @@ def test_best_k_known_cases() -> None:
     assert optimal_k(0.0, draft_cost=0.1) == 0
     assert optimal_k(0.9, lambda q: float(q)) == 0  # verification that costs as much as decoding
     assert optimal_k([0.9, 0.8, 0.0, 0.0], lambda q: 1 + 0.05 * q) == 2
-
-
-def test_limit() -> None:
-    assert speedup_limit(2.0, 0.012, 0.004, 0.010) == pytest.approx(1.25)
-    with pytest.raises(ValueError, match="positive"):
-        speedup_limit(2.0, 0.0, 0.0, 0.01)
 
 
 @pytest.mark.parametrize(

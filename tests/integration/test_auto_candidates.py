@@ -25,7 +25,9 @@ FIXTURES = Path(__file__).parents[1] / "assets" / "fixtures"
     [
         *((FIXTURES / name / "head", EagleCandidates) for name in ("eagle1_original", "eagle3_original")),
         (FIXTURES / "speculators_eagle3_a_llama" / "head", EagleCandidates),
-        *((FIXTURES / name / "head", DFlashCandidates) for name in ("dflash_zlab", "jetspec_causal")),
+        *((FIXTURES / name / "head", DFlashCandidates) for name in ("dflash_zlab", "jetspec_causal", "dflash2_zlab")),
+        *((FIXTURES / f"speculators_{name}" / "head", DFlashCandidates) for name in ("dspark_rnn", "dflash2")),
+        *((FIXTURES / name / "head", DFlashCandidates) for name in ("deepspec_dspark_qwen3_rnn", "domino_specforge")),
         (FIXTURES / "speculators_dflash_full" / "head", DFlashCandidates),
         (FIXTURES / "speculators_peagle_llama" / "head", PEagleCandidates),
         (FIXTURES / "medusa_v1" / "head", MedusaCandidates),
@@ -48,10 +50,4 @@ def test_auto_subfolder_and_settings_reach_the_strategy() -> None:
 def test_auto_unknown_format_raises_and_lists_the_known_ones(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ValueError, match=r"none of the known formats, which are: exit adapters; Medusa heads; .*EAGLE"):
-        AutoCandidates.from_pretrained(tmp_path)
-
-
-def test_auto_mtp_of_speculators_raises(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"speculators_model_type": "mtp"}', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"in the format of speculators, which has no strategy; use MTPCandidates\(\)"):
         AutoCandidates.from_pretrained(tmp_path)

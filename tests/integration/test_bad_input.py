@@ -28,7 +28,9 @@ from tests.helpers.medusa import random_heads
 from tests.helpers.paths import HEAD_FIXTURES
 from tests.helpers.stateful import CONFIGS, stateful_model
 
-NOT_A_STRATEGY = 'candidate_generator must be "auto" or a CandidateGenerator such as NgramCandidates(k=5)'
+NOT_A_STRATEGY = (
+    'candidate_generator must be a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
+)
 CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: NgramCandidates(k=0), ValueError, "k must be at least 1, got 0"),
     (lambda: NgramCandidates(k=-3), ValueError, "k must be at least 1, got -3"),
@@ -79,7 +81,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: TypicalVerifier(alpha=float("nan")), ValueError, "alpha must be above 0 and at most 1, got nan"),
     (lambda: SpeculationMonitor(window=0), ValueError, "must be at least 1"),
-    (lambda: SpeculationMonitor(timeline=-1), ValueError, "must be at least 1"),
+    (lambda: SpeculationMonitor(prometheus=False).acceptance("all"), ValueError, 'must be "window" or "total", got'),
 ]
 
 
@@ -92,7 +94,7 @@ def test_constructor_of_bad_value_raises(make: Callable[[], Any], error: type[Ex
 
 SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"candidate_generator": 5}, TypeError, NOT_A_STRATEGY + ", got 5"),
-    ({"candidate_generator": "best"}, TypeError, NOT_A_STRATEGY + ", got 'best'"),
+    ({"candidate_generator": "best"}, ValueError, "no preset 'best'; choose 'auto', 'latency', 'throughput', 'memory'"),
     (
         {"candidate_generator": torch.nn.Linear(2, 2)},
         TypeError,
@@ -105,8 +107,8 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"policy": 3}, TypeError, "policy must be a Policy such as Schedule({1: 8, 4: 4, 16: 0}), got 3"),
     ({"monitor": "x"}, TypeError, "monitor must be a Monitor such as SpeculationMonitor(), got 'x'"),
-    ({"compile": "x"}, ValueError, "compile must be False or \"graphs\", got 'x'"),
-    ({"compile": True}, ValueError, 'compile must be False or "graphs", got True'),
+    ({"compile": "x"}, ValueError, 'compile must be "auto", "graphs" or False, got \'x\''),
+    ({"compile": True}, ValueError, 'compile must be "auto", "graphs" or False, got True'),
     ({"pack_weights": "yes"}, TypeError, "pack_weights must be True or False, got 'yes'"),
     ({"memory": 1}, TypeError, "memory must be True or False, got 1"),
 ]

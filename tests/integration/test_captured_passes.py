@@ -17,7 +17,7 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
-from hf_specgen.targets import captured_passes, graphs
+from hf_specgen.targets import graphs, target
 from tests.helpers import SAMPLING, perturbed_copy, prompts
 from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.medusa import fitted_heads
@@ -109,14 +109,15 @@ def test_captured_target_returns_cache_for_next_turn(captures: list[Any]) -> Non
 
 def test_captured_pass_with_other_logits_refused(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a graph with wrong results that is used all the same."""
-    forward = captured_passes._forward
+    forward = target.model_pass
 
-    def wrong(*arguments: Any) -> Any:
-        logits, states = forward(*arguments)
-        return logits + torch.linspace(0, 1, logits.shape[-1]), states
+    def wrong(model: Any, arguments: Any, cache: Any) -> Any:
+        output = forward(model, arguments, cache)
+        is_captured = isinstance(cache.layers[0], graphs.StepLayer)
+        return output._replace(logits=output.logits + is_captured * torch.linspace(0, 1, output.logits.shape[-1]))
 
-    monkeypatch.setattr(captured_passes, "_forward", wrong)
-    with pytest.raises(ValueError, match=r'captured pass of LlamaForCausalLM differs .* leave compile="graphs" out'):
+    monkeypatch.setattr(target, "model_pass", wrong)
+    with pytest.raises(ValueError, match=r'LlamaForCausalLM cannot .* differ .* leave compile="graphs" out'):
         small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3), compile="graphs")
 
 
@@ -145,9 +146,9 @@ def test_model_that_cannot_be_captured_refused(make: Any, reason: str, captures:
         make().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3), compile="graphs")
 
 
-def test_captured_layer_skip_refused() -> None:
+def test_captured_layer_skip_refused(captures: list[Any]) -> None:
     """Would catch: a part of the layers that is captured as if it were the model."""
-    with pytest.raises(ValueError, match="part of the target's layers"):
+    with pytest.raises(ValueError, match="part of its layers"):
         small(layers=2).generate(
             **prompts(1), max_new_tokens=4, candidate_generator=LayerSkipCandidates(1, k=2), compile="graphs"
         )
@@ -183,9 +184,7 @@ def test_captured_target_is_captured_anew_after_a_change(captures: list[Any]) ->
 
 
 def test_captured_passes_without_a_gpu_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r'is on \'cpu\', and compile="graphs" captures CUDA graphs; leave compile="graphs" out'
-    ):
+    with pytest.raises(ValueError, match=r'is on \'cpu\', and CUDA graphs need a GPU; leave compile="graphs" out'):
         small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), compile="graphs")
 
 
@@ -198,10 +197,99 @@ def test_failed_capture_refused_with_its_reason(captures: list[Any], monkeypatch
         small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(), compile="graphs")
 
 
-def test_memory_of_a_failed_capture_is_not_used_again(captures: list[Any]) -> None:
-    memory = graphs.GraphMemory(None)
-    memory.is_broken = True
-    passes = captured_passes.CapturedPasses()
-    passes._memory = memory
-    passes._function(small(), ())
-    assert passes._memory is not memory and not passes._memory.is_broken
+def test_memory_of_a_failed_capture_is_not_used_again(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: graphs in a pool that is broken."""
+    model, memories, stand_in = small(), [], graphs.capture
+
+    def once_failing(run: Any, memory: Any) -> Any:
+        memories.append(memory)
+        memory.is_broken = len(memories) == 1
+        if memory.is_broken:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return stand_in(run, memory)
+
+    monkeypatch.setattr(graphs, "capture", once_failing)
+    call = {"max_new_tokens": 4, "candidate_generator": NgramCandidates(), "compile": "graphs"}
+    with pytest.raises(ValueError, match="not permitted"):
+        model.generate(**prompts(1), **call)
+    model.model.layers[0].self_attn.scaling *= 1.5  # a changed model is captured anew
+    model.generate(**prompts(1), **call)
+    assert memories[0] is not memories[1]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["captured", "failing"])
+def test_auto_captures_after_the_first_passes_or_goes_on_eagerly(
+    captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """Would catch: captures for a short call, and a call that ends with an error of CUDA."""
+    model, tried = small(), []
+    stand_in = graphs.capture
+
+    def capture(run: Any, memory: Any) -> Any:
+        tried.append(memory)
+        if fails:
+            run()  # what was written before the failure must not stay
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return stand_in(run, memory)
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=graphs.EAGER_PASSES)
+    assert not tried
+    for _ in range(3):
+        same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=40)
+    assert len(tried) == 1 if fails else 1 <= len(tried) == len(captures) <= 2
+    assert caplog.text.count("it runs eagerly") == fails
+
+
+def test_auto_without_a_gpu_or_with_a_model_that_cannot_be_captured_runs_eagerly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    same_tokens(small(), prompts(1), NgramCandidates(k=3), compile="auto")
+    assert "no CUDA graphs" not in caplog.text
+    captures = graphs_on_cpu(monkeypatch)
+    caplog.set_level("INFO", logger="hf_specgen")
+    for _ in range(2):
+        same_tokens(stateful_model("lfm2"), prompts(1), NgramCandidates(k=3), compile="auto")
+        same_tokens(small(layers=2), prompts(1), LayerSkipCandidates(1, k=2), compile="auto")
+    assert not captures
+    assert caplog.text.count("no CUDA graphs: Lfm2ForCausalLM keeps convolutions") == 1
+    assert caplog.text.count("no CUDA graphs: LlamaForCausalLM runs a part of its layers") == 1
+
+
+def test_auto_captures_no_long_texts_of_models_with_sliding_windows(
+    captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Would catch: layers with a window that keep the whole text, many times the memory of plain decoding."""
+    monkeypatch.setattr(graphs, "EAGER_PASSES", 0)
+    caplog.set_level("INFO", logger="hf_specgen")
+    model = small("mistral", sliding_window=16)
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=40)
+    assert not captures and "MistralForCausalLM has sliding windows" in caplog.text
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=10)
+    assert captures
+
+
+def test_auto_without_memory_for_buffers_goes_on_eagerly(
+    captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Would catch: a call that ends because a set of buffers does not fit beside the model."""
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "_static", full)
+    model = small()
+    same_tokens(model, prompts(2), NgramCandidates(k=3), compile="auto")
+    assert not captures and caplog.text.count("it runs eagerly") == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        same_tokens(small(), prompts(2), NgramCandidates(k=3), compile="graphs")
+
+
+def test_buffers_that_are_idle_are_freed_with_their_graphs(captures: list[Any]) -> None:
+    """Would catch: memory that grows with the number of different batch sizes."""
+    model = small()
+    for batch in (1, 2, 3, 4, 5):
+        same_tokens(model, prompts(batch), NgramCandidates(k=3))
+    functions = graphs.captured_functions(model)
+    assert len(functions._buffers.addresses) <= 1 + graphs.MAX_IDLE_BUFFERS
+    assert {key[0] for key in functions._graphs} <= functions._buffers.addresses

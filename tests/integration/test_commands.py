@@ -41,7 +41,6 @@ BAD_INPUT = [
     (["demo", "--json", "/no/such/file.json"], "'/no/such/file.json' cannot be written"),
     (["demo", "--json", "/"], "'/' is a folder"),
     (["tune", MODEL, "--dtype", "int3"], "'int3' is not one of"),
-    (["tune", MODEL, "--output", "somewhere"], "name them with --heads"),
     (["tune", MODEL, "--context", "100000"], "positions"),
     (["tune", MODEL, "--batch-size", "100000000000000"], "not enough memory"),
     (["tune", MODEL, "--latency", "/no/such/file.json"], "cannot be written"),

@@ -21,7 +21,6 @@ from hf_specgen import (
     statistics,
 )
 from hf_specgen.heads import MedusaConfig, MedusaHeads
-from hf_specgen.targets import requirements
 from tests.helpers import SAMPLING, PrefixReader, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import SEED
@@ -158,7 +157,7 @@ def test_prompt_of_the_decoder_may_be_padded(kind: str) -> None:
 
 def test_rows_far_ahead_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: passes that grow without end, tokens of a waiting row that are lost or read twice."""
-    monkeypatch.setattr(requirements.CommonLengthTarget, "max_row_skew", 2)
+    monkeypatch.setattr("hf_specgen.targets.target.MAX_ROW_SKEW", 2)
     model, widths = encoder_decoder("bart"), []
     handle = model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True

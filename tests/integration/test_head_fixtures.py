@@ -6,13 +6,14 @@
 import pytest
 
 from tests.helpers.head_fixtures import Comparison, Fixture
-from tests.helpers.head_runs import run_autoregressive, run_block, run_parallel
+from tests.helpers.head_runs import run_autoregressive, run_block, run_parallel, run_path
 from tests.helpers.head_runs_native import run_assistant, run_medusa, run_mtp, run_mtp_recursive
 
 RUNS = {
     "autoregressive": run_autoregressive,
     "parallel": run_parallel,
     "block": run_block,
+    "path": run_path,
     "mtp": run_mtp,
     "mtp_recursive": run_mtp_recursive,
     "assistant": run_assistant,

@@ -1,16 +1,20 @@
 """Monitors: windowed figures, counters, one log line per call, and the end of a call that fails."""
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
+from statistics import mean, median, pstdev
 from typing import Any
 
 import pytest
 
 from hf_specgen import Call, Monitor, MonitorSession, NgramCandidates, SpeculationMonitor, Statistics, StepRecord
-from hf_specgen.monitoring.monitor import PREFIX
-from hf_specgen.monitoring.plots import plot_monitor
+from hf_specgen.counters import RowStep
+from hf_specgen.depth import CostCurve
+from hf_specgen.monitoring.monitor import PREFIX, AcceptanceRates
+from hf_specgen.monitoring.plots import plot_monitor, plot_speedup, speedup
 from tests.helpers import FailingOracle, Oracle, prompts, tiny_model
 
 
@@ -26,20 +30,19 @@ def run_monitored(monitor: Monitor, accuracy: float = 0.7, batch: int = 2) -> St
 def test_monitor_figures_equal_the_statistics() -> None:
     monitor = SpeculationMonitor(window=10_000, prometheus=False)
     statistics = run_monitored(monitor)
-    assert monitor.acceptance_rate == pytest.approx(statistics.acceptance_rate)
-    assert monitor.tokens_per_step == pytest.approx(statistics.tokens_per_step)
-    assert sum(monitor.histogram.values()) == statistics.drafts
-    assert sum(n * count for n, count in monitor.histogram.items()) == statistics.accepted
-    assert len(monitor.timeline) == max(map(len, statistics.rows)) and all(step[3] > 0 for step in monitor.timeline)
+    assert monitor.statistics.acceptance_rate == pytest.approx(statistics.acceptance_rate)
+    assert monitor.statistics.tokens_per_step == pytest.approx(statistics.tokens_per_step)
+    assert sum(monitor.drafts.values()) == statistics.drafts
+    assert sum(accepted * count for (_, accepted), count in monitor.drafts.items()) == statistics.accepted
     assert statistics.seconds["policy"] > 0
 
 
 def test_monitor_window_covers_the_last_steps_only() -> None:
     monitor = SpeculationMonitor(window=5, prometheus=False)
     run_monitored(monitor, accuracy=1.0, batch=1)
-    assert monitor.acceptance_rate == 1
+    assert monitor.acceptance().min == 1
     run_monitored(monitor, accuracy=0.0, batch=1)
-    assert monitor.acceptance_rate == 0 and monitor.calls == 2
+    assert monitor.acceptance().max == 0 < monitor.acceptance("total").max and monitor.calls == 2
     assert "0% of draft tokens accepted" in monitor.summary()
 
 
@@ -52,8 +55,29 @@ def test_monitor_summary_reads_the_window_under_its_lock() -> None:
             return super().__iter__()
 
     monitor = SpeculationMonitor(prometheus=False)
-    monitor.window = Window([(2, 2, 1, 2)], maxlen=5)
-    assert monitor.summary() == "last 1 row steps: 2.00 tokens per step, 50% of draft tokens accepted, mean depth 2.0"
+    monitor.window = Window([RowStep(2, 2, 1, 2)], maxlen=5)
+    assert monitor.summary().startswith("last 1 row steps: 2.00 tokens per step, 50% of draft tokens accepted")
+    assert monitor.acceptance().mean == 0.5
+
+
+def test_acceptance_rates_equal_those_of_the_statistics_module() -> None:
+    """Would catch: drafts that are weighted by their length, percentiles of counts instead of drafts."""
+    drafts = [(4, 1), (4, 4), (2, 0), (4, 1), (5, 3)]
+    rates, found = sorted(accepted / drafted for drafted, accepted in drafts), AcceptanceRates.of(Counter(drafts))
+    expected = (len(rates), mean(rates), pstdev(rates), rates[0], rates[-1], median(rates), rates[3] + 0.8 * 0.4)
+    assert astuple(found) == pytest.approx(expected)
+    assert AcceptanceRates.of({}).drafts == 0
+
+
+def test_speedup_of_chains_by_acceptance_and_depth() -> None:
+    steep = CostCurve((1, 33), (1.0, 33.0), 256, 1)
+    assert speedup(1.0, 4) == 5 and speedup(0.0, 4, draft_pass=0.25) == 0.5
+    assert speedup(0.5, 2, steep.relative, draft_pass=0.5) == pytest.approx(1.75 / 4)
+
+
+def test_plot_of_the_speedup_writes_an_image(tmp_path: Path) -> None:
+    plot_speedup(tmp_path / "speedup.svg", depths=(1, 5))
+    assert "<svg" in (tmp_path / "speedup.svg").read_text()
 
 
 def test_monitor_counts_in_prometheus_under_the_usual_names() -> None:

@@ -19,8 +19,7 @@ from hf_specgen import (
     Policy,
     PolicySession,
 )
-from hf_specgen.targets.replay import UncachedTokens
-from hf_specgen.tree import DraftTree
+from hf_specgen.targets.replay import ReplayQueue
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import END, prompt_length
@@ -171,26 +170,27 @@ def test_criterion_that_cuts_a_row_that_is_ahead_same_output(column: int, scores
 
 def test_uncached_tokens_come_first_until_a_pass_is_kept_completely() -> None:
     """Would catch: the bookkeeping of one row in isolation."""
-    tokens = UncachedTokens(1)
-    tree, pending = tokens.prepend(DraftTree.chains([[2, 3, 4]]), [1], None)
-    assert (pending, tree.tokens.tolist()) == ([1], [[2, 3, 4]])
-    assert tokens.commit([[0]]) == [None] and tokens.tokens == [[1, 2]]
-    tree, pending = tokens.prepend(DraftTree.chains([[6, 7]]), [5], None)
-    assert (pending, tree.tokens.tolist()) == ([1], [[2, 5, 6, 7]])
-    assert tokens.align(torch.arange(5)[None, :, None]).flatten().tolist() == [2, 3, 4]
-    assert tokens.commit([[0, 1]]) == [[0, 1, 2, 3]] and tokens.tokens == [[]]
-    assert tokens.remove(0, 2) == 5 and tokens.tokens == [[1, 2, 5]]
+    queue = ReplayQueue(1)
+    assert queue.next_pass([[1, 2, 3, 4]], [True]) == ([0], [[1, 2, 3, 4]])
+    queue.commit([2])
+    assert (queue.texts, queue.cached) == ([[1, 2]], [0])
+    assert queue.next_pass([[5, 6, 7]], [True]) == ([0], [[1, 2, 5, 6, 7]])
+    assert queue.align(torch.arange(5)[None, :, None], 3).flatten().tolist() == [2, 3, 4]
+    queue.commit([3])
+    assert (queue.texts, queue.cached) == ([[1, 2, 5, 6, 7]], [5])
+    queue.cut(0, 3)
+    assert (queue.texts, queue.cached) == ([[1, 2, 5]], [0])
 
 
 def test_uncached_row_that_takes_no_part_in_a_pass_cannot_return_behind_it() -> None:
     """Would catch: a state that is to return to a pass before the last one, whose state is not kept."""
-    tokens = UncachedTokens(1)
-    tokens.prepend(DraftTree.chains([[2]]), [1], None)
-    assert tokens.commit([[0]]) == [[0]]
-    tokens.prepend(DraftTree.empty(1), [3], [False])
-    assert tokens.commit([None]) == [None]
-    with pytest.raises(RuntimeError, match="cannot return by 1 tokens"):
-        tokens.remove(0, 1)
+    queue = ReplayQueue(1)
+    queue.next_pass([[1, 2]], [True])
+    queue.commit([2])
+    assert queue.next_pass([[3]], [False]) == ([2], [[]])
+    queue.commit([None])
+    with pytest.raises(RuntimeError, match="cannot return to 1 tokens: its state is known at 2"):
+        queue.cut(0, 1)
 
 
 def test_returned_cache_with_convolutions_is_cropped_exactly() -> None:

@@ -1,20 +1,25 @@
-"""Benchmark runs: choice of settings, verdicts, tables."""
+"""Benchmark runs: choice of settings, level comparisons, verdicts, tables."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.harness.differences import ROUNDING, UNEXPLAINED, judged
 from benchmarks.harness.loading import build
 from benchmarks.harness.plan import Plan
-from benchmarks.harness.runner import choose
+from benchmarks.harness.runner import DEFAULT_PLAIN, choose
 from benchmarks.harness.units import tuning_units
-from benchmarks.harness.variants import Family
-from benchmarks.micro.known_acceptance import known_acceptance
+from benchmarks.harness.variants import PLAIN, Family, captured, check_level
 from benchmarks.report import summary
 from benchmarks.suites import SUITES
 from benchmarks.workloads.domains import Domain
 from hf_specgen.depth import CostCurve
+from hf_specgen.evaluation.measure import Variant
+from hf_specgen.evaluation.workloads import Difference
+from tests.helpers import tiny_model
 from tests.helpers.bench_run import SMALL
 
 
@@ -34,29 +39,64 @@ def test_settings_are_chosen_on_other_prompts_than_are_measured(tokenizer) -> No
     assert [text.split("\n")[1] for text in prompts] == ["m 2", "f 0", "m 3"]
 
 
-def test_the_plan_holds_every_strategy_and_the_same_effort_for_both_sides(reference_model) -> None:
-    families = {family.name: family for family in build(Plan().strategies, Plan().peers, reference_model)}
-    for mine, theirs in {"n-grams": "prompt lookup", "draft model": "assistant_model"}.items():
+def test_both_sides_get_the_same_effort(reference_model) -> None:
+    """Would catch: a peer that gets fewer tries, or its setting where Transformers does not read it."""
+    built = build(("ngram", "auto", "draft", "layerskip", "medusa", "ngram+draft"), ("transformers",), reference_model)
+    families = {family.name: family for family in built}
+    peers = {"n-grams": "prompt lookup", "draft model": "assistant_model", "layer skip": "assistant_early_exit"}
+    for mine, theirs in peers.items():
         assert len(families[mine].settings) == len(families[theirs].settings)
-    assert len(families["layer skip"].settings) == len(families["assistant_early_exit"].settings)
-    assert families["Medusa"].ours
-
-
-def test_default_settings_keep_one_setting_of_ours_and_all_of_peers(reference_model) -> None:
-    """Would catch: a strategy whose default setting is left out, or a peer that gets fewer tries."""
-    for family in build(("ngram", "auto", "draft", "medusa", "ngram+draft"), ("transformers",), reference_model):
+        assert families[mine].ours and not families[theirs].ours
+    for family in built:
         kept = family.with_defaults().settings
         assert [name.partition("=")[2] for name in kept] == ["auto"] if family.ours else kept == family.settings
-
-
-def test_peers_read_their_setting(reference_model) -> None:
-    """Transformers ignores k as an argument; it reads the drafting model's generation config."""
-    (_, theirs) = build(["draft"], ["transformers"], reference_model)
     for setting, k, threshold in (("k=2", 2, 0.0), ("k=20 p>0.4", 20, 0.4)):
-        draft = theirs.settings[setting]()["assistant_model"]
-        config = draft.generation_config
+        config = families["assistant_model"].settings[setting]()["assistant_model"].generation_config
         assert (config.num_assistant_tokens, config.assistant_confidence_threshold) == (k, threshold)
         assert config.num_assistant_tokens_schedule == "constant"
+
+
+def test_comparison_that_is_not_level_is_refused() -> None:
+    """Would catch: a table in which one side runs captured or prepacked passes and another one eagerly."""
+    eager = [Variant(name, dict) for name in ("plain", "plain, prepacked", "a", "b")]
+    check_level(eager)
+    check_level([captured(variant) for variant in eager])
+    for other in ({"compile": "graphs"}, {"pack_weights": True}):
+        with pytest.raises(ValueError, match=r"'a' \(eager\) and 'c' .* are no level comparison"):
+            check_level([*eager, Variant("c", lambda given=other: given)])
+    assert captured(PLAIN).arguments()["compile"] == "graphs", "plain decoding is captured as well"
+    for wrong in ({"peers": ("transformers",)}, {"device": "cpu"}, {"pack_weights": True}):
+        with pytest.raises(ValueError, match="graphs needs a GPU" if "pack_weights" not in wrong else "pack_weights"):
+            Plan(**{"graphs": True, "peers": (), "device": "cuda", **wrong})
+    assert Plan(graphs=True, peers=(), device="cuda").execution == "with CUDA graphs"
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_difference_is_judged_by_what_decides_it(sampled: bool) -> None:
+    """A token nearly as good as plain decoding's is rounding; one that its noise makes far worse is an error.
+
+    Would catch: sampled tokens judged by their logits, which do not decide between them.
+    """
+    model = tiny_model("llama").bfloat16()
+    prompt, seed, temperature = torch.arange(6)[None], 3, 0.7
+    with torch.no_grad():
+        logits = model(prompt).logits[0, -1].float()
+    torch.manual_seed(seed)
+    noise = torch.empty(1, len(logits)).exponential_()[0]
+    order = (logits / temperature - noise.log() if sampled else logits).argsort(descending=True).tolist()
+    generation = {"do_sample": True, "temperature": temperature, "top_k": 0} if sampled else {}
+    plain: Any = SimpleNamespace(ids=torch.cat([prompt, torch.tensor([[order[0]]])], dim=1))
+
+    def judge(token: int, place: int = 6) -> dict[str, Any]:
+        difference = Difference(0, place, order[0], token, 0.0, 0.0)
+        return judged(model, plain, difference, generation, seed, torch.ones_like(prompt))
+
+    same, far = judge(order[0]), judge(order[-1])
+    assert same["decided by"] == ("p over noise" if sampled else "logits")
+    assert (same["margin"], same["explained"]) == (0.0, ROUNDING)
+    assert far["margin"] > 0.5 and far["explained"] == UNEXPLAINED
+    assert all(judge(token)["margin"] >= 0 for token in order), "plain decoding preferred its own token"
+    assert judge(-1) == {"decided by": "length", "explained": UNEXPLAINED}
 
 
 def cell_of(**columns: Any) -> summary.Cell:
@@ -67,6 +107,19 @@ def cell_of(**columns: Any) -> summary.Cell:
     ]
     plain = [{**record, "seconds": columns["plain"][record["number"]]} for record in made]
     return summary.Cell("c", "ours", made, plain)
+
+
+def test_speedup_over_the_best_plain_setting() -> None:
+    """Would catch: a speedup that plain decoding with another setting of the same machine has as well."""
+    cell = cell_of(seconds=[1.0, 1.0], plain=[2.0, 2.0])
+    others = [
+        summary.Cell("c", name, [{**r, "seconds": seconds} for r in cell.plain], cell.plain)
+        for name, seconds in (("plain", 2.0), (DEFAULT_PLAIN, 4.0), ("plain, prepacked", 1.6))
+    ]
+    row = summary.speed([*others, cell], "domain")[-1]
+    assert row["speedup"] == pytest.approx(2.0) and row["over best plain"] == pytest.approx(1.6)
+    assert row["over default plain"] == pytest.approx(4.0)
+    assert "over best plain" not in summary.speed([others[0], cell], "domain")[-1]
 
 
 def test_verdicts() -> None:
@@ -115,12 +168,3 @@ def test_limits_follow_the_formulas() -> None:
     assert row["expected"] == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096)
     assert row["limit"] == pytest.approx(3 * 0.01 / 0.014)
     assert row["of limit"] == pytest.approx(1.5 / row["limit"])
-
-
-@pytest.mark.parametrize(("alpha", "texts"), [(0.0, 1), (0.8, 40), (1.0, 1)])
-def test_synthetic_acceptance_comes_out_as_it_went_in(alpha: float, texts: int) -> None:
-    """40 texts of 200 tokens: about 2,500 drafts at alpha 0.8, a standard error of 0.03 tokens a step."""
-    for row in known_acceptance(1, texts=texts, alphas=(alpha,), batches=(1,)):
-        assert row["tokens/step"] == pytest.approx(row["expected"], abs=0.2)
-        assert row["estimated alpha"] == pytest.approx(row["alpha"], abs=0.03)
-        assert row["loop, ms a step"] > 0

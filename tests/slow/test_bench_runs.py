@@ -49,7 +49,7 @@ def test_interrupted_run_keeps_its_records_and_goes_on(
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         rounds.append(1)
-        if len(rounds) == 5:  # one to warm up, one to tune, two of the four repeats
+        if len(rounds) == 7:  # one to warm up, one to tune, two in each repeat, with plain decoding prepacked
             raise KeyboardInterrupt
         seeds.append(arguments[4])
         return measure_round(*arguments, **options)
@@ -59,7 +59,7 @@ def test_interrupted_run_keeps_its_records_and_goes_on(
     assert first is not None and "interrupted" in first.notes[-1]
     kept = {r["unit"] for r in first.records}
     assert len([unit for unit in kept if unit.startswith("domains")]) == 2
-    assert seeds == [0, 7, 7, 1007]  # the warm-up, the tuning prompt, two repeats of one prompt
+    assert seeds == [0, 7, *[7] * 2, *[1007] * 2]  # the warm-up, the tuning prompt, two repeats of one prompt
     assert "speed" in result(first)["tables"]
     monkeypatch.setattr(runner, "measure_round", measure_round)
     second = run(plan, tmp_path, quiet(), resume=True)
@@ -149,8 +149,10 @@ def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
     measured = {unit for unit in units[0] | units[1] if unit.startswith("domains")}
     assert measured == {f"domains/{domain}/{number}/0" for domain in ("edit", "json") for number in (0, 1)}
     saved = json.loads((tmp_path / "report.json").read_text())
-    over_all = [row for row in saved["tables"]["speed"] if row["domain"] == "all" and row["variant"] != "plain"]
-    assert len(over_all) == 1 and "low" in over_all[0]  # 4 requests, from both processes
+    over_all = {row["variant"]: row for row in saved["tables"]["speed"] if row["domain"] == "all"}
+    assert len(over_all) == 3 and {"plain", "plain, prepacked"} < set(over_all)
+    assert all("low" in row for name, row in over_all.items() if name != "plain")  # 4 requests, from both processes
+    assert saved["execution"] == "eagerly"
 
 
 def test_bench_runs_the_module_of_the_clone_and_leaves_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ CURVES: dict[str, Callable[[int], float]] = {
     "flat": lambda q: 1 + 0.002 * (q - 1),
     "line": lambda q: 1 + 0.05 * (q - 1),
     "steep": lambda q: 1 + 0.5 * (q - 1),
-    "not monotonic": lambda q: {1: 1.0, 2: 2.0, 4: 1.7, 8: 1.6, 24: 2.2, 64: 4.0}[q],
+    "not monotonic": lambda q: {1: 1.0, 2: 2.1, 8: 1.6, 24: 2.1, 64: 5.0}[q],
 }
 
 
@@ -29,14 +29,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_target_curve_is_exact_and_takes_at_most_ten_plain_steps(name: str, clock: Clock) -> None:
+def test_target_curve_is_exact_and_takes_at_most_nine_plain_steps(name: str, clock: Clock) -> None:
     target: Any = Target(clock, CURVES[name])
     curve = calibrate.target_curve(depth_call(model=Model()), target)
-    assert curve is not None and clock.now <= 10.5
+    assert curve is not None and clock.now <= 9
     timed = set(target.passes)
-    assert timed >= {1, 2, 4} and set(curve.queries) == timed | {64}
+    assert timed >= {1, 2, 8} and set(curve.queries) == timed | {64}
     seconds = {q: curve.seconds[curve.queries.index(q)] for q in curve.queries}
     assert [seconds[q] for q in timed] == [pytest.approx(CURVES[name](q)) for q in timed]
+    assert 24 in timed or CURVES[name](24) > 3, "small enough to be timed"
     if 64 not in timed:
         largest = max(timed)
         assert seconds[64] == pytest.approx(seconds[largest] * 64 / largest), "untimed sizes count as compute-bound"

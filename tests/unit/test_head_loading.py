@@ -129,7 +129,7 @@ DAMAGE: list[tuple[Damage, str]] = [
         "a file outside of the checkpoint",
     ),
     (text('{"weight_map": {"fc.weight": "a.safetensors"}}', checkpoint.INDEX), r"the file a\.safetensors is missing"),
-    (config(speculators_model_type="dspark"), "type 'dspark' are not a draft head of a known format; known are spec"),
+    (config(speculators_model_type="hydra"), "type 'hydra' are not a draft head of a known format; known are spec"),
     (config(medusa_num_heads=5), r"it holds Medusa heads, which hf_specgen\.heads\.load_medusa reads"),
     (config(model_type=[]), r"model_type must be a string, got list '\[\]'"),
     (config(model_type={}), "model_type must be a string, got dict '{}'"),

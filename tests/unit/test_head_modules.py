@@ -7,9 +7,9 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from hf_specgen.heads.aux_hidden_states import block_layers, configured_layers, eagle_layers
-from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_mask
-from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
+from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_layers, block_mask
+from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig, eagle_layers
+from hf_specgen.heads.head_file import configured_layers
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding, causal_mask
 from tests.helpers.head_sessions import RaggedCache
 

@@ -13,10 +13,14 @@ from safetensors.torch import load_file
 
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
+from hf_specgen.heads.dflash2 import DFlash2Config, DFlash2Head
+from hf_specgen.heads.domino import DominoConfig, DominoHead
+from hf_specgen.heads.dspark import DSparkConfig, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layers import LayerConfig
+from hf_specgen.heads.path_head import PathHead
 from tests.helpers.head_sessions import RaggedCache
 
 LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8, norm_eps=1e-5)
@@ -62,6 +66,29 @@ BLOCK_HEADS = {
     "JetSpec": BlockConfig(layer=QWEN3, attention=(BlockAttention(causal=True),) * 2, **BLOCK),
     "sliding by position": BlockConfig(layer=QWEN3, attention=(BlockAttention(causal=True, window=3),) * 2, **BLOCK),
 }
+PATH: dict[str, Any] = BLOCK | {"layer": QWEN3, "attention": (FULL, FULL)}
+REDUCED: dict[str, Any] = {"draft_vocab_size": 12, "own_lm_head": True}
+DFLASH2 = DFlash2Config(**PATH, conv_group_size=4, selector_rank=3, selector_top_k=5)
+PATH_HEADS: dict[str, Callable[[], DraftHead]] = {
+    "DSpark": lambda: DSparkHead(DSparkConfig(**PATH, markov_rank=3, first_proposing_position=0)),
+    "DSpark gated": lambda: DSparkHead(
+        DSparkConfig(**PATH | REDUCED, markov_rank=3, markov_head_type="gated", has_confidence_head=False)
+    ),
+    "DSpark rnn": lambda: DSparkHead(
+        DSparkConfig(**PATH, markov_rank=3, markov_head_type="rnn", confidence_head_with_markov=False)
+    ),
+    "DSpark without correction": lambda: DSparkHead(DSparkConfig(**PATH, markov_rank=0)),
+    "DFlash2": lambda: DFlash2Head(DFLASH2),
+    "DFlash2 with factors": lambda: DFlash2Head(
+        dataclasses.replace(DFLASH2, output_multiplier=0.5, final_logit_softcapping=9.0, input_embedding_scale=3.0)
+    ),
+    "Domino": lambda: DominoHead(
+        DominoConfig(**PATH, emb_dim=3, gru_hidden_dim=5, first_proposing_position=0, max_draft_tokens=3)
+    ),
+    "Domino unshifted": lambda: DominoHead(
+        DominoConfig(**PATH, emb_dim=3, gru_hidden_dim=5, pure_draft_prefix_len=2, max_draft_tokens=3)
+    ),
+}
 
 
 def randomised(head: DraftHead) -> DraftHead:
@@ -85,7 +112,14 @@ def outputs(head: Any) -> list[torch.Tensor]:
     vocabulary = head.target_ids(torch.arange(config.draft_vocab_size))
     if isinstance(head, BlockHead):
         head.extend(features, positions, cache)
-        return [*head(embeddings[:, :4], 6 + positions[:, :4], cache), vocabulary]
+        hidden, output = head(embeddings[:, :4], 6 + positions[:, :4], cache)
+        if isinstance(head, PathHead):
+            tokens, embed = torch.tensor([7]), torch.nn.Embedding.from_pretrained(embeddings[0].repeat(8, 1))
+            state = head.first_state(output, tokens, embed, config.first_proposing_position)
+            vocabulary = (
+                head.step(output[:, 1], tokens, state, torch.tensor([config.depth]), embed).query @ head.keys().T
+            )
+        return [hidden, output, vocabulary]
     if config.mask_token_id is not None:
         features = torch.cat((features[:, :5], head.mask_hidden), dim=1)
     return [*head(embeddings, head.combine(features), positions, None, cache), vocabulary]
@@ -104,12 +138,14 @@ HEADS: dict[str, Callable[[], DraftHead]] = {
     **{name: partial(Eagle3Head, config) for name, config in EAGLE_HEADS.items()},
     **{name: partial(BlockHead, config) for name, config in BLOCK_HEADS.items()},
     "EAGLE-1": partial(Eagle1Head, EAGLE1),
+    **PATH_HEADS,
 }
 EAGLE_EXPORTS = ("plain", "own embeddings", "other target width", "scaled positions")
 EXPORTS = [
     *((name, None) for name in HEADS),
     *product(EAGLE_EXPORTS, ("eagle", "sglang", "vllm")),
     *product(("DFlash", "JetSpec", "sliding by position"), ("sglang",)),
+    *((name, "sglang") for name in PATH_HEADS if name != "DSpark gated"),
 ]
 
 

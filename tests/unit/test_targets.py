@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig
 
 from hf_specgen.targets.attention import without_cudnn_attention
-from hf_specgen.targets.replay import AlignedTexts
+from hf_specgen.targets.replay import ReplayQueue
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
@@ -105,7 +105,7 @@ class SimulatedCache:
 def test_cache_holds_the_texts_after_any_sequence_of_steps(seed: int) -> None:
     """Would catch: a row whose slots were overwritten while it took no part, and that counts them as cached."""
     choose, rows = random.Random(seed), 3
-    texts, cache, token = AlignedTexts(rows), SimulatedCache(rows), 0
+    texts, cache, token = ReplayQueue(rows, common_start=True), SimulatedCache(rows), 0
     expected: list[list[int]] = [[] for _ in range(rows)]
     for _ in range(30):
         new: list[list[int] | None] = []
@@ -115,8 +115,8 @@ def test_cache_holds_the_texts_after_any_sequence_of_steps(seed: int) -> None:
             token += count
         if not any(new):
             continue
-        start, reads = texts.next_pass(new)
-        cache.write(start, reads)
+        starts, reads = texts.next_pass([tokens or [] for tokens in new], [tokens is not None for tokens in new])
+        cache.write(starts[0], reads)
         counts = [choose.randint(0, len(tokens or ())) for tokens in new]
         texts.commit(counts)
         for row, (tokens, count) in enumerate(zip(new, counts, strict=True)):
@@ -127,15 +127,16 @@ def test_cache_holds_the_texts_after_any_sequence_of_steps(seed: int) -> None:
             assert kept == len(expected[row]) or tokens is None
         if choose.random() < 0.1:
             lengths = [choose.randint(0, len(text)) for text in expected]
-            texts.cut(lengths)
+            for row, length in enumerate(lengths):
+                texts.cut(row, length)
             expected = [text[:length] for text, length in zip(expected, lengths, strict=True)]
 
 
 def test_one_row_reads_nothing_twice() -> None:
-    texts = AlignedTexts(1)
-    assert texts.next_pass([[1, 2, 3]]) == (0, [[1, 2, 3]])
+    texts = ReplayQueue(1, common_start=True)
+    assert texts.next_pass([[1, 2, 3]], [True]) == ([0], [[1, 2, 3]])
     texts.commit([2])
-    assert texts.next_pass([[4]]) == (2, [[4]])
+    assert texts.next_pass([[4]], [True]) == ([2], [[4]])
 
 
 # Tests that cuDNN's attention is off in passes on a GPU, and on again afterwards

@@ -1,0 +1,171 @@
+"""DSpark: a block head with a low-rank Markov correction of its logits, and a confidence head.
+
+| correction | query, with e = W1[previous token], output h of the position and a state s along the path |
+|---|---|
+| vanilla | e |
+| gated | sigmoid(gate_proj([h; e])) * e |
+| rnn | tanh(o), where g, c, o = joint_proj([s; e; h]); then s = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c) |
+
+The confidence head estimates from h, or from [h; e], how likely the token proposed at the position is accepted.
+
+Source: DSpark (2026), as implemented by deepseek-ai/DeepSpec and by the package speculators.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from hf_specgen.heads.block import BlockConfig, block_options, projector_type
+from hf_specgen.heads.checkpoint import Checkpoint, Fields
+from hf_specgen.heads.head_file import Format, HeadFile, speculators_format
+from hf_specgen.heads.path_head import Embed, PathHead, Step
+
+KINDS = ("vanilla", "gated", "rnn")
+MARKOV_NAME = re.compile(r"^(logit_head\.)?(markov_head\.)?(markov_w1|markov_w2|gate_proj|joint_proj)\.")
+CONFIDENCE_NAME = re.compile(r"^(logit_head\.)?confidence_(head\.)?proj\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(BlockConfig):
+    """Configuration of `DSparkHead`."""
+
+    markov_rank: int = 256  # 0: no correction
+    markov_head_type: str = "vanilla"  # or "gated", "rnn"
+    has_confidence_head: bool = True
+    confidence_head_with_markov: bool = True  # whether the confidence head reads the previous token
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_head_type not in KINDS:
+            raise ValueError(f"markov_head_type must be one of {', '.join(KINDS)}, got {self.markov_head_type[:40]!r}")
+
+
+class MarkovHead(nn.Module):
+    """The matrices of the correction."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        rank, width = config.markov_rank, config.hidden_size
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        if config.markov_head_type == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        if config.markov_head_type == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+
+class ConfidenceHead(nn.Module):
+    """One linear layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class DSparkHead(PathHead):
+    """A DSpark head."""
+
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        rank, with_markov = config.markov_rank, config.confidence_head_with_markov
+        self.markov_head = MarkovHead(config) if rank else None
+        self.state_size = rank if config.markov_head_type == "rnn" else 0
+        width = config.hidden_size + (rank if with_markov else 0)
+        self.confidence_head = ConfidenceHead(width) if config.has_confidence_head else None
+
+    def keys(self) -> torch.Tensor:
+        """`[draft_vocab, rank]`."""
+        if self.markov_head is None:
+            return self.norm.weight.new_zeros(self.config.draft_vocab_size, 0)
+        return self.markov_head.markov_w2.weight
+
+    def step(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depths: torch.Tensor, embed: Embed
+    ) -> Step:
+        """See the table above."""
+        if self.markov_head is None:
+            return Step(hidden[..., :0], state)
+        previous = self.markov_head.markov_w1(tokens)
+        if self.config.markov_head_type == "gated":
+            gate = self.markov_head.gate_proj(torch.cat((hidden, previous), dim=-1)).sigmoid()
+            return Step(gate * previous, state)
+        if self.config.markov_head_type == "rnn":
+            joint = self.markov_head.joint_proj(torch.cat((state, previous, hidden), dim=-1))
+            keep, content, query = joint.chunk(3, dim=-1)
+            keep = keep.sigmoid()
+            return Step(query.tanh(), keep * state + (1 - keep) * content.tanh())
+        return Step(previous, state)
+
+    def first_state(self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int) -> torch.Tensor:
+        """Zeros; where the anchor's own position proposes nothing, the state after it, as in training."""
+        state = super().first_state(hidden, anchor, embed, first)
+        if first == 0:
+            return state
+        return self.step(hidden[:, 0], anchor, state, torch.zeros_like(anchor), embed).state
+
+    def confidence_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+        """From the position's output, and the token before it if the head reads that."""
+        if self.confidence_head is None:
+            return None
+        if self.markov_head is not None and self.config.confidence_head_with_markov:
+            hidden = torch.cat((hidden, self.markov_head.markov_w1(tokens)), dim=-1)
+        return cast(torch.Tensor, self.confidence_head.proj(hidden))[..., 0]
+
+
+def load_dspark(file: HeadFile) -> DSparkHead:
+    """A DSpark head of speculators, DeepSpec, SpecForge or ModelOpt."""
+    file.names = {
+        CONFIDENCE_NAME.sub("confidence_head.proj.", MARKOV_NAME.sub(r"markov_head.\3.", ours)): name
+        for ours, name in file.names.items()
+    }
+    fields = Fields(file.fields.nested("dflash_config").values, file.fields.values)
+    shapes = {ours: file.tensors[name].shape for ours, name in file.names.items()}
+    rank, confidence = (
+        shapes[name][-1] if shapes.get(name) else 0
+        for name in ("markov_head.markov_w1.weight", "confidence_head.proj.weight")
+    )
+    configured = fields.optional_integer("markov_rank")
+    if configured not in (None, rank):
+        raise ValueError(f"config.json has markov_rank {configured}, but the tensors have {rank}")
+    options = block_options(file)
+    config = DSparkConfig(
+        **options | _layout(file, fields, options["block_size"]),
+        markov_rank=rank,
+        markov_head_type=fields.text("markov_head_type") if fields.get("markov_head_type") else "vanilla",
+        has_confidence_head=confidence > 0,
+        confidence_head_with_markov=not rank or confidence != options["hidden_size"],
+    )
+    return file.build(DSparkHead, config)
+
+
+def _layout(file: HeadFile, fields: Fields, block_size: int) -> dict[str, object]:
+    """Which position of the block proposes first, and whether the file says so.
+
+    In the wrong layout a good head is accepted as rarely as a random one, without any error.
+    """
+    for name, means_fill_in in (("sample_from_anchor", False), ("shift_label", False), ("dspark_bonus_anchor", True)):
+        if fields.get(name) is not None:
+            return {"first_proposing_position": int(fields.flag(name) == means_fill_in)}
+    if file.is_nested:  # before the field existed, speculators trained the other layout than its class now has
+        return {"first_proposing_position": int(file.speculative_tokens() != block_size), "measures_layout": True}
+    return {"first_proposing_position": 0, "measures_layout": projector_type(file.checkpoint) == "dspark"}
+
+
+def is_dspark(checkpoint: Checkpoint) -> bool:
+    """Whether a flat config is that of a DSpark head."""
+    classes = checkpoint.config.get("architectures")
+    named = isinstance(classes, list) and any(str(name).endswith("DSparkModel") for name in classes)
+    return (named or projector_type(checkpoint) == "dspark") and "hidden_norm.weight" in checkpoint.tensors
+
+
+FORMATS = (
+    speculators_format("dspark", "DFlashCandidates", load_dspark),
+    Format("DSpark (DeepSpec, SpecForge, ModelOpt)", "DFlashCandidates", is_dspark, load_dspark),
+)

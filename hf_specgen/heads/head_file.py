@@ -1,0 +1,235 @@
+"""A draft head's checkpoint as the loader of its format reads it: fields of the config, tensors, the finished head.
+
+A format is one function that reads a `HeadFile`, and an entry in the table of `hf_specgen.heads.head_formats`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from hf_specgen.heads.base import DraftHead, HeadConfig
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names, TensorInfo
+from hf_specgen.heads.layers import LayerConfig, count_layers, layer_fields, read_layer
+
+IGNORED = re.compile(r"^(d2t|t2d|verifier_(norm|lm_head)\.weight|.*\.inv_freq)$")
+"""Read separately, derived from another tensor, or belonging to the target."""
+LAYER_FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (
+    (("eagle_aux_hidden_state_layer_ids",), 0),  # speculators, vLLM (eagle3, peagle)
+    (("eagle_config", "eagle_aux_hidden_state_layer_ids"), 1),  # SGLang, SpecForge, ModelOpt
+    (("aux_hidden_state_layer_ids",), 0),  # speculators (dflash)
+    (("dflash_config", "target_layer_ids"), 1),  # z-lab DFlash, JetSpec
+    (("target_layer_ids",), 1),  # DeepSpec
+)
+"""Fields of config.json that name layers of the target, and what to add to their numbers.
+
+Transformers counts `hidden_states`: index 0 is the embedding, index i the output of layer i - 1, and the last index the
+state after the final norm. A wrong index never changes the generated text, but fewer draft tokens are accepted.
+"""
+MASK_TOKEN_FIELDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+Head = TypeVar("Head", bound=DraftHead)
+
+
+class HeadFile:
+    """A checkpoint that holds a draft head.
+
+    Args:
+        checkpoint: its config, and the shapes of its tensors.
+        aux_hidden_state_layers: `hidden_states` indices of the target to read, instead of those of the config.
+        dtype: of the head; None for that of the file.
+
+    Attributes:
+        fields: the config.
+        is_nested: whether it is in the format of speculators, which describes the layers in a config of their own.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        aux_hidden_state_layers: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.checkpoint, self.fields, self._dtype = checkpoint, Fields(checkpoint.config), dtype
+        self.is_nested = "transformer_layer_config" in checkpoint.config
+        self._layers = aux_hidden_state_layers
+
+    @cached_property
+    def names(self) -> Names:
+        """The tensors by the names in our modules, each with its name in the file."""
+        return {re.sub(r"^midlayer\.", "layers.0.", name): name for name in self.tensors if not IGNORED.match(name)}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Shapes and dtypes of all tensors of the file."""
+        return self.checkpoint.tensors
+
+    @cached_property
+    def of_layers(self) -> Fields:
+        """The config of the layers, with the defaults of their model type."""
+        nested = self.fields.nested("transformer_layer_config").values
+        return layer_fields(nested if self.is_nested else self.checkpoint.config)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return count_layers(self.of_layers, self.names)
+
+    def layer(self, strict_bias: bool = False) -> LayerConfig:
+        """The configuration of the layers."""
+        return read_layer(self.of_layers, self.checkpoint, self.names, strict_bias)
+
+    def aux_hidden_state_layers(self) -> tuple[int, ...] | None:
+        """The `hidden_states` indices that were asked for or are configured; None for the default of the format."""
+        return self._layers or configured_layers(self.checkpoint.config)
+
+    def common(self, layer: LayerConfig, projects: bool = True) -> dict[str, Any]:
+        """The fields of `HeadConfig`; `projects` says whether a linear layer reads the target's states."""
+        fields, hidden = self.fields, layer.hidden_size
+        target_hidden = fields.optional_integer("target_hidden_size", 1) or hidden
+        vocab, draft_vocab = self.of_layers.integer("vocab_size"), fields.optional_integer("draft_vocab_size", 1)
+        if draft_vocab is None:
+            draft_vocab = self.tensors["d2t"].shape[0] if "d2t" in self.tensors and self.tensors["d2t"].shape else vocab
+        verifier = fields.nested("speculators_config").nested("verifier")
+        return {
+            "hidden_size": hidden,
+            "vocab_size": vocab,
+            "draft_vocab_size": draft_vocab,
+            "target_hidden_size": target_hidden,
+            "num_aux_hidden_states": self._num_aux_hidden_states(target_hidden, hidden) if projects else 1,
+            "aux_hidden_state_layers": self.aux_hidden_state_layers(),
+            "own_embeddings": "embed_tokens.weight" in self.tensors,
+            "own_lm_head": "lm_head.weight" in self.tensors,
+            "speculative_tokens": self.speculative_tokens(),
+            "base_model": verifier.text("name_or_path") if verifier.get("name_or_path") else None,
+        }
+
+    def speculative_tokens(self) -> int | None:
+        """The number of draft tokens that a speculators config recommends."""
+        methods = self.fields.nested("speculators_config").get("proposal_methods")
+        if not isinstance(methods, list) or not methods or not isinstance(methods[0], dict):
+            return None
+        return Fields(methods[0]).optional_integer("speculative_tokens", 1)
+
+    def mask_token(self) -> int:
+        """The token that stands for positions that are predicted in parallel."""
+        for part in (self.fields.nested("dflash_config"), self.fields):
+            for name in MASK_TOKEN_FIELDS:
+                if part.get(name) is not None:
+                    return part.integer(name, 0)
+        raise ValueError(f"the head predicts positions in parallel, but config.json has no {MASK_TOKEN_FIELDS[0]}")
+
+    def _num_aux_hidden_states(self, target_hidden: int, hidden: int) -> int:
+        """How many of the target's states the linear layer over the features reads."""
+        if "fc.weight" not in self.tensors:
+            raise ValueError("the tensor fc.weight is missing")
+        shape = self.tensors["fc.weight"].shape
+        if len(shape) != 2 or shape[0] != hidden or shape[1] % target_hidden or shape[1] == 0:
+            raise ValueError(
+                f"fc.weight has shape {shape}, but it has to make a state of width {hidden} out of states of width "
+                f"{target_hidden}"
+            )
+        return shape[1] // target_hidden
+
+    def build(self, head_class: Callable[[Any], Head], config: HeadConfig) -> Head:
+        """The head with its tensors, of which names, shapes and dtypes are checked before they are read."""
+        names, checkpoint = self.names, self.checkpoint
+        with torch.device("meta"):
+            head = head_class(config)
+        expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
+        missing, unknown = sorted(expected.keys() - names.keys()), sorted(names.keys() - expected.keys())
+        if missing:
+            raise ValueError(f"{len(missing)} tensors are missing, such as {', '.join(missing[:3])}; download it again")
+        if unknown:
+            raise ValueError(
+                f"a head with this config.json has no tensors such as {', '.join(names[name] for name in unknown[:3])} "
+                f"({len(unknown)} in all); it is of a variant that is not supported"
+            )
+        membership = self.tensors.get("t2d")
+        if membership is not None and membership.shape != (config.vocab_size,):
+            raise ValueError(f"t2d has shape {membership.shape}, but config.json has vocab_size {config.vocab_size}")
+        for name, tensor in expected.items():
+            check_tensor(names[name], self.tensors[names[name]], tensor)
+        dtype = self._dtype or self.tensors[names["layers.0.self_attn.q_proj.weight"]].dtype
+        loaded, state = checkpoint.read(names.values()), {}
+        for name, tensor in expected.items():
+            own_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = loaded[names[name]].to(own_dtype).reshape(tensor.shape)
+        if head.draft_to_target is not None:
+            state["draft_to_target"] = self._draft_to_target(config)
+        head.load_state_dict(state, assign=True)
+        return head.eval().requires_grad_(False)
+
+    def _draft_to_target(self, config: HeadConfig) -> torch.Tensor:
+        """The target's id of each draft id, from the differences of both that the file holds."""
+        info, size = self.tensors.get("d2t"), config.draft_vocab_size
+        if info is None or info.shape != (size,) or info.dtype not in (torch.int64, torch.int32):
+            description = "none" if info is None else f"one of shape {info.shape} and dtype {info.dtype}"
+            raise ValueError(
+                f"a draft vocabulary of {size} tokens needs an integer tensor d2t of that length, found {description}"
+            )
+        ids = self.checkpoint.read(["d2t"])["d2t"].long() + torch.arange(size)
+        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+            raise ValueError(f"d2t maps draft tokens to ids outside of the target's vocabulary of {config.vocab_size}")
+        return ids
+
+
+def check_tensor(name: str, info: TensorInfo, expected: torch.Tensor) -> None:
+    """Raise unless a tensor of the file has the expected dtype, and its shape apart from dimensions of size 1."""
+    if [size for size in info.shape if size != 1] != [size for size in expected.shape if size != 1]:
+        raise ValueError(f"tensor {name} has shape {info.shape}, but config.json makes it {tuple(expected.shape)}")
+    if expected.is_floating_point() and not (info.dtype.is_floating_point and info.dtype.itemsize > 1):
+        raise ValueError(f"tensor {name} has dtype {info.dtype}; quantised heads are not supported")
+    if not expected.is_floating_point() and info.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tensor {name} has dtype {info.dtype}, but it holds token ids")
+
+
+def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The `hidden_states` indices that a head's config.json names, or None if it leaves them to the default."""
+    layers: dict[str, tuple[int, ...]] = {}
+    for path, offset in LAYER_FIELDS:
+        ids: Any = config
+        for key in path:
+            ids = ids.get(key) if isinstance(ids, Mapping) else None
+        if ids is None:
+            continue
+        name = ".".join(path)
+        # Where ids count outputs of layers, -1 is the embedding.
+        if not isinstance(ids, list) or not ids or not all(type(entry) is int and entry >= -offset for entry in ids):
+            raise ValueError(f"{name} must be a list of layer numbers, got {str(ids)[:80]!r}")
+        layers[name] = tuple(entry + offset for entry in ids)
+    if len(set(layers.values())) > 1:
+        raise ValueError(f"config.json names the target's layers twice, and differently: {layers}; remove one of them")
+    return next(iter(layers.values()), None)
+
+
+class Format(NamedTuple):
+    """A format of checkpoints.
+
+    Args:
+        name: as in messages.
+        strategy: the class of `hf_specgen.candidates` that drafts with it.
+        recognises: whether a checkpoint is of this format.
+        load: reads the head; None for a format that is read together with its target.
+        reader: the function that does so.
+    """
+
+    name: str
+    strategy: str
+    recognises: Callable[[Checkpoint], bool]
+    load: Callable[[HeadFile], DraftHead] | None
+    reader: str = "hf_specgen.heads.head_formats.load_head"
+
+
+def speculators_type(checkpoint: Checkpoint) -> str | None:
+    """The type of a checkpoint in the format of speculators; None for every other one."""
+    name = checkpoint.config.get("speculators_model_type")
+    return str(name) if name is not None else None
+
+
+def speculators_format(kind: str, strategy: str, load: Callable[[HeadFile], DraftHead] | None) -> Format:
+    """The entry of a type of the format of speculators."""
+    return Format(f"speculators {kind}", strategy, lambda checkpoint: speculators_type(checkpoint) == kind, load)
