@@ -18,7 +18,7 @@ from hf_specgen.candidates.head_sessions import FeatureQueue
 from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockHead
-from hf_specgen.heads.runner import LayoutVotes, PathRunner
+from hf_specgen.heads.path_head import LayoutVotes, PathRunner
 from hf_specgen.memory import memory
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
