@@ -28,7 +28,7 @@ from transformers import (
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
-from hf_specgen.candidates.autoregressive import AutoregressiveSession
+from hf_specgen.candidates.autoregressive import AutoregressiveSession, last_of
 from hf_specgen.candidates.base import (
     Depth,
     DraftCall,
@@ -41,6 +41,7 @@ from hf_specgen.candidates.cross_tokenizer import CrossTokenizerSession
 from hf_specgen.candidates.draft_heads import number_of
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.depth import Policy
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.checkpoint import first_line
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
@@ -229,8 +230,7 @@ class DraftModelSession(AutoregressiveSession):
         self._reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
         for row, tokens in enumerate(uncached):
             self._cached[row] += len(tokens) if self._drafts[row] else 0
-        last = torch.tensor([len(tokens) - 1 for tokens in uncached], device=logits.device)
-        return logits[torch.arange(len(uncached), device=logits.device), last]
+        return last_of(logits, [len(tokens) for tokens in uncached])
 
     def _uncached(self) -> list[list[int]]:
         """The tokens of each row that the draft model has not read, in the rows that draft; otherwise the last one."""
@@ -240,7 +240,7 @@ class DraftModelSession(AutoregressiveSession):
         texts = zip(self._state.generated, self._cached, self._drafts, strict=True)
         return [known_tokens(text[read:] if drafts else text[-1:], self._embedded) for text, read, drafts in texts]
 
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         return self._reader.grow(tree, new, self._drafts)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:

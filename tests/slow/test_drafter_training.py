@@ -19,11 +19,11 @@ import train_eagle
 import train_medusa
 from conversations import IGNORED
 from drafter import answer_numbers, choose_anchors
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
 from hf_specgen.targets.model_parts import decoder_layers, output_logits
-from hf_specgen.tree import DraftTree
 from losses import Drafts, Learnt, acceptance_counts, draft_loss, later_pairs
 from target import read_target
 from tests.helpers import VOCAB, tiny_model
@@ -93,7 +93,7 @@ def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
         outputs = [runner.extend([known], [following]).output[0, 0]]
         for step in range(1, depth):
             if root + 1 + step < len(text):
-                chain = DraftTree.chains([text[root + 2 : root + 2 + step]])
+                chain = GrownTree(torch.tensor([text[root + 2 : root + 2 + step]]))
                 outputs.append(runner.expand(chain, 1).output[0, 0])
         for step, expected in enumerate(outputs):
             torch.testing.assert_close(drafted[step][number], expected, atol=1e-5, rtol=1e-4)
