@@ -283,7 +283,7 @@ def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
             part = drafts[draft].q
             if part is not None:
                 q[row, node, : part.shape[-1]] = part[row, source]
-    return DraftTree(merged.tokens, merged.parents, q)
+    return DraftTree(merged.token_lists(), merged.parents, q)
 
 
 def _merge_row(

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
+from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.head_sessions import AssistantSession, EagleSession, ParallelSession
 from hf_specgen.candidates.path_heads import PathSession
 from hf_specgen.depth import Policy
@@ -87,7 +87,7 @@ class BoundModules(Generic[T]):
         return BoundModules, ()
 
 
-class HeadCandidates(Candidates):
+class HeadCandidates(PretrainedCandidates):
     """Base class of strategies with a draft head; a subclass sets the class attributes, and overrides `begin`.
 
     Args:

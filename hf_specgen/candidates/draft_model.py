@@ -28,12 +28,12 @@ from transformers import (
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
-from hf_specgen.candidates.autoregressive import AutoregressiveSession
+from hf_specgen.candidates.autoregressive import AutoregressiveSession, last_of
 from hf_specgen.candidates.base import (
-    Candidates,
     Depth,
     DraftCall,
     DraftSession,
+    PretrainedCandidates,
     Tree,
     vocabulary_size,
 )
@@ -41,6 +41,7 @@ from hf_specgen.candidates.cross_tokenizer import CrossTokenizerSession
 from hf_specgen.candidates.draft_heads import number_of
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.depth import Policy
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.checkpoint import first_line
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
@@ -52,7 +53,7 @@ from hf_specgen.tree import DraftTree
 logger = logging.getLogger("hf_specgen")
 
 
-class DraftModelCandidates(Candidates):
+class DraftModelCandidates(PretrainedCandidates):
     """Drafts with a small model.
 
     A draft with another tokenizer proposes tokens that both vocabularies have. Fewer of its tokens are accepted than
@@ -68,6 +69,7 @@ class DraftModelCandidates(Candidates):
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
             checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
             `Int8WeightOnlyConfig()`.
+        trust_remote_code: run the model's own code from its repository, as in Transformers.
         share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
             returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
             the encoder is shared if both have the same weights.
@@ -94,6 +96,7 @@ class DraftModelCandidates(Candidates):
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         quantization_config: Any = None,
+        trust_remote_code: bool = False,
         share_encoder: bool | None = None,
         compile: Compile = "auto",
         policy: Policy | None = None,
@@ -114,6 +117,8 @@ class DraftModelCandidates(Candidates):
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
+        if trust_remote_code:
+            self._loading["trust_remote_code"] = True
 
     def start(self, call: DraftCall) -> DraftSession:
         draft = self._load(call.model)
@@ -225,8 +230,7 @@ class DraftModelSession(AutoregressiveSession):
         self._reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
         for row, tokens in enumerate(uncached):
             self._cached[row] += len(tokens) if self._drafts[row] else 0
-        last = torch.tensor([len(tokens) - 1 for tokens in uncached], device=logits.device)
-        return logits[torch.arange(len(uncached), device=logits.device), last]
+        return last_of(logits, [len(tokens) for tokens in uncached])
 
     def _uncached(self) -> list[list[int]]:
         """The tokens of each row that the draft model has not read, in the rows that draft; otherwise the last one."""
@@ -236,7 +240,7 @@ class DraftModelSession(AutoregressiveSession):
         texts = zip(self._state.generated, self._cached, self._drafts, strict=True)
         return [known_tokens(text[read:] if drafts else text[-1:], self._embedded) for text, read, drafts in texts]
 
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         return self._reader.grow(tree, new, self._drafts)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:

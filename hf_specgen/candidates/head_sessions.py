@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, CalibratedSession, confidence_by_rank
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
-from hf_specgen.candidates.tree_search import Floats, Ints, TreeSize, draft_of, tree_size
+from hf_specgen.candidates.growth import Floats
+from hf_specgen.candidates.tree_search import TreeSize, draft_of, tree_size
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantRunner
@@ -148,7 +152,7 @@ class EagleSession(AutoregressiveSession):
         self._has_prefilled = True
         return self.runner.first_logits(features, tokens, self._queue.active_rows())
 
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         return self.runner.next_logits(tree, new)
 
 
@@ -170,7 +174,7 @@ class AssistantSession(AutoregressiveSession):
         self.passes.append(len(self._target.rows))
         return self._runner.start(self._target.states_of(self._layers), self.call.state.pending())
 
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         return self._runner.expand(tree, new)
 
 
@@ -191,9 +195,8 @@ class IndependentHeadsSession(CalibratedSession):
         depths = [min(depth, len(self.calibrations)) for depth in max_depths]
         if max(depths) == 0:
             return self.not_drafted(len(max_depths))
-        scores, tokens, confidence = self.ranked_tokens(self.depth_logits(max(depths)))
+        scores, ranked, confidence = self.ranked_tokens(self.depth_logits(max(depths)))
         size, acceptance = self.tree_size(depths), self.acceptance(confidence)
-        ranked = tokens.cpu().numpy()
         trees = [best_combinations(ranked[row], acceptance[row], depth, size) for row, depth in enumerate(depths)]
         nodes = size.best_size([tree.probability for tree in trees])
         draft, tags = draft_of(trees, nodes), [np.array(tree.tags[:nodes], dtype=int).reshape(-1, 2) for tree in trees]
@@ -210,7 +213,7 @@ class IndependentHeadsSession(CalibratedSession):
         has_latency = self.call.depth is not None and self.call.depth.latency is not None
         return tree_size(DEFAULT_NODES if self._size == "auto" and not has_latency else self._size, self.call, depths)
 
-    def ranked_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Floats]:
+    def ranked_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, NDArray[np.integer[Any]], Floats]:
         """The most preferred tokens of each depth.
 
         Args:
@@ -229,7 +232,9 @@ class IndependentHeadsSession(CalibratedSession):
         probability = best / weights.sum(dim=-1, keepdim=True)
         if self.wants_q:
             probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), self.ranks)
-        return scores, tokens, probability.cpu().numpy().astype(np.float64)
+        # In one transfer; token ids below 2**24 are exact.
+        read = torch.cat([tokens, probability], dim=-1).cpu().numpy().astype(np.float64)
+        return scores, read[..., : self.ranks].astype(int), read[..., self.ranks :]
 
     def acceptance(self, confidence: Floats) -> Floats:
         """`[batch, depths, ranks]` acceptance probabilities of confidences."""
@@ -237,7 +242,9 @@ class IndependentHeadsSession(CalibratedSession):
         return np.stack([one.acceptance(confidence[:, depth]) for depth, one in enumerate(calibrations)], axis=1)
 
 
-def best_combinations(tokens: Ints, acceptance: Floats, depth: int, size: TreeSize) -> SearchTree[tuple[int, int]]:
+def best_combinations(
+    tokens: NDArray[np.integer[Any]], acceptance: Floats, depth: int, size: TreeSize
+) -> SearchTree[tuple[int, int]]:
     """The most probable tree of a row whose tokens at a depth do not depend on the path; tags are depth and rank.
 
     Args:
@@ -261,7 +268,7 @@ def with_q(draft: DraftTree, depths: Sequence[Sequence[int]], scores: torch.Tens
     """The draft with the probabilities of each node's depth; `scores` are `[batch, depths, vocab]`."""
     sources = [[*row, *[0] * (draft.nodes - len(row))] for row in depths]
     index = torch.tensor(sources, device=scores.device)[..., None].expand(-1, -1, scores.shape[-1])
-    return DraftTree(draft.tokens, draft.parents, scores.softmax(dim=-1).gather(1, index))
+    return DraftTree(draft.token_lists(), draft.parents, scores.softmax(dim=-1).gather(1, index))
 
 
 class ParallelSession(IndependentHeadsSession):

@@ -22,11 +22,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
-from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession
+from hf_specgen.candidates.base import DraftCall, DraftSession, PretrainedCandidates
 from hf_specgen.candidates.draft_heads import BoundModules, check_head, number_of
+from hf_specgen.candidates.growth import Floats
 from hf_specgen.candidates.head_sessions import DEFAULT_NODES, IndependentHeadsSession, with_q
-from hf_specgen.candidates.tree_search import Floats
 from hf_specgen.depth import Policy
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import (
     RANKS,
@@ -46,7 +47,7 @@ from hf_specgen.tree import DraftTree, Parents, children, merge_paths
 Paths = Sequence[Sequence[int]]
 
 
-class MedusaCandidates(Candidates):
+class MedusaCandidates(PretrainedCandidates):
     """Drafts with Medusa heads.
 
     Args:
@@ -86,11 +87,6 @@ class MedusaCandidates(Candidates):
         super().__init__("auto" if tree == "auto" else depth, policy, max_k=depth)
         self._lora = lora
         self._bound: BoundModules[MedusaRunner] = BoundModules()
-
-    @classmethod
-    def from_pretrained(cls, heads: str, tree: str | int | Paths = "auto") -> MedusaCandidates:
-        """`MedusaCandidates(heads, tree)`, named as in Transformers; the heads are loaded at the first call."""
-        return cls(heads, tree)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         check_decoder_only(model, "MedusaCandidates")
@@ -170,9 +166,7 @@ class MedusaSession(IndependentHeadsSession):
             heads.append(calibration.acceptance(confidence[:, head], prior))
         return np.stack(heads, axis=1)
 
-    def _fixed(
-        self, paths: RankTree, max_depths: Sequence[int], tokens: torch.Tensor, scores: torch.Tensor
-    ) -> DraftTree:
+    def _fixed(self, paths: RankTree, max_depths: Sequence[int], tokens: Any, scores: torch.Tensor) -> DraftTree:
         """The draft with a fixed tree of ranks, cut to each row's depth."""
         trees = [paths.cut(depth) for depth in max_depths]
         if self.wants_q:
@@ -196,7 +190,7 @@ class HydraSession(AutoregressiveSession):
         has_latency = call.depth is not None and call.depth.latency is not None
         size = DEFAULT_NODES if tree == "auto" and not has_latency else tree  # as that of other Medusa heads
         super().__init__(call, config.num_heads, size, 0.0, config.vocab_size)
-        self._target, self._runner, self._heads = target, runner, config.num_heads
+        self._target, self._runner = target, runner
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
         """An empty draft: the target has not computed any hidden states yet."""
@@ -205,22 +199,16 @@ class HydraSession(AutoregressiveSession):
     def first_scores(self) -> torch.Tensor:
         """The logits of head 0; it reads each row's last token. The overhead of a draft is the latency of this pass."""
         last = torch.tensor([[text[-1]] for text in self.call.state.generated])
-        return self._runner.head_logits(0, self._target.states_of((OUTPUT_STATE,)), last)
+        states = self._target.states_of((OUTPUT_STATE,))
+        self._paths = last.to(states.device)[:, None]  # [batch, nodes, tokens] from each row's last token to the nodes
+        return self._runner.head_logits(0, states, last)
 
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        """The logits after each of the last nodes, by the head of its depth."""
-        states, texts = self._target.states_of((OUTPUT_STATE,)), self.call.state.generated
-        nodes = range(tree.nodes - new, tree.nodes)
-        paths = [[text[-1], *tree.path(row, node)] for row, text in enumerate(texts) for node in nodes]
-        # A node that only fills up its row may be as deep as the last head predicts.
-        lengths = torch.tensor([min(len(path), self._heads) for path in paths])
-        rows = torch.arange(len(texts)).repeat_interleave(new)
-        logits = states.new_empty(len(paths), self._vocab)
-        for count in sorted(set(lengths.tolist())):
-            indices = (lengths == count).nonzero()[:, 0]
-            tokens = torch.tensor([paths[index][:count] for index in indices.tolist()])
-            logits[indices] = self._runner.head_logits(count - 1, states[rows[indices]], tokens).to(logits)
-        return logits.view(len(texts), new, -1)
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
+        """The logits after each of the last nodes, by the head of their depth."""
+        states, tokens = self._target.states_of((OUTPUT_STATE,)), tree.tokens[:, -new:, None]
+        self._paths = paths = torch.cat([tree.of_parents(self._paths), tokens], dim=2)
+        states = states[:, None].expand(-1, new, -1).flatten(0, 1)
+        return self._runner.head_logits(tree.level, states, paths.flatten(0, 1)).unflatten(0, (-1, new))
 
 
 def _check_tree(tree: Any) -> None:

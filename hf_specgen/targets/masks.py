@@ -169,7 +169,7 @@ class StepMasks:
         if chains and "chunked_attention" not in self._kinds:
             made = {kind: self._of_chains(kind, lengths, 1 + tree.nodes) for kind in self._kinds}
         else:
-            _, depths, ancestors = tree.structure()
+            depths, ancestors = tree.structure()
             layout = StepLayout(
                 lengths=lengths,
                 depths=depths,
