@@ -47,6 +47,7 @@ def machine_has_bf16() -> bool:
 class DataArguments:
     """Where conversations come from and how they are written for the model."""
 
+    preset: str | None = option(default=None, help="defaults by size of the target: 0.5b, 8b or 70b (presets.yaml)")
     data_config: str | None = option(default=None, help="configuration of a dataset of the Hub")
     data_split: str = option(default="train", help="split of a dataset")
     chat_template_kwargs: Options = option(
@@ -65,7 +66,6 @@ class Arguments(DataArguments, TrainingArguments):
     target: str = option(help="Hub id or folder of the target")
     data: str = option(help="conversations: a .jsonl, .json, .csv or .parquet file, a folder, or a dataset of the Hub")
     output_dir: str = option(aliases=["--output"], help="folder for the result")
-    preset: str | None = option(default=None, help="defaults by size of the target: 0.5b, 8b or 70b (presets.yaml)")
     target_kwargs: Options = option(
         default_factory=Options, help="for the target's from_pretrained, such as {device_map: auto}"
     )
@@ -188,7 +188,8 @@ def _flags_of_files(arguments: Sequence[str], known: set[str], recipe: str) -> l
     finder.add_argument("--config", type=Path)
     finder.add_argument("--preset")
     paths = finder.parse_known_args(arguments)[0]
-    values = preset(paths.preset, recipe) if paths.preset else {}
+    found = preset(paths.preset, recipe) if paths.preset else {}
+    values = {name: value for name, value in found.items() if name in known}
     if paths.config is not None:
         configured = yaml.safe_load(paths.config.read_text(encoding="utf-8"))
         if not isinstance(configured, dict):

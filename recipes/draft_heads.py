@@ -113,7 +113,7 @@ class HeadDrafter(Drafter):
 
     def save(self, folder: Path) -> None:
         if self.adapted is not None:
-            self.adapted.save_pretrained(folder)
+            self.adapted.save_pretrained(folder, save_embedding_layers=False)
         else:
             save_head(copy.deepcopy(self.head).to(torch.bfloat16), folder)
 

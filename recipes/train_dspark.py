@@ -78,7 +78,7 @@ class SparkDrafter(BlockDrafter):
         row = torch.arange(len(ids), device=ids.device)[:, None].expand_as(anchors.places)[anchors.valid]
         place, first = anchors.places[anchors.valid] + 1, head.config.first_proposing_position
         tokens = [ids[row, (place + depth).clamp(max=ids.shape[1] - 1)] for depth in range(block.shape[1] - first)]
-        state, outputs = head.first_state(block, tokens[0], bound.embed), []
+        state, outputs = head.first_state(block, tokens[0], bound.embed, first), []
         for depth, before in enumerate(tokens):
             hidden = block[:, first + depth]
             query, state = head.step(hidden, before, state, torch.full_like(before, depth), bound.embed)

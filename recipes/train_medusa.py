@@ -12,7 +12,7 @@ model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,21 +24,18 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, PreTrainedModel
 
 from arguments import Arguments, Options, launch, option
-from conversations import IGNORED, Batch
-from drafter import Drafter
+from conversations import IGNORED, Batch, collate
+from drafter import Drafter, answer_numbers
 from hf_specgen.heads.lora import FOLDER, HeadOutputs, load_lora
-from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.heads.medusa import CONFIDENCE_EDGES, RANKS, Acceptance, MedusaHeads
 from hf_specgen.heads.medusa_formats import load_medusa
 from hf_specgen.targets.model_parts import decoder, output_logits, output_matrix
-from losses import CHUNK, Drafts, gradient_at_once
-from medusa_acceptance import measure_acceptance, save_acceptance
+from losses import CHUNK, Drafts, Learnt, gradient_at_once, later_pairs
 from target import States
 from training import run
 
 SHAPE = ("num_heads", "num_layers", "own_outputs", "reads_token", "reads_path", "lora_rank")
 ADAPTER = "adapter"
-TUNED = 40
-"""Prompts at most, from whose generations acceptance by rank is measured."""
 
 
 @dataclass(kw_only=True)
@@ -157,13 +154,46 @@ class MedusaDrafter(Drafter):
         if self.adapted is not None:
             self.adapted.save_pretrained(folder / ADAPTER)
 
-    def tune(self, calls: list[dict[str, Any]]) -> None:
-        """Store acceptance by confidence and rank in the heads' config."""
-        if not self.heads.config.reads_path:
-            heads = cast(MedusaHeads, copy.deepcopy(self.heads).to(self.target.dtype).eval())  # type: ignore[arg-type]
-            save_acceptance(heads, measure_acceptance(self.target, heads, calls[:TUNED], self.lora))
-            self.heads.config = heads.config
-            self.save(Path(self.args.output_dir))
+    @torch.no_grad()
+    def tune(self, answers: Callable[[], Any]) -> None:
+        """Store acceptance by confidence and rank, by which trees are built, in the heads' config."""
+        if self.heads.config.reads_path:
+            return  # such heads learn their acceptance while they draft
+        count, bins = self.depth, len(CONFIDENCE_EDGES) + 1
+        hits, seen = torch.zeros(count, bins, RANKS), torch.zeros(count, bins)
+        for row in answers():
+            batch = {name: tensor.to(self.target.device) for name, tensor in collate([row]).items()}
+            states = self.states(batch)
+            drafts, tokens = self.draft(batch, states), batch["labels"][batch["labels"] != IGNORED]
+            count_acceptance(drafts, Learnt(states.hidden, tokens, answer_numbers(batch)), hits, seen)
+        prior = torch.tensor(Acceptance.untuned(count).table)  # weighs as much as 10 drafts
+        rates = (hits + 10.0 * prior) / (seen.unsqueeze(-1) + 10.0)
+        self.heads.config.acceptance = rates.sort(dim=-1, descending=True).values.tolist()
+        self.save(Path(self.args.output_dir))
+
+
+def count_acceptance(drafts: Drafts, learnt: Learnt, hits: torch.Tensor, seen: torch.Tensor) -> None:
+    """Count how often the generated token is that of each rank of each head, by the head's confidence.
+
+    A head is counted where all heads before it had the generated token among their first `RANKS`: otherwise its token
+    could not have been accepted.
+
+    Args:
+        drafts: of all heads.
+        learnt: the generated tokens.
+        hits, seen: `[heads, bins, ranks]` and `[heads, bins]` counts, which are increased.
+    """
+    alive = torch.ones(len(learnt.tokens), dtype=torch.bool, device=learnt.tokens.device)
+    edges = torch.tensor(CONFIDENCE_EDGES, device=alive.device)
+    for head, state in enumerate(drafts.states):
+        index, later = later_pairs(learnt.answers, head + 1)
+        index, later = index[alive[index]], later[alive[index]]
+        confidence, tokens = drafts.logits[head](state[index], index).float().softmax(-1).topk(RANKS)
+        bins = torch.bucketize(confidence[:, 0], edges, right=True).cpu()
+        found = (tokens == learnt.tokens[later, None]).float()
+        seen[head].index_add_(0, bins, torch.ones(len(bins)))
+        hits[head].index_add_(0, bins, found.cpu())
+        alive = torch.zeros_like(alive).index_fill(0, index[found.any(dim=1)], True)
 
 
 def _make_heads(args: MedusaArguments, target: PreTrainedModel) -> tuple[MedusaHeads, Any]:

@@ -30,7 +30,7 @@ from conversations import (
     rows_by_domain,
 )
 from drafter import Drafter
-from evaluation import generate_calls, measure, target_answers
+from evaluation import measure, target_answers
 from target import (
     StoredStates,
     check_target,
@@ -298,7 +298,7 @@ def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: Chat
         target = load_target(args) if args.features else drafter.target
         drafter.replace_target(target)
         if state.is_main_process and not args.shard_target:
-            drafter.tune(generate_calls(args, chat, prompts, args.device))
+            drafter.tune(lambda: encoded(target_answers(args, target, chat, prompts), chat, args.max_length))
         results = measure(args, target, chat, prompts, folder, drafter.settings)
         if state.is_main_process:
             write_card(drafter, chat, trainer.state.log_history, results)

@@ -40,8 +40,8 @@ class CombinedCandidates(Candidates):
 
     Args:
         strategies: the members. Left out, they are n-grams and Token Recycling, which need no model and no training.
-        tree: how many draft tokens are verified: "auto" the tree with the highest expected tokens per second, if the
-            policy has a latency model; a number is the size of every tree; None all that is proposed.
+        tree: how many draft tokens are verified: "auto", also if left out, the tree with the highest expected tokens
+            per second, or all that is proposed if the policy has no latency model; a number is the size of every tree.
         policy: chooses the depth of all members, step by step.
 
     Raises:
@@ -54,7 +54,7 @@ class CombinedCandidates(Candidates):
     """
 
     def __init__(
-        self, strategies: Sequence[Candidates] | None = None, *, tree: Tree = "auto", policy: Policy | None = None
+        self, strategies: Sequence[Candidates] | None = None, *, tree: Tree = None, policy: Policy | None = None
     ):
         if strategies is None:
             strategies = [NgramCandidates(), RecyclingCandidates()]
@@ -65,7 +65,7 @@ class CombinedCandidates(Candidates):
                 raise TypeError(f"CombinedCandidates takes strategies such as NgramCandidates(), got {strategy!r}")
         super().__init__("auto", policy, max_k=max(strategy.k for strategy in strategies))
         self.strategies = tuple(strategies)
-        self._set_tree(tree, self.k)
+        self._set_tree(tree, "auto")
         self.negligible_draft_cost = all(strategy.negligible_draft_cost for strategy in strategies)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:

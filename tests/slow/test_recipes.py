@@ -26,6 +26,7 @@ import training
 from conversations import collate
 from hf_specgen import AutoCandidates
 from hf_specgen.heads import ExitHead, load_exit_head, load_medusa
+from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.targets.model_parts import decoder, output_logits
 from target import read_target
@@ -369,7 +370,7 @@ def test_accelerate_launch_trains_heads(folder: Path, monkeypatch: Any) -> None:
     assert (folder / "launched" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml")))
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "configs").glob("*.yaml")))
 def test_accelerate_reads_the_shipped_launch_configs(path: Path) -> None:
     """As far as can be checked without GPUs: accelerate knows every key, and the kinds are what the names say."""
     from accelerate.commands.config.config_args import load_config_from_file
@@ -415,3 +416,28 @@ def test_the_shipped_draft_and_exit_adapter_agree_with_their_target(reference_mo
         early = head(states.features[batch["labels"] != IGNORED])
     assert all(float((logits.argmax(-1) == truth).float().mean()) > 0.8 for logits in (own, early))
     assert answers.batches_by_domain(rows, 4)
+
+
+def test_a_lora_head_is_saved_and_loaded_as_an_adapter(folder: Path, caplog: Any) -> None:
+    """Catches: an adapter that is not applied; a head in another thinking mode without a word."""
+    train_eagle.main(arguments(folder, "base-head", *HEAD))
+    mode = ["--chat-template-kwargs", "{enable_thinking: false}"]
+    more = ["--head", str(folder / "base-head"), "--lora", "{r: 2}", "--learning-rate", "0.05", *mode]
+    train_eagle.main(arguments(folder, "lora-head", *HEAD, *more))
+    assert (folder / "lora-head" / "adapter_config.json").exists() and not (
+        folder / "lora-head" / "config.json"
+    ).exists()
+    base, adapted = load_head(folder / "base-head"), load_head(folder / "lora-head")
+    assert base.state_dict().keys() == adapted.state_dict().keys()
+    assert not torch.equal(base.fc.weight, adapted.fc.weight)  # type: ignore[union-attr, arg-type]
+    target: Any = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    assert_drafts(target, folder / "lora-head")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    AutoCandidates.from_pretrained(folder / "lora-head", tokenizer=tokenizer)
+    assert "trained with chat_template_kwargs {'enable_thinking': False}, not {}" in caplog.text
+    caplog.clear()
+    AutoCandidates.from_pretrained(
+        folder / "lora-head", tokenizer=tokenizer, chat_template_kwargs={"enable_thinking": False}
+    )
+    assert not caplog.text
+    assert type(AutoCandidates.from_pretrained(folder / "adapter")).__name__ == "DraftModelCandidates"

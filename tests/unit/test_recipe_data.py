@@ -29,11 +29,12 @@ from tests.helpers.paths import ROOT
 from tests.helpers.recipes import write_rows
 from train_dflash import BlockArguments
 from train_draft import DraftArguments
+from train_dspark import SparkArguments
 from train_eagle import EagleArguments
 from train_layer_skip import ExitArguments
 from train_medusa import MedusaArguments
 
-CONFIGS = ROOT / "recipes" / "configs"
+LAUNCH = ROOT / "recipes" / "configs" / "fsdp.yaml"
 HI, YES = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 THREE = [HI, YES, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "no"}]
 THINKING = (
@@ -177,7 +178,7 @@ def test_flags_override_the_file_and_the_file_the_preset(tmp_path: Path) -> None
     assert isinstance(parse(DraftArguments, None, [*REQUIRED, "--draft", "x", "--lora", "{r: 2}"]).lora, Options)
 
 
-@pytest.mark.parametrize("recipe", [EagleArguments, BlockArguments, MedusaArguments])
+@pytest.mark.parametrize("recipe", [EagleArguments, BlockArguments, SparkArguments, MedusaArguments])
 @pytest.mark.parametrize("name", ["0.5b", "8b", "70b"])
 def test_presets_are_valid_for_every_recipe(recipe: Any, name: str) -> None:
     args = parse(recipe, None, [*REQUIRED, "--preset", name])
@@ -193,9 +194,9 @@ def test_presets_are_valid_for_every_recipe(recipe: Any, name: str) -> None:
         (["--learning-rate", "-1"], "learning_rate must be at least 0, got -1.0"),
         (["--learning-rate", "nan"], "learning_rate must be at least 0, got nan"),
         (["--batch-size", "4", "--micro-batch-size", "3"], "batch_size 4 must be a multiple of"),
-        (["--config", str(CONFIGS / "exit_reference.yaml")], "unknown key 'exit_layer'"),
+        (["--config", str(LAUNCH)], "unknown key 'compute_environment'"),
         (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
-        (["--preset", "9b"], "unknown preset '9b'; there are 0.5b, 8b, 70b"),
+        (["--preset", "9b"], "unknown preset '9b'; there are 0.5b, 8b, 70b, reference"),
         (["--loss", "{mse: 1}"], "loss must weigh some of kl, ce, tv and lk"),
         (["--eval-strategy", "steps"], "needs evaluation, a file of held-out prompts"),
         (["--push-to-hub", "true"], "push_to_hub needs hub_model_id"),
@@ -210,13 +211,14 @@ def test_bad_arguments_get_one_sentence(capsys: Any, more: list[str], message: s
     assert ended.value.code == 2 and message in error and len(error.splitlines()) < 5
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_shipped_configs_are_valid_and_name_files_that_exist(path: Path) -> None:
-    """Catches: a config that outlived a renamed key or a moved file."""
-    classes: dict[str, Any] = {"answers": AnswerArguments, "draft": DraftArguments, "exit": ExitArguments}
-    classes |= {"medusa": MedusaArguments, "eagle": EagleArguments, "dflash": BlockArguments}
-    args = parse(classes[path.stem.split("_")[0]], None, ["--config", str(path)])
-    for key in ("target", "data", "prompts", "exclude", "evaluation", "draft"):
+@pytest.mark.parametrize(
+    "recipe",
+    [AnswerArguments, BlockArguments, DraftArguments, EagleArguments, ExitArguments, MedusaArguments, SparkArguments],
+)
+def test_the_reference_preset_is_whole_for_every_recipe_and_names_files_that_exist(recipe: Any) -> None:
+    """Catches: a preset that outlived a renamed key or a moved file."""
+    args = parse(recipe, None, ["--preset", "reference", "--output", "o"])
+    for key in ("target", "data", "prompts", "exclude", "evaluation", "draft", "head"):
         if value := getattr(args, key, None):
             assert (ROOT / value).exists(), f"{key}: {value}"
 
