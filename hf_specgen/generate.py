@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.call import Call, Compile, EncoderInput
+from hf_specgen.call import Call, Compile, EncoderInput, Prediction
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.presets import Preset, PresetCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
@@ -55,6 +55,7 @@ class Settings:
     compile: Compile = "auto"
     pack_weights: bool = False
     memory: bool = True
+    prediction: Prediction | None = None
 
     @classmethod
     def of(cls, candidate_generator: Any, verification: Any = "exact", **settings: Any) -> Settings:
@@ -106,6 +107,8 @@ class Speculation:
         _check_call(model, input_ids, generation_config, model_kwargs)
         settings, config = self.settings, generation_config
         candidates = settings.candidates.for_model(model)
+        if settings.prediction is not None and not candidates.uses_prediction:
+            raise ValueError(f"prediction= needs n-grams, which {candidates!r} lacks; add NgramCandidates() to it")
         mask, pad_token = model_kwargs.get(mask_name(model)), compat.pad_token(config)
         state = GenerationState.of_call(input_ids, mask, stopping_criteria, pad_token)
         call = Call(
@@ -119,6 +122,7 @@ class Speculation:
             encoder=EncoderInput.of_call(inputs_tensor, state.batch, model_kwargs),
             compiled=settings.compile,
             remembers=settings.memory,
+            prediction=settings.prediction,
         )
 
         def start(statistics: Statistics) -> None:
@@ -150,6 +154,7 @@ def speculate(
     compile: Compile = "auto",
     pack_weights: bool = False,
     memory: bool = True,
+    prediction: Prediction | None = None,
 ) -> Speculation:
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
@@ -169,6 +174,7 @@ def speculate(
             faster with prepacked weights use them. They may round differently from plain decoding.
         memory: whether the acceptance observed in earlier calls with the same target and strategy is used, and that of
             this call kept. It decides how much is drafted, never which tokens are generated.
+        prediction: the expected output, from which n-grams draft; see `NgramCandidates`.
 
     Returns:
         a callable for `custom_generate=`.
@@ -189,6 +195,7 @@ def speculate(
         compile=compile,
         pack_weights=pack_weights,
         memory=memory,
+        prediction=prediction,
     )
     return Speculation(settings, streamer)
 
