@@ -88,6 +88,7 @@ class Call:
         compiled: whether the target's forward passes after the prefill are captured as graphs.
         remembers: whether acceptance observed in earlier calls may be used, and that of this call kept.
         prediction: the expected output, see `NgramCandidates`.
+        grammar_drafts: whether drafts obey the grammars of logits processors, see `hf_specgen.candidates.grammar`.
         seed: of the noise that the tokens are sampled with; None for torch's global random generator.
     """
 
@@ -102,6 +103,7 @@ class Call:
     compiled: Compile = False
     remembers: bool = True
     prediction: Prediction | None = None
+    grammar_drafts: bool = True
     seed: int | None = None
 
     @property

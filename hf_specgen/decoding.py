@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.candidates.base import Candidates, ChainSession, DraftCall
+from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.counters import RowStep, Statistics, StepPasses, StepRecord
 from hf_specgen.depth import Policy, PolicySession
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
@@ -125,7 +126,8 @@ class _Loop:
         if monitoring is not None:
             stack.callback(monitoring.end)
         self.policy = PolicyRunner(call, self.target, depth, monitoring, self.timer, self.statistics)
-        self.drafter = self._candidates.start(DraftCall.of(call, self.target, self.verification, depth))
+        draft_call = DraftCall.of(call, self.target, self.verification, depth)
+        self.drafter = with_grammar(self._candidates.start(draft_call), draft_call, self._candidates.tree)
         if self.target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)

@@ -56,6 +56,7 @@ class Settings:
     pack_weights: bool = False
     memory: bool = True
     prediction: Prediction | None = None
+    grammar_drafts: bool = True
 
     @classmethod
     def of(cls, candidate_generator: Any, verification: Any = "exact", **settings: Any) -> Settings:
@@ -67,7 +68,7 @@ class Settings:
             raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {made.monitor!r}")
         if made.compile not in ("auto", "graphs", False, None):
             raise ValueError(f'compile must be "auto", "graphs" or False, got {made.compile!r}')
-        for name in ("pack_weights", "memory"):
+        for name in ("pack_weights", "memory", "grammar_drafts"):
             if not isinstance(getattr(made, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(made, name)!r}")
         return made
@@ -123,6 +124,7 @@ class Speculation:
             compiled=settings.compile,
             remembers=settings.memory,
             prediction=settings.prediction,
+            grammar_drafts=settings.grammar_drafts,
         )
 
         def start(statistics: Statistics) -> None:
@@ -155,6 +157,7 @@ def speculate(
     pack_weights: bool = False,
     memory: bool = True,
     prediction: Prediction | None = None,
+    grammar_drafts: bool = True,
 ) -> Speculation:
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
@@ -175,6 +178,8 @@ def speculate(
         memory: whether the acceptance observed in earlier calls with the same target and strategy is used, and that of
             this call kept. It decides how much is drafted, never which tokens are generated.
         prediction: the expected output, from which n-grams draft; see `NgramCandidates`.
+        grammar_drafts: whether the grammar of a logits processor (xgrammar, llguidance, outlines, lm-format-enforcer)
+            is used in drafting: tokens that it forces are drafted, tokens that it forbids are not.
 
     Returns:
         a callable for `custom_generate=`.
@@ -196,6 +201,7 @@ def speculate(
         pack_weights=pack_weights,
         memory=memory,
         prediction=prediction,
+        grammar_drafts=grammar_drafts,
     )
     return Speculation(settings, streamer)
 

@@ -211,7 +211,7 @@ class _RowSearch:
     ):
         self._first_network, self._recycling = first_network, recycling
         self.root = _Origin(last_token, (-1,) * len(drafts))
-        self._children = [_children(draft, row) for draft in drafts]
+        self._children = [node_children(draft, row) for draft in drafts]
 
     def children(self, origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
         """The children of a node, most likely first.
@@ -244,7 +244,7 @@ class _RowSearch:
         return sorted(copied + recycled, key=lambda child: -child[1])
 
 
-def _children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
+def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
     """For each node of a row's draft (-1 for the last token), its children: node, token, acceptance."""
     tokens, parents = draft.token_lists()[row], draft.parents[row]
     path = None if draft.probability is None else draft.probability[row]
