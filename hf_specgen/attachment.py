@@ -233,10 +233,7 @@ class Attachment:
         """Count a call that falls back, and warn of a new reason; raises a ValueError if the attachment is strict."""
         if self.strict:
             raise ValueError(reason)
-        self._report_plain(reason)
-
-    def _report_plain(self, reason: str) -> None:
-        """Count a call that falls back, and warn of a new reason; those that differ in a number are one reason."""
+        # Reasons that differ in a number are one reason.
         kind = re.sub(r"\d+", "", reason)
         with self.lock:
             is_new = kind not in self._reasons

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -230,10 +231,10 @@ def generate_speculatively(
 
 def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method: Speculation) -> Any:
     """Call `generate` with our decoding method, handling the arguments that it does not pass on to that."""
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("synced_gpus", "tokenizer")} | (
-        _with_tokenizer(model, kwargs)
-    )
-    kwargs["custom_generate"] = method
+    _warn_of_assistant_settings(kwargs)
+    kwargs = {**kwargs, **_with_tokenizer(model, kwargs), "custom_generate": method}
+    for name in ("synced_gpus", "tokenizer", "assistant_tokenizer"):
+        kwargs.pop(name, None)
     if not method.settings.pack_weights:
         return original(model, **kwargs)
     from hf_specgen.prepacked_weights import prepacked
@@ -259,10 +260,20 @@ def unsupported_argument(arguments: dict[str, Any]) -> str | None:
     config = arguments.get("generation_config")
     if "paged" in (arguments.get("cache_implementation"), getattr(config, "cache_implementation", None)):
         return "candidate_generator= does not work with continuous batching (cache_implementation='paged')"
-    for name, remedy in ASSISTANT_SETTINGS.items():
-        if arguments.get(name) is not None:
-            return f"{name}= belongs to assistant_model= and has no effect with candidate_generator=; {remedy}"
     return None
+
+
+def _warn_of_assistant_settings(arguments: dict[str, Any]) -> None:
+    """Name in one warning the settings of Transformers' own assistants that this call has and that have no effect."""
+    config = arguments.get("generation_config")  # that of the checkpoint may hold them for other callers
+    places = [arguments, {} if config is None else vars(config)]
+    given = [name for name in ASSISTANT_SETTINGS if any(place.get(name) is not None for place in places)]
+    if given:
+        remedies = "; ".join(f"{name}: {ASSISTANT_SETTINGS[name]}" for name in given)
+        warnings.warn(
+            f"settings of assistant_model= have no effect with candidate_generator= ({remedies})",
+            stacklevel=compat.stacklevel_of_user(),
+        )
 
 
 def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from hf_specgen import (
     DFlashCandidates,
     DraftModelCandidates,
     EagleCandidates,
+    FixedDepth,
     MedusaCandidates,
     NgramCandidates,
     RecyclingCandidates,
@@ -70,7 +71,7 @@ def _combined() -> Candidates:
 STRATEGIES = (
     Strategy("n-grams k=8", lambda: NgramCandidates(k=8), 27, 4),
     Strategy("n-grams + recycling", _combined, 45, 4),
-    Strategy("Medusa", lambda: MedusaCandidates(EMBEDDED_HEADS, tree=DEFAULT_NODES), 60),
+    Strategy("Medusa", lambda: MedusaCandidates(EMBEDDED_HEADS, tree=DEFAULT_NODES, policy=FixedDepth()), 60),
     Strategy("DFlash", lambda: DFlashCandidates(EMBEDDED_DFLASH, k=7, tree=DEFAULT_NODES), 60),
     Strategy("draft model k=5", lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=5), 80),
     Strategy("draft model tree=32 k=6", lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=6, tree=32), 120),

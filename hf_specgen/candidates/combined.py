@@ -42,8 +42,8 @@ class CombinedCandidates(Candidates):
 
     Args:
         strategies: the members. Left out, they are n-grams and Token Recycling, which need no model and no training.
-        tree: how many draft tokens are verified: "auto" the tree with the highest expected tokens per second, if the
-            policy has a latency model; a number is the size of every tree; None all that is proposed.
+        tree: how many draft tokens are verified: "auto", also if left out, the tree with the highest expected tokens
+            per second, or all that is proposed if the policy has no latency model; a number is the size of every tree.
         prediction: the expected output, for the n-grams among the members; see `NgramCandidates`.
         policy: chooses the depth of all members, step by step.
 
@@ -60,7 +60,7 @@ class CombinedCandidates(Candidates):
         self,
         strategies: Sequence[Candidates] | None = None,
         *,
-        tree: Tree = "auto",
+        tree: Tree = None,
         prediction: Prediction | None = None,
         policy: Policy | None = None,
     ):
@@ -73,7 +73,7 @@ class CombinedCandidates(Candidates):
                 raise TypeError(f"CombinedCandidates takes strategies such as NgramCandidates(), got {strategy!r}")
         super().__init__("auto", policy, max_k=max(strategy.k for strategy in strategies))
         self.strategies = tuple(strategies)
-        self._set_tree(tree, self.k)
+        self._set_tree(tree, "auto")
         self.prediction = prediction
         self.uses_prediction = any(strategy.uses_prediction for strategy in strategies)
         if prediction is not None and not self.uses_prediction:
@@ -297,7 +297,7 @@ def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
             part = drafts[draft].q
             if part is not None:
                 q[row, node, : part.shape[-1]] = part[row, source]
-    return DraftTree(merged.tokens, merged.parents, q)
+    return DraftTree(merged.token_lists(), merged.parents, q)
 
 
 def _merge_row(

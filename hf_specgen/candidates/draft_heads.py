@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
+from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.head_sessions import AssistantSession, EagleSession, ParallelSession
 from hf_specgen.candidates.path_heads import PathSession
 from hf_specgen.depth import Policy
@@ -32,6 +32,7 @@ from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantHead
 from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.mtp import MTPConfig, MTPHead, load_mtp
 from hf_specgen.heads.path_head import PathHead
 from hf_specgen.heads.runner import BlockRunner, PEagleRunner
@@ -86,7 +87,7 @@ class BoundModules(Generic[T]):
         return BoundModules, ()
 
 
-class HeadCandidates(Candidates):
+class HeadCandidates(PretrainedCandidates):
     """Base class of strategies with a draft head; a subclass sets the class attributes, and overrides `begin`.
 
     Args:
@@ -296,7 +297,10 @@ class MTPCandidates(HeadCandidates):
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         layers = cast(MTPConfig, bound.head.config).num_layers
-        return EagleSession(call, target, bound, self.k if layers == 1 else min(self.k, layers), self.tree)
+        if layers == 1:
+            return super().begin(call, target, bound)
+        runner = LayeredRunner(bound, call.state.batch)
+        return EagleSession(call, target, bound, min(self.k, layers), self.tree, runner)
 
     def __repr__(self) -> str:
         return super().__repr__().replace("('', ", "(")

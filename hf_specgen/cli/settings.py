@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hf_specgen.evaluation import DTYPES, WorkloadSettings, setting
+from hf_specgen.evaluation import DTYPES, setting
 
 DEVICE = "cpu, cuda:1, mps …; auto for several; the accelerator if left out."
 
@@ -24,26 +24,6 @@ DEVICE = "cpu, cuda:1, mps …; auto for several; the accelerator if left out."
 def argument(help: str) -> Any:
     """A required positional argument."""
     return field(metadata={"help": help, "argument": True})
-
-
-@dataclass(frozen=True)
-class DemoSettings(WorkloadSettings):
-    """Compare plain generate and the fastest strategies on two targets, live, in about a minute.
-
-    Exit code 1 if a token differs in float32.
-    """
-
-    max_new_tokens: int = setting(64, "Tokens per answer; fewer where not enough prompts fit into the time.", min=1)
-    every: bool = setting(False, "Measure the embedded Medusa heads, DFlash head and layer skip too.", flags=("--all",))
-    wide: int = setting(300, "Size of the second target, in million parameters; 0 for none.", min=0)
-    seconds: float = setting(80.0, "Seconds to measure, over both targets; at least one prompt on each.", min=0)
-    json_file: Path | None = setting(None, "Write the results to this file.", flags=("--json",))
-    device: str = setting("", DEVICE)
-
-    @property
-    def widened(self) -> bool:
-        """Whether there is a second target: the embedded model, made wider."""
-        return self.wide > 0 and not self.model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +35,28 @@ class ModelSettings:
     adapter: str = setting("", "Hub id or folder of an exit adapter.")
     dtype: str = setting("auto", "Data type of the models; auto for that of the checkpoint.", choices=("auto", *DTYPES))
     device: str = setting("", DEVICE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings(ModelSettings):
+    """Compare plain generate and the strategies on two targets, live, in little more than a minute.
+
+    Exit code 1 if a token differs in float32.
+    """
+
+    model: str = setting("", "Hub id or folder of the target; the embedded model if left out.")
+    prompt: tuple[str, ...] = setting((), "A prompt of your own; may be given several times.")
+    prompts: Path | None = setting(None, "JSONL file of rows {prompt, domain}, or a text file with a prompt a line.")
+    dtype: str = setting("float32", "Data type of the target.", choices=DTYPES)
+    max_new_tokens: int = setting(64, "Tokens per answer; fewer where not enough prompts fit into the time.", min=1)
+    every: bool = setting(False, "Measure the embedded Medusa heads, DFlash head and layer skip too.", flags=("--all",))
+    wide: int = setting(300, "Size of the second target, in million parameters; 0 for none.", min=0)
+    seconds: float = setting(75.0, "Time for everything; at least one prompt on each target.", min=0)
+
+    @property
+    def widened(self) -> bool:
+        """Whether there is a second target: the embedded model, made wider."""
+        return self.wide > 0 and not self.model
 
 
 @dataclass(frozen=True, kw_only=True)

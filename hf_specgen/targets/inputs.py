@@ -15,8 +15,9 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.tree import DraftTree, GrownTree
+from hf_specgen.tree import DraftTree
 
 OWN_ARGUMENTS = {
     "input_ids",
@@ -45,7 +46,7 @@ def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def step_tokens(tree: DraftTree, pending: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """`[batch, 1 + nodes]` input tokens of a step: the last token of each row, then its draft."""
-    return torch.cat([torch.as_tensor(pending).to(device)[:, None], tree.input_tokens(device)], dim=1)
+    return tree.step_tokens(pending.tolist() if isinstance(pending, torch.Tensor) else pending, device)
 
 
 class Prompt:
@@ -148,13 +149,14 @@ class RowLayout:
     ) -> torch.Tensor:
         """`[rows, tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them."""
         bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
-        if tree.is_chain:
-            depths = torch.arange(cached, 1 + tree.nodes, device=tree.tokens.device).expand(len(bases), -1)
-        else:
-            depths = tree.structure().depths[:, cached:]
+        last, device = self._last_position, tree.device
+        is_within = max(bases) + tree.nodes <= last
+        if tree.is_chain and len(bases) == 1 and is_within:
+            return torch.arange(bases[0] + cached, bases[0] + 1 + tree.nodes, device=device)[None]
+        depths = torch.arange(1 + tree.nodes, device=device)[None] if tree.is_chain else tree.structure().depths
+        depths = depths[:, cached:]
         first = bases[0] if len(set(bases)) == 1 else torch.tensor(bases, device=depths.device)[:, None]
-        last = self._last_position
-        if max(bases) + tree.nodes <= last:
+        if is_within:
             return depths + first
         # An ended row and its nodes may exceed the model's position table, where a model would raise. So may padding
         # nodes. The results of all these are ignored. The other rows exceed it as in plain decoding.

@@ -1,11 +1,12 @@
 """Bad input raises an error that names the argument, its value and the remedy, and leaves the model as it was."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import GenerationConfig, StaticCache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import (
@@ -20,6 +21,7 @@ from hf_specgen import (
     Schedule,
     SpeculationMonitor,
     attach,
+    attached,
     speculate,
 )
 from hf_specgen.verification import TypicalVerifier
@@ -49,8 +51,8 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: MedusaCandidates("there", tree=[[0], [-1]]), ValueError, "not a list of ranks"),
     (lambda: MedusaCandidates("there", tree=[[0], [1, 0]]), ValueError, "but not its beginning [1]"),
     (lambda: MedusaCandidates("there", tree="widest"), ValueError, 'must be "auto"'),
-    (lambda: MedusaCandidates("there", tree=0), ValueError, "at least 1 node"),
-    (lambda: MedusaCandidates("there", tree=True), ValueError, "at least 1 node"),
+    (lambda: MedusaCandidates("there", tree=0), ValueError, "a positive number of nodes"),
+    (lambda: MedusaCandidates("there", tree=True), ValueError, "a positive number of nodes"),
     (lambda: MedusaCandidates("there", tree=2.5), ValueError, "is a list of paths"),
     (lambda: MedusaCandidates("there", tree=[0, 1]), ValueError, "is a list of paths"),
     *(
@@ -165,7 +167,6 @@ class ReadsOutputs(CandidateGenerator):
     requires_model_outputs = True
 
 
-WITHOUT_EFFECT = "belongs to assistant_model= and has no effect with candidate_generator=; "
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 2}, "not with beam_search; set num_beams=1 instead of 2"),
     ({"num_beams": 2, "do_sample": True}, "set num_beams=1 instead of 2"),
@@ -182,13 +183,6 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"synced_gpus": True}, "synced_gpus"),
     ({"custom_generate": len}, "custom_generate"),
     ({"candidate_generator": ReadsOutputs()}, "reads the target's outputs"),
-    ({"num_assistant_tokens": 4}, "num_assistant_tokens= " + WITHOUT_EFFECT + "give k= to the strategy, or policy="),
-    ({"num_assistant_tokens_schedule": "constant"}, WITHOUT_EFFECT + "give policy="),
-    ({"assistant_confidence_threshold": 0.4}, WITHOUT_EFFECT + "give confidence_threshold="),
-    ({"max_matching_ngram_size": 2}, "max_matching_ngram_size= " + WITHOUT_EFFECT),
-    ({"assistant_lookbehind": 5}, "assistant_lookbehind= " + WITHOUT_EFFECT),
-    ({"target_lookbehind": 5}, "target_lookbehind= " + WITHOUT_EFFECT),
-    ({"assistant_tokenizer": "any"}, "assistant_tokenizer= " + WITHOUT_EFFECT),
 ]
 
 
@@ -198,6 +192,26 @@ def test_generate_unsupported_argument_raises(arguments: dict[str, Any], words: 
     with pytest.raises(ValueError) as raised:
         tiny_model("llama").generate(**prompts(1), **arguments)
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("place", ["arguments", "generation_config"])
+@pytest.mark.parametrize("is_attached", [False, True], ids=["keyword", "attached"])
+def test_settings_of_assistants_are_named_in_one_warning(place: str, is_attached: bool) -> None:
+    """Would catch: a migrated script whose settings are ignored without a word, or that falls back to plain."""
+    settings = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
+    model, arguments = fresh_model("llama"), {**prompts(1), "max_new_tokens": 4}
+    plain = model.generate(**arguments)
+    if place == "arguments":
+        arguments |= {**settings, "assistant_tokenizer": None}
+    else:
+        arguments["generation_config"] = GenerationConfig(max_new_tokens=4, **settings)
+    with attached(model, NgramCandidates()) if is_attached else nullcontext(None) as totals:
+        how: dict[str, Any] = {} if is_attached else {"candidate_generator": NgramCandidates()}
+        with pytest.warns(UserWarning) as caught:
+            ids = model.generate(**arguments, **how)
+    (message,) = [str(one.message) for one in caught if "assistant" in str(one.message)]
+    assert "num_assistant_tokens: give k= to the strategy" in message and "schedule: give policy=" in message
+    assert torch.equal(ids, plain) and (totals is None or totals.calls == 1)
 
 
 INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
@@ -286,11 +300,15 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
         lambda: EagleCandidates(HEAD_FIXTURES / "eagle3_original" / "head", k=2),
         "a vocabulary of 128, but this target has 99",
     ),
-    ("llama", lambda: MedusaCandidates(heads(num_heads=2), [[0], [0, 0], [0, 0, 0]]), "3 deep, but there are 2 heads"),
-    ("llama", lambda: MedusaCandidates(heads(num_heads=2), [[0], [99]]), "ends at 98"),
     (
         "llama",
-        lambda: MedusaCandidates(heads(reads_token=True, reads_path=True, own_outputs=True), [[0], [0, 0]]),
+        lambda: MedusaCandidates(heads(num_heads=2), tree=[[0], [0, 0], [0, 0, 0]]),
+        "3 deep, but there are 2 heads",
+    ),
+    ("llama", lambda: MedusaCandidates(heads(num_heads=2), tree=[[0], [99]]), "ends at 98"),
+    (
+        "llama",
+        lambda: MedusaCandidates(heads(reads_token=True, reads_path=True, own_outputs=True), tree=[[0], [0, 0]]),
         'use tree="auto" or a number of nodes',
     ),
 ]

@@ -11,10 +11,12 @@ import torch
 
 from hf_specgen import DFlashCandidates, MTPCandidates
 from hf_specgen.candidates.tree_search import Growth
+from hf_specgen.heads import path_head
 from hf_specgen.heads import runner as runners
 from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.mtp import load_mtp
-from hf_specgen.heads.runner import LayeredRunner, LayoutVotes, PathRunner
+from hf_specgen.heads.path_head import LayoutVotes, PathRunner
 from hf_specgen.tree import DraftTree
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.head_fixtures import Comparison, Fixture, features_of, find_fixtures
@@ -56,7 +58,7 @@ def test_path_runner_tree_has_the_logits_of_every_path(
     name: str, limited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both rounds of the fixture: each node of a tree against the correction along its path alone, teacher-forced."""
-    monkeypatch.setattr(runners, "MAX_CANDIDATES", 10)
+    monkeypatch.setattr(path_head, "MAX_CANDIDATES", 10)
     fixture = HEADS[name]
     bound = load_head(fixture.head_folder).bind(fixture.target)
     head: Any = bound.head
@@ -158,14 +160,9 @@ def test_path_head_same_tokens(name: str, kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("tree", [None, 8])
-@pytest.mark.parametrize("name", ["speculators_dspark_rnn", "dflash2_zlab", "domino_specforge", LAYERED.folder.name])
-def test_path_head_rejection_gives_q_of_every_node(
-    name: str, tree: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """q is the corrected distribution: of each node's own path, and zero where the head never proposes."""
-    fixture, drafts = FIXTURES[name], []
-    begin = type(strategy(fixture)).begin
+def recorded_drafts(monkeypatch: pytest.MonkeyPatch, of: Any) -> list[DraftTree]:
+    """The drafts of all later calls with strategies of a class."""
+    begin, drafts = of.begin, list[DraftTree]()
 
     def recording(self: Any, *arguments: Any) -> Any:
         session = begin(self, *arguments)
@@ -173,7 +170,33 @@ def test_path_head_rejection_gives_q_of_every_node(
         session.draft = lambda depths: drafts.append(draft(depths)) or drafts[-1]
         return session
 
-    monkeypatch.setattr(type(strategy(fixture)), "begin", recording)
+    monkeypatch.setattr(of, "begin", recording)
+    return drafts
+
+
+@pytest.mark.parametrize("name", [*HEADS, LAYERED.folder.name])
+def test_path_head_drafts_in_generate_what_the_original_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a session that leaves out the correction, or runs another layer than that of the depth."""
+    fixture = FIXTURES[name]
+    drafts = recorded_drafts(monkeypatch, type(strategy(fixture)))
+    for prompt in fixture.prompts:
+        before = f"{prompt}.round1."
+        expected = fixture.get(f"{before}tokens" if fixture is LAYERED else f"{before}greedy.tokens")
+        text = fixture.get(f"{before}input_ids")
+        text = text[:, :-1] if fixture is LAYERED else text
+        fixture.target.generate(text, max_new_tokens=20, do_sample=False, candidate_generator=strategy(fixture, k=16))
+        assert next(draft for draft in drafts if draft.nodes).tokens.tolist() == expected.tolist()
+        drafts.clear()
+
+
+@pytest.mark.parametrize("tree", [None, 8])
+@pytest.mark.parametrize("name", ["speculators_dspark_rnn", "dflash2_zlab", "domino_specforge", LAYERED.folder.name])
+def test_path_head_rejection_gives_q_of_every_node(
+    name: str, tree: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """q is the corrected distribution: of each node's own path, and zero where the head never proposes."""
+    fixture = FIXTURES[name]
+    drafts = recorded_drafts(monkeypatch, type(strategy(fixture)))
     candidates = strategy(fixture, k=4, tree=tree)
     sampling = {"do_sample": True, "verification": "rejection", "max_new_tokens": 8}
     fixture.target.generate(**prompts(2), candidate_generator=candidates, **sampling)
