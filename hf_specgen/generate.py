@@ -83,6 +83,8 @@ class Speculation:
     """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
 
     _hf_specgen_speculation = True  # how `hf_specgen.patch` recognises it without importing this module
+    seed: int | None = None
+    """See `Call.seed`."""
 
     def __init__(self, settings: Settings, streamer: BaseStreamer | None = None, has_prompt: bool = False):
         self.settings, self.streamer, self._has_prompt = settings, streamer, has_prompt
@@ -92,6 +94,10 @@ class Speculation:
 
     def starting(self, statistics: Statistics) -> None:
         """Called when a call has passed all checks, before the first forward pass."""
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call that has been checked: `speculative_decode`."""
+        return speculative_decode(*args, **kwargs)
 
     def __call__(
         self,
@@ -126,6 +132,7 @@ class Speculation:
             remembers=settings.memory,
             prediction=settings.prediction,
             grammar_drafts=settings.grammar_drafts,
+            seed=self.seed,
         )
 
         def start(statistics: Statistics) -> None:
@@ -133,7 +140,7 @@ class Speculation:
             if self.streamer is not None and not self._has_prompt:
                 self.streamer.put(input_ids.cpu())
 
-        return speculative_decode(
+        return self.decode(
             call,
             input_ids,
             model_kwargs,
