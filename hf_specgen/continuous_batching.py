@@ -135,8 +135,10 @@ def _unsupported_settings(settings: Settings, model: Any) -> str | None:
     """Why continuous batching cannot speculate with these settings and this model."""
     if not isinstance(settings.verifier, CoupledVerifier):
         return "continuous batching verifies exactly; leave verification= out"
-    if settings.monitor is not None or settings.compile == "graphs" or settings.pack_weights:
-        return 'monitor=, compile="graphs" and pack_weights= are not available in continuous batching; leave them out'
+    others = settings.monitor is not None or settings.prediction is not None or settings.pack_weights
+    if others or settings.compile == "graphs":
+        names = 'monitor=, prediction=, compile="graphs" and pack_weights='
+        return f"{names} are not available in continuous batching; leave them out"
     requirements = settings.candidates.target_requirements(model)
     if requirements.aux_hidden_state_layers or requirements.exit_layer is not None:
         return (

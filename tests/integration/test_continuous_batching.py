@@ -211,6 +211,24 @@ def test_failing_strategy_fails_the_requests_and_leaves_the_model_usable() -> No
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("strategy", ["auto", "draft model"])
+def test_weights_that_change_between_calls_are_used(strategy: str) -> None:
+    """As in reinforcement learning. Would catch: tokens of old weights, from a graph, a packed weight or a table."""
+    model, prompts = fresh_model("llama"), requests(6)
+    hf_specgen.attach(model, STRATEGIES[strategy](tiny_model("llama")), strict=True)
+    answers = []
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn_like(parameter) * parameter.abs().mean()
+        plain = run(model, prompts, candidate_generator=None)
+        assert run(model, prompts) == plain
+        speculated = [model.generate(torch.tensor([one]), generation_config=config())[0] for one in prompts]
+        assert [ids[len(one) :].tolist() for one, ids in zip(prompts, speculated, strict=True)] == plain
+        answers.append(plain)
+    assert answers[0] != answers[1] != answers[2]
+
+
 def test_persistent_manager_speculates_only_where_the_call_does() -> None:
     model, prompts = fresh_model("llama"), requests(6)
     plain, steps = run(model, prompts), list[int]()
@@ -241,8 +259,9 @@ def test_forward_passes_of_edits_and_json(reference_model: Any, tokenizer: Any) 
 
 REFUSED = {
     "rejection": ({"verification": "rejection"}, {}, {}, "verifies exactly"),
-    "monitor": ({"monitor": SpeculationMonitor()}, {}, {}, "monitor=, compile="),
+    "monitor": ({"monitor": SpeculationMonitor()}, {}, {}, "monitor=, prediction="),
     "asynchronous": ({}, {"use_async_batching": True}, {}, "asynchronous batching"),
+    "prediction": ({"prediction": [1, 2, 3]}, {}, {}, "prediction="),
     "graphs": ({}, {"use_cuda_graph": True}, {}, "CUDA graphs"),
     "compiled": ({}, {"default_compile_level": 1}, {}, "CUDA graphs and compilation"),
     "text": (

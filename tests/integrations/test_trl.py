@@ -15,17 +15,16 @@ trl = pytest.importorskip("trl", exc_type=ImportError)
 datasets = pytest.importorskip("datasets")
 
 
-def train(folder: Path, tokenizer: Any, prompt: str, *, speculate: bool) -> tuple[list[float], Any]:
+def train(folder: Path, tokenizer: Any, prompt: str, *, speculate: bool, **more: Any) -> tuple[list[float], Any]:
     """Two steps of GRPO from one seed: the mean reward of each, and the trained model."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32)
     if speculate:
         hf_specgen.attach(model, NgramCandidates(k=4))
+    group = {"per_device_train_batch_size": 2, "num_generations": 2}
     arguments = trl.GRPOConfig(
         output_dir=str(folder),
         max_steps=2,
-        per_device_train_batch_size=2,
-        num_generations=2,
         max_completion_length=24,
         logging_steps=1,
         report_to=[],
@@ -33,6 +32,8 @@ def train(folder: Path, tokenizer: Any, prompt: str, *, speculate: bool) -> tupl
         use_cpu=True,
         bf16=False,
         seed=3,
+        learning_rate=1e-3,
+        **{**group, **more},
     )
     trainer = trl.GRPOTrainer(
         model=model,
@@ -51,6 +52,25 @@ def test_grpo_two_steps_same_rewards(tokenizer: Any, prompt: str, tmp_path: Path
     totals = hf_specgen.statistics(model)
     assert len(plain) == 2 and ours == plain
     assert totals.calls >= 2 and totals.drafted > 0 and totals.plain_calls == {}
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_grpo_with_continuous_batching_speculates_with_changing_weights(
+    tokenizer: Any, prompt: str, tmp_path: Path, group: int
+) -> None:
+    """Greedy rollouts: plain continuous batching samples by draws that depend on the whole step."""
+    batching = {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 256},
+        "num_generations": group,
+        "per_device_train_batch_size": group,
+        "generation_kwargs": {"do_sample": False},
+    }
+    plain, _ = train(tmp_path, tokenizer, prompt, speculate=False, **batching)
+    ours, model = train(tmp_path, tokenizer, prompt, speculate=True, **batching)
+    totals = hf_specgen.statistics(model)
+    assert len(plain) == 2 and ours == plain
+    assert totals.calls >= 2 and totals.accepted > 0 and totals.plain_calls == {}
 
 
 def test_strategy_in_generation_kwargs_raises_and_names_attach(tokenizer: Any, model: Any) -> None:
