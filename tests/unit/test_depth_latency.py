@@ -28,7 +28,7 @@ def models(draw: st.DrawFn) -> LatencyModel:
         times = draw(st.lists(st.floats(0, 10), min_size=len(widths), max_size=len(widths)))
         draft = DraftLatency(tuple(widths), tuple(times), draw(st.floats(0, 1)))
         buckets.append(Bucket(curve, {"draft_model": draft}))
-    return LatencyModel(tuple(buckets), "draft_model", {"target": "some model"})
+    return LatencyModel(tuple(buckets), "draft_model")
 
 
 @settings(max_examples=100, deadline=None)
