@@ -11,11 +11,13 @@ Token Recycling or EAGLE; there one of them drafts a step, here both do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, reduce
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
+from hf_specgen.call import DraftingSettings
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
@@ -67,6 +69,9 @@ class CombinedCandidates(Candidates):
         self.strategies = tuple(strategies)
         self._set_tree(tree, "auto")
         self.negligible_draft_cost = all(strategy.negligible_draft_cost for strategy in strategies)
+
+    def settings(self) -> DraftingSettings:
+        return replace(super().settings(), has_free_drafts=any(one.negligible_draft_cost for one in self.strategies))
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         needs = [strategy.target_requirements(model) for strategy in self.strategies]
