@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.candidates.base import Candidates, ChainSession, DraftCall
+from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.counters import RowStep, Statistics, StepPasses, StepRecord
 from hf_specgen.depth import Policy, PolicySession
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
@@ -53,40 +54,28 @@ def speculative_decode(
 ) -> Any:
     """Generate as plain `generate` does, several tokens per forward pass of the target.
 
-    Args:
-        call: the call; its state holds the prompt.
-        input_ids: `[batch, prompt]`, left-padded.
-        model_kwargs: attention mask, positions, cache, as prepared by `generate`.
-        candidates: proposes draft tokens.
-        verifier: decides which draft tokens are accepted.
-        policy: chooses draft depths; `candidates.policy` if None.
-        monitor: receives the record of every step.
-        criteria: stopping criteria, as prepared by `generate`.
-        streamer: receives every emitted column.
-        on_start: called once everything has been checked, before the first forward pass, with the call's statistics.
-
-    Returns:
-        `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
+    `input_ids` `[batch, prompt]` (left-padded), `model_kwargs` and `criteria` are as prepared by `generate`. `on_start`
+    receives the statistics of the call once everything has been checked, before the first forward pass. Returns
+    `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
     """
     assert call.model is not None
     outputs = OutputCollector(call, criteria, streamer)
     with compat.without_compilation(call.model), ExitStack() as stack:
-        loop = _Loop(call, outputs, candidates, verifier, policy or candidates.policy, monitor, stack)
+        loop = DecodingLoop(call, outputs, candidates, verifier, policy or candidates.policy, monitor, stack)
         loop.begin(input_ids, model_kwargs)
         if on_start is not None:
             on_start(loop.statistics)
         loop.prefill()
         with compat.optimized_for_decoding(call.model):
             loop.decode()
-            loop.padding.process_rest()
-        past_key_values = loop.target.finish() if loop.padding.is_visible else None
+            output = loop.complete()
     if streamer is not None:
         streamer.end()
     candidates.speculation = loop.statistics
-    return outputs.returned(loop.statistics, past_key_values)
+    return output
 
 
-class _Loop:
+class DecodingLoop:
     """Runs the steps of one call, with the target and the sessions of drafter, verifier, policy and monitor."""
 
     target: Target
@@ -125,7 +114,8 @@ class _Loop:
         if monitoring is not None:
             stack.callback(monitoring.end)
         self.policy = PolicyRunner(call, self.target, depth, monitoring, self.timer, self.statistics)
-        self.drafter = self._candidates.start(DraftCall.of(call, self.target, self.verification, depth))
+        draft_call = DraftCall.of(call, self.target, self.verification, depth)
+        self.drafter = with_grammar(self._candidates.start(draft_call), draft_call, self._candidates.tree)
         if self.target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
@@ -152,27 +142,40 @@ class _Loop:
                 self.policy.prefilled()
 
     def decode(self) -> None:
-        """Run steps until every row has stopped, then complete the statistics."""
+        """Run steps until every row has stopped."""
         state, padding = self.state, self.padding
         while not state.all_stopped:
-            active = self._active_rows()
-            tree = self.policy.padded(self._propose(self.drafter.draft, active))
-            pending, processed = state.pending(), active
-            if padding.in_steps:
-                tree, processed = padding.add_to_step(tree, pending), [True] * state.batch
+            tree, pending = self.begin_step()
+            processed = [True] * state.batch if padding.in_steps else self._active
             with self.timer.part("forward"):
                 logits = self.target.forward(tree, pending, processed)
-            with self.timer.part("verify"):
-                result = self._verify(tree, logits, active)
-                self._commit(result)
-            self.drafter.observe(result)
-            rows = self.statistics.record(tree, result)
-            with self.timer.part("policy"):
-                self.policy.observe(tree, rows, self.drafter.passes)
+            self.end_step(tree, logits)
             if state.batch > 1 and not padding.is_visible:
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
-        self.statistics.finish([len(tokens) for tokens in state.generated], self._tokens_from_prefill)
+
+    def begin_step(self) -> tuple[DraftTree, list[int]]:
+        """The draft and the pending tokens of the next step."""
+        self._active = self._active_rows()
+        return self.policy.padded(self._propose(self.drafter.draft, self._active)), self.padding.pending()
+
+    def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
+        """Verify a draft by the logits of a step, and report the outcome to the sessions."""
+        with self.timer.part("verify"):
+            result = self._verify(tree, logits, self._active)
+            self._commit(result)
+        self.drafter.observe(result)
+        rows = self.statistics.record(tree, result)
+        with self.timer.part("policy"):
+            self.policy.observe(tree, rows, self.drafter.passes)
+
+    def complete(self) -> Any:
+        """Complete the statistics, cache and scores of a call whose rows have stopped; returns its output."""
+        lengths = [len(tokens) for tokens in self.state.generated]
+        self.statistics.finish(lengths, self._tokens_from_prefill)
         self.statistics.seconds = self.timer.stop()
+        self.padding.process_rest()
+        past_key_values = self.target.finish() if self.padding.is_visible else None
+        return self.outputs.returned(self.statistics, past_key_values)
 
     def _propose(self, draft: Callable[[Sequence[int]], DraftTree], active: Sequence[bool]) -> DraftTree:
         """Draft tokens for the active rows, as deep as the policy chooses."""
@@ -289,11 +292,18 @@ class StepTimer:
         self._started = perf_counter()
         self.seconds = dict.fromkeys(("prefill", *STEP_PARTS, "policy"), 0.0)
         self._before_step = dict.fromkeys(STEP_PARTS, 0.0)
-        self._parts = {name: _Part(self.seconds, name) for name in self.seconds}
+        self._part, self._began = "draft", 0.0
 
-    def part(self, name: str) -> _Part:
-        """A context whose time is added to a part; a part is not entered again inside itself."""
-        return self._parts[name]
+    def part(self, name: str) -> StepTimer:
+        """A context whose time is added to a part; parts do not contain each other."""
+        self._part = name
+        return self
+
+    def __enter__(self) -> None:
+        self._began = perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self.seconds[self._part] += perf_counter() - self._began
 
     def step_seconds(self) -> dict[str, float]:
         """Seconds of each part since the last call of this method; parts that took no time are left out."""
@@ -305,18 +315,3 @@ class StepTimer:
         """The seconds of all parts, and of the call in `total`."""
         self.seconds["total"] = perf_counter() - self._started
         return self.seconds
-
-
-class _Part:
-    """Adds the time inside the context to a part: a class, since a generator would take longer than some parts."""
-
-    __slots__ = ("_begin", "_name", "_seconds")
-
-    def __init__(self, seconds: dict[str, float], name: str):
-        self._seconds, self._name = seconds, name
-
-    def __enter__(self) -> None:
-        self._begin = perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self._seconds[self._name] += perf_counter() - self._begin

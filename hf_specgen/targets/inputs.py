@@ -164,7 +164,7 @@ class RowLayout:
         limits = []
         for index, (base, part) in enumerate(zip(bases, takes_part, strict=True)):
             is_clamped = not part or (base <= last and (cached > 0 or isinstance(tree, GrownTree)))
-            limits.append(last if is_clamped else max(last, base + len(tree.parents[index])))
+            limits.append(last if is_clamped else max(last, base + max(tree.depths(index))))
         return (depths + first).minimum(torch.tensor(limits, device=depths.device)[:, None])
 
     def rows_to_keep(self, needed: Sequence[bool]) -> list[int] | None:
@@ -204,6 +204,11 @@ class StepInputs:
         self.accompanies_text = bool(accompanying_inputs(model_kwargs))
         """Whether the prompt has inputs beside text."""
         self._extra: dict[str, Any] | None = None
+
+    @property
+    def has_one_axis(self) -> bool:
+        """Whether positions are numbers, and no vectors."""
+        return self._axes is None
 
     @property
     def divisible(self) -> bool:
@@ -278,6 +283,11 @@ class EncoderStepInputs(StepInputs):
         self._takes_positions = takes_positions(model)
         positions = _positions(input_ids, model_kwargs if self._takes_positions else {})
         super().__init__(model, input_ids, {**model_kwargs, "position_ids": positions})
+
+    @property
+    def has_one_axis(self) -> bool:
+        """Whether positions are numbers, and no vectors."""
+        return self._axes is None
 
     @property
     def divisible(self) -> bool:
