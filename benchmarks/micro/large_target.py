@@ -30,7 +30,7 @@ from hf_specgen import (
     FixedDepth,
     NgramCandidates,
 )
-from hf_specgen.decoding import _Loop
+from hf_specgen.decoding import DecodingLoop
 from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
@@ -246,7 +246,7 @@ class PassClock:
 
     def __enter__(self) -> None:
         self._is_prefilled = False
-        call, run, decode = nn.Module.__call__, CapturedFunctions.run, _Loop.decode
+        call, run, decode = nn.Module.__call__, CapturedFunctions.run, DecodingLoop.decode
 
         def replay(functions: Any, function: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             timed = run if function is move_captured else partial(self._timed, run, module)
@@ -261,7 +261,7 @@ class PassClock:
 
         self._patches.enter_context(patch.object(nn.Module, "__call__", call_timed))
         self._patches.enter_context(patch.object(CapturedFunctions, "run", replay))
-        self._patches.enter_context(patch.object(_Loop, "decode", decode_timed))
+        self._patches.enter_context(patch.object(DecodingLoop, "decode", decode_timed))
 
     def __exit__(self, *exception: object) -> None:
         self._patches.close()

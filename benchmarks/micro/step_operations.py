@@ -33,7 +33,7 @@ from hf_specgen import (
     RecyclingCandidates,
 )
 from hf_specgen.candidates.head_sessions import DEFAULT_NODES
-from hf_specgen.decoding import PolicyRunner, _Loop
+from hf_specgen.decoding import DecodingLoop, PolicyRunner
 from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_DFLASH,
@@ -141,9 +141,9 @@ def _times(model: PreTrainedModel, call: dict[str, Any], candidates: Candidates)
 def each_step(read: Callable[[], T]) -> Iterator[list[T]]:
     """What `read` returns when the prefill of a call is over, then after each step."""
     marks: list[T] = []
-    decode, observe = _Loop.decode, PolicyRunner.observe
+    decode, observe = DecodingLoop.decode, PolicyRunner.observe
 
-    def decode_from_here(loop: _Loop) -> None:
+    def decode_from_here(loop: DecodingLoop) -> None:
         marks[:] = [read()]
         decode(loop)
 
@@ -151,5 +151,8 @@ def each_step(read: Callable[[], T]) -> Iterator[list[T]]:
         observe(runner, *args)
         marks.append(read())
 
-    with patch.object(_Loop, "decode", decode_from_here), patch.object(PolicyRunner, "observe", observe_and_mark):
+    with (
+        patch.object(DecodingLoop, "decode", decode_from_here),
+        patch.object(PolicyRunner, "observe", observe_and_mark),
+    ):
         yield marks

@@ -68,6 +68,11 @@ class HiddenStateTarget(Target):
         self._returned_states = outputs.states
         return outputs
 
+    def process_joined(self, joined: Target, row: int, tokens: int) -> None:
+        super().process_joined(joined, row, tokens)
+        assert isinstance(joined, HiddenStateTarget)
+        self.pass_states = self._step_states = joined.pass_states[row : row + 1, :tokens]
+
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         super().commit(paths)
         self._kept = [[] if path is None else [0, *(1 + node for node in path)] for path in paths]
