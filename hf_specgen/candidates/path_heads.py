@@ -26,6 +26,9 @@ from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
+CONFIDENCE_LEVELS = 4
+"""Ranges of a confidence head's estimate, of equal width, with acceptance counts of their own."""
+
 
 class PathSession(AutoregressiveSession):
     """The state of one call.
@@ -45,7 +48,8 @@ class PathSession(AutoregressiveSession):
     ):
         assert call.model is not None and isinstance(bound.head, BlockHead)
         config = bound.head.config
-        super().__init__(call, min(k, config.depth), tree, 0.0, vocabulary_size(call.model))
+        levels = CONFIDENCE_LEVELS if getattr(config, "enable_confidence_head", False) else 1
+        super().__init__(call, min(k, config.depth), tree, 0.0, vocabulary_size(call.model), levels)
         self._votes, self._block_size = None, config.block_size
         self._key = ("layout", call.drafting.key)
         if config.measures_layout:
@@ -94,14 +98,12 @@ class PathSession(AutoregressiveSession):
         children = min(children, self.runner.max_candidates)
         return tree_size(tree, self.call, depths, children, only_pass=self._block_size)
 
-    def confidences(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """With a confidence head, the mean of its logit and that of the most likely token; others share the rest."""
+    def calibration_of(self) -> torch.Tensor | None:
+        """With a confidence head, by its estimate: how often tokens are accepted is counted for each of its levels."""
         if self.runner.confidence is None:
-            return probabilities
-        best = probabilities[..., :1].clamp(0.001, 0.999)
-        estimate = ((best.logit() + self.runner.confidence[..., None].float()) / 2).sigmoid()
-        others = probabilities[..., 1:] * (1 - estimate) / (1 - best)
-        return torch.cat([estimate, others], dim=-1)
+            return None
+        levels = self.runner.confidence.float().sigmoid() * CONFIDENCE_LEVELS
+        return levels.long().clamp(max=CONFIDENCE_LEVELS - 1)
 
     def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
         draft = super()._grow(max_depths, tree, children)
