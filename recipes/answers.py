@@ -46,16 +46,7 @@ def answer_batch(
     max_new_tokens: int,
     seed: int,
 ) -> list[Row]:
-    """Generate the answers of one batch of one domain.
-
-    Args:
-        model: the target.
-        chat: its chat format.
-        rows: with prompts.
-        generation: decoding settings by domain, "default" for all others.
-        max_new_tokens: per answer.
-        seed: of this batch; the answers do not depend on the process that generates them.
-    """
+    """Generate the answers of one batch of one domain."""
     tokenizer = chat.tokenizer
     prompts = [chat.ids(chat.prompt(prompt_of(row), row.get("tools")), True) for row in rows]
     width, pad = max(map(len, prompts)), tokenizer.pad_token_id or 0

@@ -52,16 +52,7 @@ def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, p
 def measure(
     args: Arguments, target: Any, chat: ChatFormat, prompts: Prompts, folder: Path, settings: Any
 ) -> dict[str, Measured]:
-    """Generate answers with the drafter as it was saved, and count; the random state is left unchanged.
-
-    Args:
-        args: of the recipe.
-        target: the target.
-        chat: its chat format.
-        prompts: by domain.
-        folder: with the drafter.
-        settings: from whether trees are drafted to settings of the candidate generator.
-    """
+    """Generate answers with the drafter as it was saved, and count; the random state is left unchanged."""
     state = PartialState()
     if not state.is_main_process and not args.shard_target:  # a sharded target needs all processes in each pass
         return {}

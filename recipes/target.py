@@ -98,13 +98,7 @@ def check_target(target: PreTrainedModel, packing: bool = False) -> None:
 
 @torch.no_grad()
 def read_target(target: PreTrainedModel, batch: Batch, layers: Sequence[int]) -> States:
-    """One forward pass of the frozen target over whole conversations.
-
-    Args:
-        target: the target.
-        batch: as from `collate`.
-        layers: indices of `hidden_states` to return.
-    """
+    """One forward pass of the frozen target over whole conversations."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
     # Versions before 5.23 count a list of indices without the embedding.
     captured: Any = list(layers) if Version(transformers.__version__) >= Version("5.23") else bool(layers)
@@ -179,16 +173,7 @@ def store_states(
     args: Arguments,
     copied: Sequence[int] = (),
 ) -> None:
-    """Compute the states of all rows, divided among the processes; what an interrupted run has stored is kept.
-
-    Args:
-        target: the target.
-        rows: encoded conversations.
-        folder: where to.
-        description: as from `describe_states`.
-        args: of the recipe.
-        copied: layers of the target that the drafter starts from.
-    """
+    """Compute the states of all rows, divided among the processes; what an interrupted run has stored is kept."""
     state = PartialState()
     folder.mkdir(parents=True, exist_ok=True)
     shared = _shared_tensors(target, copied)

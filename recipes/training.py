@@ -50,12 +50,6 @@ RESULTS = ("README.md", "config.json", "adapter_config.json", "model.safetensors
 def run(recipe: type[Drafter], arguments_class: type[Any], documentation: str | None, argv: list[str] | None) -> None:
     """Everything that a recipe's script does: parse, check, load, train, save, measure.
 
-    Args:
-        recipe: the drafter.
-        arguments_class: a subclass of `Arguments`.
-        documentation: shown by `--help`.
-        argv: the command line; that of this process if None.
-
     Raises:
         ValueError: for arguments, a target or data that cannot be used, before anything is trained.
     """

@@ -441,3 +441,14 @@ def test_a_lora_head_is_saved_and_loaded_as_an_adapter(folder: Path, caplog: Any
     )
     assert not caplog.text
     assert type(AutoCandidates.from_pretrained(folder / "adapter")).__name__ == "DraftModelCandidates"
+
+
+def test_the_notebook_trains_a_head_that_drafts(capsys: Any, monkeypatch: Any) -> None:
+    """Every cell, one after the other; catches: a notebook that outlived an argument."""
+    notebook = json.loads((ROOT / "docs" / "train_a_head.ipynb").read_text(encoding="utf-8"))
+    monkeypatch.chdir(ROOT / "docs")
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert float(capsys.readouterr().out.split("tokens per step: ")[-1]) > 1.2
