@@ -112,20 +112,15 @@ class StoredStates(Dataset[Row]):
     """Encoded rows with the target's hidden states, read from a folder."""
 
     def __init__(self, rows: Any, folder: Path):
-        self._rows, self._folder = rows, folder
+        self.rows, self._folder = rows, folder
         self._open = lru_cache(maxsize=16)(lambda path: safe_open(path, framework="pt"))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, number: int) -> Row:
         file = self._open(self._folder / _file_name(number))
-        return {**self._rows[number], **{name: file.get_tensor(f"{name}.{number}") for name in States._fields}}
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        return list(self._rows["length"][:])
+        return {**self.rows[number], **{name: file.get_tensor(f"{name}.{number}") for name in States._fields}}
 
 
 def _file_name(number: int) -> str:

@@ -12,7 +12,7 @@ import torch
 from accelerate.state import AcceleratorState
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 import answers
 import generate_answers
@@ -91,14 +91,11 @@ def test_any_target_gets_a_drafter_from_conversations(
     assert "AutoCandidates" in (tmp_path / "out" / "custom_generate" / "generate.py").read_text()
 
 
-class Interrupt(TrainerCallback):
-    """Ends a run like a killed process."""
-
-    def __init__(self, step: int):
-        self._step = step
+class Interrupted(training.Steps):
+    """Ends a run in the step after the last checkpoint, like a killed process."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._step:
+        if state.global_step == 13:
             raise KeyboardInterrupt
 
 
@@ -107,11 +104,8 @@ def test_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(folder:
     more = [*HEAD, *SAVES, "--steps", "20", "--save-steps", "4", "--evaluation", str(folder / "held-out.jsonl")]
     more += ["--eval-strategy", "steps", "--eval-steps", "8", "--evaluation-tokens", "4"]
     train_eagle.main(arguments(folder, "whole", *more))
-    steps = training._Steps
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(training, "_Steps", lambda drafter: type("Both", (steps, Interrupt), {})(drafter))
-        patch.setattr(Interrupt, "__init__", lambda self, drafter: None)
-        patch.setattr(Interrupt, "_step", 13, raising=False)
+        patch.setattr(training, "Steps", Interrupted)
         train_eagle.main(arguments(folder, "resumed", *more))
     with pytest.raises(ValueError, match=r"checkpoint of an earlier run: continue it with --resume true"):
         train_eagle.main(arguments(folder, "resumed", *more))
