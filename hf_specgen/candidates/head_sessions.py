@@ -42,10 +42,8 @@ DEFAULT_NODES = 16
 class FeatureQueue:
     """The inputs of a head: hidden states of accepted tokens that it has not processed, and the token after each."""
 
-    def __init__(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead):
-        self._state, self._target, self._layers = call.state, target, bound.aux_hidden_state_layers
-        config = bound.head.config
-        self._width = config.num_aux_hidden_states * config.target_hidden_size
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, layers: Sequence[int]):
+        self._state, self._target, self._layers = call.state, target, layers
         self._features: list[list[torch.Tensor]] = []
         self._processed: list[int] = []
         """The position in each row's text of the first feature in the queue."""
@@ -74,21 +72,20 @@ class FeatureQueue:
             lengths = [len(prompt) + len(generated) - 1 for prompt, generated in texts]
             states = [row[max(0, len(row) - length) :] for row, length in zip(states, lengths, strict=True)]
             self._processed = [length - len(row) for row, length in zip(states, lengths, strict=True)]
-            self._features = [[] for _ in states]
+            self._features, self._nothing = [[] for _ in states], states[0][:0]
         for features, new in zip(self._features, states, strict=True):
             features.append(new)
 
     def take(self, drafting: Sequence[bool] | None = None) -> tuple[list[torch.Tensor], list[list[int]]]:
         """Remove the features of each row `[new, layers * hidden]`, with the token after each of these positions."""
-        nothing = self._target.pass_states.new_zeros(0, self._width)
         features: list[torch.Tensor] = []
         tokens: list[list[int]] = []
         for row, queued in enumerate(self._features):
             if drafting is not None and not drafting[row]:
-                features.append(nothing)
+                features.append(self._nothing)
                 tokens.append([])
                 continue
-            features.append(nothing if self._state.has_ended(row) else torch.cat([nothing, *queued]))
+            features.append(self._nothing if self._state.has_ended(row) else _joined(queued or [self._nothing]))
             tokens.append(self._next_tokens(row, len(features[row])))
             self._processed[row] += len(tokens[row])
             queued.clear()
@@ -100,6 +97,10 @@ class FeatureQueue:
         first = self._processed[row] + 1
         begin, end = (max(0, position - len(prompt)) for position in (first, first + count))
         return prompt[first : first + count] + generated[begin:end]
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class EagleSession(AutoregressiveSession):
@@ -125,7 +126,7 @@ class EagleSession(AutoregressiveSession):
         captures = call.compiled and isinstance(head, Eagle1Head | Eagle3Head) and device in GRAPH_DEVICES
         captures = captures and not torch.is_autocast_enabled(device)
         self.runner = runner or EagleRunner(bound, call.state.batch, call.compiled if captures else False)
-        self._queue = FeatureQueue(call, target, bound)
+        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers)
         self._has_prefilled = False
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
@@ -285,7 +286,7 @@ class ParallelSession(IndependentHeadsSession):
     ):
         super().__init__(call, depth, tree, min(RANKS, bound.head.config.draft_vocab_size))
         self.runner = runner
-        self._queue = FeatureQueue(call, target, bound)
+        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers)
         self.passes: list[int] = []
         self._drafting: list[bool] = []
 

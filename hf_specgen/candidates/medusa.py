@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
-from hf_specgen.candidates.base import DraftCall, DraftSession, PretrainedCandidates
+from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.draft_heads import BoundModules, check_head, number_of
 from hf_specgen.candidates.growth import Floats
 from hf_specgen.candidates.head_sessions import DEFAULT_NODES, IndependentHeadsSession, with_q
@@ -52,39 +52,43 @@ class MedusaCandidates(PretrainedCandidates):
 
     Args:
         heads: loaded heads, or a folder or Hub id of heads in any known format (our own, Medusa v1 and v2, TGI, vLLM).
-        tree: "auto" verifies in each step the tree with the highest expected tokens per second, by the confidence of
-            the heads and the latency model. A number is how many draft tokens to verify in each step. A list of paths
-            such as `[[0], [0, 0], [1]]` is a fixed tree: each path names the rank of a token of head 0, of head 1, …
+        k: maximum depth of a draft, in tokens, up to the number of heads; "auto" adapts it to acceptance and latency.
+        tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
+            per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
+            k the draft is a chain of k tokens. A list of paths such as `[[0], [0, 0], [1]]` is a fixed tree: each path
+            names the rank of a token of head 0, of head 1, …
         lora: the `PeftModel` of deltas on the output matrix, for heads that are given loaded and were trained so.
-        policy: how deep the tree may be, step by step; see `hf_specgen.depth`. The default, `Controller`, provides the
-            latency model, and makes plain steps where no tree is faster.
+        policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
         TypeError: if `heads` are neither loaded heads nor a path.
         ValueError: for an invalid tree; at the first call, if the heads do not fit the target.
 
     Example:
-        >>> MedusaCandidates("org/medusa-heads", tree=[[0], [1], [0, 0]])
-        MedusaCandidates('org/medusa-heads', tree=[[0], [1], [0, 0]])
+        >>> MedusaCandidates("org/medusa-heads", k=3, tree=[[0], [1], [0, 0]])
+        MedusaCandidates('org/medusa-heads', k=3, tree=[[0], [1], [0, 0]])
     """
-
-    adaptive_tree = True
 
     def __init__(
         self,
         heads: MedusaHeads | str | Path,
-        tree: str | int | Paths = "auto",
+        k: Depth = "auto",
         *,
+        tree: Tree | Paths = None,
         lora: Any = None,
         policy: Policy | None = None,
     ):
-        _check_tree(tree)
         check_head("MedusaCandidates", heads, MedusaHeads)
-        self.tree = tree
         self._heads = heads if isinstance(heads, MedusaHeads) else None
         self._name = str(heads if self._heads is None else self._heads.name_or_path)
         depth = 8 if self._heads is None else self._heads.config.num_heads  # published sets have at most 5 heads
-        super().__init__("auto" if tree == "auto" else depth, policy, max_k=depth)
+        super().__init__(k, policy, max_k=depth)
+        if tree is None or isinstance(tree, str | int):
+            self._set_tree(tree, k)
+        else:
+            RankTree.from_paths(tree)
+            self.tree = tree
+        self.adaptive_tree = True  # one pass drafts all depths
         self._lora = lora
         self._bound: BoundModules[MedusaRunner] = BoundModules()
 
@@ -97,9 +101,11 @@ class MedusaCandidates(PretrainedCandidates):
         if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError("MedusaCandidates works with generate(candidate_generator=…) only")
         runner = self._on(call.model)
-        if isinstance(self.tree, str | int) and runner.heads.config.reads_path:
-            return HydraSession(call, call.target, runner, self.tree)
-        return MedusaSession(call, call.target, runner, self.tree)
+        config, tree = runner.heads.config, self.tree
+        if config.reads_path and (tree is None or isinstance(tree, str | int)):
+            return HydraSession(call, call.target, runner, cast(Tree, tree))
+        chain = [[0] * depth for depth in range(1, 1 + min(self.k, config.num_heads))]
+        return MedusaSession(call, call.target, runner, chain if tree is None else tree)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """By name; heads that were given loaded may be any, and are identified by the object."""
@@ -121,7 +127,7 @@ class MedusaCandidates(PretrainedCandidates):
         return MedusaRunner(heads.to(device=weight.device, dtype=weight.dtype).eval(), model, lora)
 
     def __repr__(self) -> str:
-        return f"MedusaCandidates({self._name!r}, tree={self.tree!r}{self._show()})"
+        return f"MedusaCandidates({self._name!r}, k={self.k}{self._show(tree=self.tree)})"
 
 
 class MedusaSession(IndependentHeadsSession):
@@ -185,7 +191,7 @@ class MedusaSession(IndependentHeadsSession):
 class HydraSession(AutoregressiveSession):
     """The state of one call with heads that read the path before their token: trees that grow by a head per level."""
 
-    def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: MedusaRunner, tree: str | int):
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: MedusaRunner, tree: Tree):
         config = runner.heads.config
         has_latency = call.depth is not None and call.depth.latency is not None
         size = DEFAULT_NODES if tree == "auto" and not has_latency else tree  # as that of other Medusa heads
@@ -211,17 +217,8 @@ class HydraSession(AutoregressiveSession):
         return self._runner.head_logits(tree.level, states, paths.flatten(0, 1)).unflatten(0, (-1, new))
 
 
-def _check_tree(tree: Any) -> None:
-    if isinstance(tree, str) and tree != "auto":
-        raise ValueError(f'tree must be "auto", a number of nodes or a list of paths, got {tree!r}')
-    if isinstance(tree, int) and (isinstance(tree, bool) or tree < 1):
-        raise ValueError(f"tree must have at least 1 node, got {tree}")
-    if not isinstance(tree, str | int):
-        RankTree.from_paths(tree)
-
-
-def _check_fits(tree: str | int | Paths, config: MedusaConfig) -> None:
-    if isinstance(tree, str | int):
+def _check_fits(tree: Tree | Paths, config: MedusaConfig) -> None:
+    if tree is None or isinstance(tree, str | int):
         return
     if config.reads_path:
         raise ValueError(

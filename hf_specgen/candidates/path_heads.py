@@ -44,7 +44,7 @@ class PathSession(AutoregressiveSession):
             model = call.model if self.remembers else None
             self._votes = memory.recall(model, self._key, lambda: LayoutVotes(guess))
         self.runner = PathRunner(bound, call.state.batch, self.wants_q, self._votes)
-        self._queue = FeatureQueue(call, target, bound)
+        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers)
         self._drafting: list[bool] = []
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:

@@ -206,6 +206,11 @@ class StepInputs:
         self._extra: dict[str, Any] | None = None
 
     @property
+    def has_one_axis(self) -> bool:
+        """Whether positions are numbers, and no vectors."""
+        return self._axes is None
+
+    @property
     def divisible(self) -> bool:
         """Whether rows can be dropped: not if there are tensors whose batch dimension is unknown."""
         return all(name in TOKEN_TYPES for name in accompanying_inputs(self._extra or {}))
@@ -278,6 +283,11 @@ class EncoderStepInputs(StepInputs):
         self._takes_positions = takes_positions(model)
         positions = _positions(input_ids, model_kwargs if self._takes_positions else {})
         super().__init__(model, input_ids, {**model_kwargs, "position_ids": positions})
+
+    @property
+    def has_one_axis(self) -> bool:
+        """Whether positions are numbers, and no vectors."""
+        return self._axes is None
 
     @property
     def divisible(self) -> bool:

@@ -58,7 +58,7 @@ def pair_of_each_kind(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 def test_eagle_beside_medusa_same_tokens(pair_of_each_kind: Any, sampling: str) -> None:
     """Would catch: heads that read different hidden states of one target, each given the states of both."""
     target, head = pair_of_each_kind
-    medusa = MedusaCandidates(random_heads(target), 6)
+    medusa = MedusaCandidates(random_heads(target), tree=6)
     candidates = CombinedCandidates([EagleCandidates(head, k=3), medusa], policy=FixedDepth(4))
     assert assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, **SAMPLING[sampling]).accepted > 0
 

@@ -41,10 +41,21 @@ def test_medusa_any_tree_same_tokens(tree: str, batch: int, sampling: str) -> No
     """Would catch: a hidden state of a wrong row or node, a tree with misplaced nodes."""
     model, inputs = tiny_model("llama"), prompts(batch)
     heads = fitted_heads(model, inputs, **SAMPLING[sampling])
-    candidates = MedusaCandidates(heads, TREES[tree], policy=FixedDepth())
+    candidates = MedusaCandidates(heads, tree=TREES[tree], policy=FixedDepth())
     statistics = assert_same_tokens(model, inputs, candidates, max_new_tokens=28, **SAMPLING[sampling])
     assert statistics.accepted > 0
     assert tree in ("auto", "chain") or statistics.accepted < statistics.drafted
+
+
+def test_medusa_k_alone_is_the_chain_of_that_length() -> None:
+    """Would catch: another meaning of k than that of every other strategy."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    heads = fitted_heads(model, inputs)
+    runs = [
+        assert_same_tokens(model, inputs, MedusaCandidates(heads, policy=FixedDepth(), **how), max_new_tokens=20)
+        for how in ({"k": 2}, {"tree": [[0], [0, 0]]})
+    ]
+    assert runs[0].rows == runs[1].rows and max(step.depth for step in runs[0].rows[0]) == 2
 
 
 def test_medusa_token_zero_beside_a_short_leaf_same_tokens() -> None:
@@ -53,7 +64,7 @@ def test_medusa_token_zero_beside_a_short_leaf_same_tokens() -> None:
     weight = model.lm_head.weight.data
     weight[0] += 0.5 * weight.abs().max() * torch.sign(weight[0])
     assert_same_tokens(
-        model, inputs, MedusaCandidates(fitted_heads(model, inputs), [[1], [0], [0, 0]]), max_new_tokens=20
+        model, inputs, MedusaCandidates(fitted_heads(model, inputs), tree=[[1], [0], [0, 0]]), max_new_tokens=20
     )
 
 
@@ -66,7 +77,7 @@ def test_medusa_rejection_sampling_has_the_distribution_of_the_target() -> None:
     vocab, rows = 8, 500
     model = fresh_model("llama", vocab_size=vocab)
     model.lm_head.weight.data.normal_(generator=torch.Generator().manual_seed(5)).mul_(0.25)
-    candidates = MedusaCandidates(random_heads(model, own_outputs=True), [[0], [2], [3], [0, 1], [0, 2], [2, 0]])
+    candidates = MedusaCandidates(random_heads(model, own_outputs=True), tree=[[0], [2], [3], [0, 1], [0, 2], [2, 0]])
     prompt = torch.tensor([[3, 1, 7, 4]])
     texts = []
     for seed in range(16):
@@ -230,7 +241,7 @@ def test_hydra_logits_of_every_node_are_those_of_its_own_path(monkeypatch: pytes
         return scores
 
     monkeypatch.setattr(HydraSession, "next_scores", next_scores)
-    candidates = MedusaCandidates(hydra_heads(model, inputs), 10, policy=FixedDepth())
+    candidates = MedusaCandidates(hydra_heads(model, inputs), tree=10, policy=FixedDepth())
     assert_same_tokens(model, inputs, candidates, max_new_tokens=12)
     assert compared > 30
 
