@@ -45,8 +45,10 @@ SIGNS = {GOOD: "[green]✓[/]", WARNING: "[yellow]![/]", BAD: "[red]✗[/]"}
 
 @dataclass
 class Report:
-    """All findings, a recommended line of code with its reason, and of each measured variant by
-    name its numbers, its code, and why it is not faster."""
+    """All findings, a recommended line of code with its reason, and what was measured.
+
+    `measured`, `codes` and `notes` hold by variant its numbers, its code, and why it is not faster.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     recommendation: str = ""
