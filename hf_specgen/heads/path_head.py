@@ -80,14 +80,16 @@ class PathHead(BlockHead):
             embed: from the target's token ids to embeddings.
         """
 
-    def first_state(self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int) -> torch.Tensor:
+    def first_state(
+        self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int | None = None
+    ) -> torch.Tensor:
         """`[paths, state_size]` the state before the first proposing position.
 
         Args:
             hidden: `[paths, block, hidden]` outputs of the whole block.
             anchor: `[paths]` the last known tokens.
             embed: as for `step`.
-            first: the first proposing position.
+            first: the first proposing position, if not the configured one.
         """
         return hidden.new_zeros(len(hidden), self.state_size)
 
@@ -105,7 +107,7 @@ class PathHead(BlockHead):
                 before what the i-th proposing position predicts.
         """
         first, keys = self.config.first_proposing_position, self.keys()
-        state = self.first_state(hidden, tokens[:, 0], bound.embed, first)
+        state = self.first_state(hidden, tokens[:, 0], bound.embed)
         proposing = hidden[:, first : first + tokens.shape[1]]
         queries = []
         for depth in range(proposing.shape[1]):

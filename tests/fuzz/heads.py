@@ -18,7 +18,13 @@ from tests.fuzz.internals import (
     BlockAttention,
     BlockConfig,
     BlockHead,
+    DFlash2Config,
+    DFlash2Head,
+    DominoConfig,
+    DominoHead,
     DraftHead,
+    DSparkConfig,
+    DSparkHead,
     Eagle1Head,
     Eagle3Head,
     EagleConfig,
@@ -36,6 +42,25 @@ CLASSES: dict[str, Any] = {
     "assistant": GemmaAssistantCandidates,
 }
 BLOCK_SIZE = 5
+BLOCK_HEADS: dict[str, Callable[[dict[str, Any]], BlockHead]] = {
+    "DFlash": lambda sizes: BlockHead(BlockConfig(**sizes)),
+    "DSpark": lambda sizes: DSparkHead(DSparkConfig(markov_rank=4, **sizes)),
+    "DSpark, rnn": lambda sizes: DSparkHead(
+        DSparkConfig(markov_rank=4, markov_head_type="rnn", measures_layout=True, **sizes)
+    ),
+    "DFlash2": lambda sizes: DFlash2Head(
+        DFlash2Config(
+            conv_group_size=4,
+            selector_rank=4,
+            selector_top_k=9,
+            **sizes | {"draft_vocab_size": sizes["vocab_size"], "own_lm_head": True},
+        )
+    ),
+    "Domino": lambda sizes: DominoHead(
+        DominoConfig(emb_dim=4, gru_hidden_dim=6, max_draft_tokens=BLOCK_SIZE - 1, **sizes)
+    ),
+}
+"""The variants of block heads, with the fields that they have in common."""
 MASK_TOKEN = 3
 
 Answer = Callable[[int, list[int]], list[int]]
@@ -95,16 +120,14 @@ def _random_head(name: str, model: Any, random: Random) -> DraftHead:
             BlockAttention(window=4),
             BlockAttention(causal=True, window=6, window_from_anchor=True),
         ]
-        return BlockHead(
-            BlockConfig(
-                layer=layer,
-                attention=tuple(random.choices(attention, k=2)),
-                block_size=BLOCK_SIZE,
-                mask_token_id=MASK_TOKEN,
-                first_proposing_position=random.choice((0, 1)),
-                **sizes,
-            )
-        )
+        block: dict[str, Any] = {
+            "layer": layer,
+            "attention": tuple(random.choices(attention, k=2)),
+            "block_size": BLOCK_SIZE,
+            "mask_token_id": MASK_TOKEN,
+            "first_proposing_position": random.choice((0, 1)),
+        }
+        return random.choice(list(BLOCK_HEADS.values()))(block | sizes)
     options = {"num_layers": random.choice((1, 2))}
     if name == "eagle1":
         return Eagle1Head(EagleConfig(layer=layer, **options, **sizes))

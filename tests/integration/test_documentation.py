@@ -9,12 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+BUNDLED = ROOT / "benchmarks" / "assets" / "reference-lm"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ELSEWHERE = ROOT / "docs" / "integrations.md"
 """A page whose examples need other libraries: run by tests/integrations."""
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8") and page != ELSEWHERE]
 LENGTH = re.compile(r"max_new_tokens=\d\d+")
 """Replaced by few tokens: other tests compare long outputs with those of plain `generate`."""
+MODEL = re.compile(r'^name = "[^"]+"', flags=re.M)
+"""The model of a first example: replaced by the bundled one, since tests load nothing from the Hub."""
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(#[^)]*)?\)")
 
 
@@ -23,7 +26,7 @@ def names() -> dict[str, Any]:
     """What a page may assume from the pages before it: a model, its tokenizer, inputs, two strategies."""
     from hf_specgen import DraftModelCandidates, NgramCandidates
 
-    folder = str(ROOT / "benchmarks" / "assets" / "reference-lm")
+    folder = str(BUNDLED)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     return {
         "model": AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
@@ -41,7 +44,8 @@ def test_code_blocks_of_a_page_run(page: Path, names: dict[str, Any], monkeypatc
     before = set(ROOT.iterdir())
     namespace = dict(names)
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S):
-        exec(compile(LENGTH.sub("max_new_tokens=8", block), str(page), "exec"), namespace)
+        code = MODEL.sub(f'name = "{BUNDLED.as_posix()}"', LENGTH.sub("max_new_tokens=8", block))
+        exec(compile(code, str(page), "exec"), namespace)
     assert set(ROOT.iterdir()) == before, "an example wrote into the working folder"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_specgen import DFlashCandidates, MTPCandidates
-from hf_specgen.candidates.tree_search import Growth
+from hf_specgen.candidates.growth import Growth
 from hf_specgen.heads import path_head
 from hf_specgen.heads import runner as runners
 from hf_specgen.heads.head_formats import load_head
@@ -33,19 +33,21 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def grow(first: torch.Tensor, logits_after: Any, widths: list[int]) -> list[tuple[list[int], torch.Tensor]]:
     """Every path of a tree of row 0 that grows by these widths, with the logits after it; all rows grow alike."""
-    growth, found = Growth([9] * len(first), 3), [([], first[0])]
+    growth, found = Growth([9] * len(first), 3, torch.zeros(len(first), 1)), [([], first[0])]
 
     def add(logits: torch.Tensor) -> None:
         best = logits.softmax(dim=-1).topk(3, dim=-1)
         growth.add(best.indices, best.values.log(), torch.zeros_like(best.values))
 
     add(first[:, None])
+    level: list[list[int]] = [[]]
     for width in widths:
         tree = growth.expand(width)
         logits = logits_after(tree, width)
         add(logits)
-        host = DraftTree(tree.tokens[:1], (tuple((tree.structure().parents[0] - 1).tolist()),))
-        found += [(host.path(0, tree.nodes - width + place), logits[0, place]) for place in range(width)]
+        above, tokens = tree.above[0].tolist(), tree.tokens[0, -width:].tolist()
+        level = [[*level[parent], token] for parent, token in zip(above, tokens, strict=True)]
+        found += zip(level, logits[0], strict=True)
     return found
 
 
@@ -256,3 +258,22 @@ def test_path_head_counts_one_pass_of_its_block_per_draft() -> None:
     fixture = HEADS["domino_specforge"]
     statistics = assert_same_tokens(fixture.target, prompts(2), strategy(fixture, k=5, tree=8), max_new_tokens=8)
     assert {tuple(step.drafter) for step in statistics.passes if step.drafter} <= {(8,), (16,)}
+
+
+@pytest.mark.parametrize(("bias", "level"), [(-9.0, 0), (0.5, 2), (9.0, 3)])
+def test_confidence_head_selects_the_calibration_of_a_node(bias: float, level: int) -> None:
+    """Would catch: acceptance that is counted for another level of the confidence head than it was looked up in."""
+    fixture, sessions = HEADS["speculators_dspark_vanilla"], list[Any]()
+    head: Any = load_head(fixture.head_folder)
+    head.confidence_head.proj.bias.fill_(bias)
+    head.confidence_head.proj.weight.zero_()
+
+    class Recording(DFlashCandidates):
+        def begin(self, *arguments: Any) -> Any:
+            sessions.append(super().begin(*arguments))
+            return sessions[-1]
+
+    candidates = Recording(head, k=3, tree=6)
+    fixture.target.generate(**prompts(1), max_new_tokens=8, candidate_generator=candidates, memory=False)
+    counts = [calibration.seen.sum() for calibration in sessions[0].calibrations]
+    assert counts[level] > 0 and sum(counts) == counts[level]

@@ -72,7 +72,7 @@ DFLASH2 = DFlash2Config(**PATH, conv_group_size=4, selector_rank=3, selector_top
 PATH_HEADS: dict[str, Callable[[], DraftHead]] = {
     "DSpark": lambda: DSparkHead(DSparkConfig(**PATH, markov_rank=3, first_proposing_position=0)),
     "DSpark gated": lambda: DSparkHead(
-        DSparkConfig(**PATH | REDUCED, markov_rank=3, markov_head_type="gated", has_confidence_head=False)
+        DSparkConfig(**PATH | REDUCED, markov_rank=3, markov_head_type="gated", enable_confidence_head=False)
     ),
     "DSpark rnn": lambda: DSparkHead(
         DSparkConfig(**PATH, markov_rank=3, markov_head_type="rnn", confidence_head_with_markov=False)
@@ -115,7 +115,7 @@ def outputs(head: Any) -> list[torch.Tensor]:
         hidden, output = head(embeddings[:, :4], 6 + positions[:, :4], cache)
         if isinstance(head, PathHead):
             tokens, embed = torch.tensor([7]), torch.nn.Embedding.from_pretrained(embeddings[0].repeat(8, 1))
-            state = head.first_state(output, tokens, embed, config.first_proposing_position)
+            state = head.first_state(output, tokens, embed)
             vocabulary = (
                 head.step(output[:, 1], tokens, state, torch.tensor([config.depth]), embed).query @ head.keys().T
             )
