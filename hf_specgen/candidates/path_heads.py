@@ -14,6 +14,7 @@ import torch
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
+from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.head_sessions import FeatureQueue
 from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
 from hf_specgen.grown_tree import GrownTree
@@ -36,7 +37,15 @@ class PathSession(AutoregressiveSession):
         runner: the head's cache, and its passes.
     """
 
-    def __init__(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead, k: int, tree: str | int | None):
+    def __init__(
+        self,
+        call: DraftCall,
+        target: HiddenStateTarget,
+        bound: BoundHead,
+        k: int,
+        tree: str | int | None,
+        window: DraftWindow | None = None,
+    ):
         assert call.model is not None and isinstance(bound.head, BlockHead)
         config = bound.head.config
         levels = CONFIDENCE_LEVELS if getattr(config, "enable_confidence_head", False) else 1
@@ -48,7 +57,7 @@ class PathSession(AutoregressiveSession):
             model = call.model if self.remembers else None
             self._votes = memory.recall(model, self._key, lambda: LayoutVotes(guess))
         self.runner = PathRunner(bound, call.state.batch, self.wants_q, self._votes)
-        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers)
+        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers, window, self.runner.restart)
         self._drafting: list[bool] = []
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
