@@ -122,7 +122,7 @@ def _mask(tokens: Sequence[int], vocab: int) -> NDArray[np.bool_]:
 
 def grammar_states(call: DraftCall) -> list[GrammarState]:
     """The state of each row's grammar at the beginning of a call; empty if no processor has a grammar that is known."""
-    if call.model is None:
+    if call.model is None or call.model.get_output_embeddings() is None:
         return []
     vocab = vocabulary_size(call.model)
     for processor in call.logits_processor:
@@ -157,10 +157,8 @@ def _states_of(processor: Any, call: DraftCall, vocab: int) -> list[GrammarState
 
 
 def with_grammar(session: DraftSession, call: DraftCall, size: Any) -> DraftSession:
-    """The session of a strategy whose drafts have this size, or if the call has a grammar, one that obeys it.
-
-    An early-exit target has run its first layers on the nodes of a draft, so others cannot be added to it.
-    """
+    """The session of a strategy whose drafts have this size, or if the call has a grammar, one that obeys it."""
+    # An early-exit target has run its first layers on the nodes of a draft: others cannot be added to it.
     if not call.grammar_drafts or isinstance(call.target, EarlyExitTarget):
         return session
     states = grammar_states(call)
@@ -186,13 +184,7 @@ class _Node(NamedTuple):
 
 
 class GrammarSession(DraftSession):
-    """Extends and filters the drafts of a session by a grammar.
-
-    Args:
-        session: the drafter's.
-        states: of the grammar of each row.
-        size: of the drafter's trees, see `Tree`.
-    """
+    """Extends and filters the drafts of a session, whose trees have this size, by the grammar of each row."""
 
     def __init__(self, session: DraftSession, states: Sequence[GrammarState], size: Any):
         super().__init__(session.call)
@@ -301,9 +293,8 @@ class _Row:
         matches = self._index.occurrences(tail, 8).items()
         votes = vote([(tokens, len(tokens), at, length, OWN) for at, length in matches], 0, self._odds)
         kept = {token: value for token, value, _ in votes if allowed[token]}
-        total, values = sum(kept.values()), dict[int, float]()
-        if kept:
-            values = {token: MATCHED * value / total for token, value in kept.items()}
+        total = sum(kept.values())
+        values = {token: MATCHED * value / total for token, value in kept.items()}
         if count <= FEW_TOKENS:
             weights = {token: 0.1 + self._counts[token] for token in np.flatnonzero(allowed).tolist()}
             forced = self._longest(list(weights))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hf_specgen.call import Prediction
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, vocabulary_size
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer
 from hf_specgen.candidates.ngram_history import ALIGNED, HISTORY_OUTPUT, NEAR, OWN, NgramHistory, Occurrence
@@ -170,14 +170,16 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
 def expected_outputs(prediction: Prediction | None, call: DraftCall) -> list[list[int]]:
     """The token ids of the expected output of each row, empty for none; the one of the call has precedence."""
     given: Any = prediction if call.prediction is None else call.prediction
+    if given is None:
+        return [[] for _ in range(call.state.batch)]
     given = given.tolist() if isinstance(given, torch.Tensor) else given
-    is_one = given is None or isinstance(given, str) or all(isinstance(token, int) for token in given)
+    is_one = isinstance(given, str) or all(isinstance(token, int) for token in given)
     rows = [given] * call.state.batch if is_one else list(given)
     if len(rows) != call.state.batch:
         raise ValueError(f"prediction has {len(rows)} entries for {call.state.batch} rows; give one for each row")
     if call.model is None and any(isinstance(row, str) for row in rows):
         raise ValueError("prediction must be token ids here, since no target is known whose tokenizer encodes text")
-    size = 2**31 if call.model is None else vocabulary_size(call.model)
+    size = 2**31 if call.model is None else call.model.config.get_text_config().vocab_size
     expected = []
     for row in rows:
         if isinstance(row, str):
