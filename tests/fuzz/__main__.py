@@ -92,7 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run_many(options: argparse.Namespace, console: Console) -> Report:
-    report, origin = Report(), record.provenance(options.seed, options.start)
+    report, origin = Report(), record.origin(options.seed, options.start)
     shrunk: set[tuple[str, str]] = set()
     limit = options.cases if options.cases is not None or options.minutes is not None else 200
     bar = Progress(
