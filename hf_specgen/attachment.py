@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import compat
+from hf_specgen.candidates.presets import Preset
 from hf_specgen.counters import CallTotals, Statistics
 from hf_specgen.generate import CALL_SETTINGS, Settings, Speculation, by_name, run, unsupported_argument
 from hf_specgen.patch import ATTACHMENT, install
@@ -35,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def attach(
     model: M,
-    candidate_generator: CandidateGenerator | Literal["auto"] = "auto",
+    candidate_generator: CandidateGenerator | Preset = "auto",
     *,
     strict: bool = False,
     **settings: Any,
@@ -50,7 +51,7 @@ def attach(
 
     Args:
         model: a causal language model, or a wrapper of one. A strategy that is attached to it already is replaced.
-        candidate_generator: proposes draft tokens; "auto" for the default strategy.
+        candidate_generator: proposes draft tokens; or a preset, "auto", "latency", "throughput" or "memory".
         strict: raise for a call that cannot speculate (beam search, an assistant model, an unsupported cache). By
             default it falls back to plain generation, with one warning for each reason.
         settings: `verification`, `policy`, `monitor`, `compile`, `pack_weights` and `memory`, as for `speculate`.
@@ -85,7 +86,7 @@ def _attachment(target: PreTrainedModel, candidate_generator: Any, strict: Any, 
         raise TypeError(f"attach takes {', '.join(CALL_SETTINGS)} and strict, got {sorted(unknown)[0]}=")
     checked = Settings.of(candidate_generator, **settings)
     check_architecture(target)
-    requirements = checked.candidates.target_requirements(target)
+    requirements = checked.candidates.for_model(target).target_requirements(target)
     if requirements.exit_layer is not None:
         divisible_layers(target, requirements.exit_layer)
     return Attachment(checked, strict)
@@ -103,7 +104,7 @@ def detach(model: M) -> M:
 
 @contextmanager
 def attached(
-    model: nn.Module, candidate_generator: CandidateGenerator | Literal["auto"] = "auto", **settings: Any
+    model: nn.Module, candidate_generator: CandidateGenerator | Preset = "auto", **settings: Any
 ) -> Iterator[CallTotals]:
     """Attach a strategy for the duration of a `with` block; then restore what was attached before.
 
@@ -186,13 +187,12 @@ class Attachment:
             return original(model, *args, **kwargs)
         token = _running.set(_running.get() | {id(model)})
         try:
-            attachment = _own_blocks.get().get(id(model), self)
-            return attachment._generate(original, model, by_name(original, args, kwargs))
+            return self.of_thread(model)._generate(original, model, by_name(original, args, kwargs))
         finally:
             _running.reset(token)
 
     def _generate(self, original: Callable[..., Any], model: Any, kwargs: dict[str, Any]) -> Any:
-        settings = self._settings_of_call(kwargs)
+        settings = self.settings_of_call(kwargs)
         reason = unsupported_argument(kwargs)
         if kwargs.get("custom_generate") is not None:
             reason = "custom_generate= names another decoding method"
@@ -206,15 +206,12 @@ class Attachment:
                 reason = str(error)
             else:
                 if attempt.statistics is not None:
-                    with self.lock:
-                        self.totals.add(attempt.statistics)
+                    self.add(attempt.statistics)
                 return output
-        if self.strict:
-            raise ValueError(reason)
-        self._report_plain(reason)
+        self.report_plain(reason)
         return original(model, **kwargs)
 
-    def _settings_of_call(self, kwargs: dict[str, Any]) -> Settings:
+    def settings_of_call(self, kwargs: dict[str, Any]) -> Settings:
         """The attached settings, and those that are given for this call, which are removed from its arguments."""
         given = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
         if not given:
@@ -222,17 +219,20 @@ class Attachment:
         fixed = {name: getattr(self.settings, name) for name in CALL_SETTINGS[1:]}
         return Settings.of(self.settings.candidates, **{"verification": self.settings.verifier, **fixed, **given})
 
-    def report_generate_batch(self, model: Any) -> None:
-        """Count a `generate_batch` call, which is plain; raises a ValueError if the attachment is strict."""
-        if id(model) in _running.get():
-            return
-        reason = "generate_batch (continuous batching) does not speculate"
-        if self.strict:
-            raise ValueError(f"{reason}; use generate(), or detach the strategy")
-        self._report_plain(reason)
+    def of_thread(self, model: Any) -> Attachment:
+        """The attachment that counts for calls of this thread: that of its innermost `attached` block, if any."""
+        return _own_blocks.get().get(id(model), self)
 
-    def _report_plain(self, reason: str) -> None:
-        """Count a call that falls back, and warn of a new reason; those that differ in a number are one reason."""
+    def add(self, statistics: Statistics) -> None:
+        """Count a call that speculated."""
+        with self.lock:
+            self.totals.add(statistics)
+
+    def report_plain(self, reason: str) -> None:
+        """Count a call that falls back, and warn of a new reason; raises a ValueError if the attachment is strict."""
+        if self.strict:
+            raise ValueError(reason)
+        # Reasons that differ in a number are one reason.
         kind = re.sub(r"\d+", "", reason)
         with self.lock:
             is_new = kind not in self._reasons

@@ -84,6 +84,7 @@ class Call:
         encoder: what the encoder of an encoder-decoder target reads; None for other targets.
         compiled: whether the target's forward passes after the prefill are captured as graphs.
         remembers: whether acceptance observed in earlier calls may be used, and that of this call kept.
+        seed: of the noise that the tokens are sampled with; None for torch's global random generator.
     """
 
     model: PreTrainedModel | None
@@ -96,6 +97,7 @@ class Call:
     encoder: EncoderInput | None = None
     compiled: Compile = False
     remembers: bool = True
+    seed: int | None = None
 
     @property
     def do_sample(self) -> bool:

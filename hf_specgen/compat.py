@@ -6,13 +6,17 @@ attribute of Transformers.
 
 from __future__ import annotations
 
+import re
 import sys
+import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import utils
+from transformers.generation.continuous_batching import cb_logits_processors
 
 LIBRARIES = ("hf_specgen", "transformers", "torch", "contextlib", "peft", "accelerate")
 """Packages between the line that calls `generate` and a warning."""
@@ -173,3 +177,101 @@ def is_sharded(model: PreTrainedModel) -> bool:
     if names._get_torch_distributed_world_size() == 1:
         return False
     return bool(names.is_deepspeed_zero3_enabled() or names.is_fsdp_managed_module(model))
+
+
+def on_batch_processor(manager: Any, prepare: Callable[[Any], None] | None) -> None:
+    """Call `prepare` with the processor of a continuous-batching manager when it is made, and when it is used again.
+
+    None for a manager that runs plainly. Symbol: `ContinuousBatchingManager._create_batch_processor`.
+    """
+    vars(manager).pop("_create_batch_processor", None)
+    plain = manager._create_batch_processor
+
+    def create() -> Any:
+        processor = plain()
+        hook_packed_steps(processor, None)
+        if prepare is not None:
+            prepare(processor)
+        return processor
+
+    manager._create_batch_processor = create
+
+
+def hook_packed_steps(processor: Any, steps: Any) -> None:
+    """Let `steps` extend, sample and read the packed steps of a `ContinuousBatchProcessor`; None removes the hooks.
+
+    Symbols: its `scheduler.schedule_batch`; `get_model_kwargs`, `prepare_batch_update` and `_bulk_input_tensor` of its
+    `inputs_and_outputs`; `model_runner._sample`.
+    """
+    scheduler, ios, runner = processor.scheduler, processor.inputs_and_outputs, processor.model_runner
+    for part, name in (
+        (scheduler, "schedule_batch"),
+        (ios, "get_model_kwargs"),
+        (ios, "prepare_batch_update"),
+        (runner, "_sample"),
+    ):
+        vars(part).pop(name, None)
+    if steps is None:
+        return
+    schedule, get_kwargs = scheduler.schedule_batch, ios.get_model_kwargs
+
+    def schedule_batch(token_budget: int, cache_budget: int) -> Any:
+        requests, is_decode, tokens, kv_read = schedule(token_budget, cache_budget)
+        if requests and kv_read <= cache_budget:
+            drafted = steps.extend(requests, tokens, token_budget, kv_read)
+            is_decode, tokens = is_decode and not drafted, tokens + drafted
+        return requests, is_decode, tokens, kv_read
+
+    def get_model_kwargs(use_padding: bool = False) -> dict[str, Any]:
+        kwargs: dict[str, Any] = get_kwargs(use_padding)
+        positions, requests = steps.logit_rows(ios.requests_in_batch)
+        arguments = ios._bulk_input_tensor[ios.static_inputs :]
+        processor.logit_processor.prepare_tensor_args(requests, arguments)
+        kwargs["logits_indices"] = torch.tensor(positions, dtype=torch.long, device=ios.device)
+        kwargs["logits_processor_args"] = arguments[:, : len(positions)]
+        return kwargs
+
+    def prepare_batch_update() -> Any:
+        return ios.requests_in_batch, *steps.commit(ios.requests_in_batch)
+
+    scheduler.schedule_batch, ios.get_model_kwargs = schedule_batch, get_model_kwargs
+    ios.prepare_batch_update, runner._sample = prepare_batch_update, steps.sample
+
+
+def prompt_of_request(state: Any) -> int:
+    """Tokens in the prompt of a continuous-batching request. Symbol: `RequestState._true_initial_tokens`.
+
+    That is 0 unless the request was evicted from the cache: then `initial_tokens` contains what it had generated.
+    """
+    return int(state._true_initial_tokens or len(state.initial_tokens))
+
+
+def end_tokens(state: Any) -> frozenset[int]:
+    """The tokens that end a continuous-batching request. Symbol: `RequestState._eos_token_ids`."""
+    return frozenset(state._eos_token_ids)
+
+
+def request_number(state: Any) -> int:
+    """i of the request "req_<i>" that continuous batching named; a number of its own for any other name."""
+    name = str(state.request_id)
+    return int(name[4:]) if re.fullmatch(r"req_\d+", name) else 2**32 + zlib.crc32(name.encode())
+
+
+def cached_manager(model: Any) -> Any:
+    """The manager that continuous batching kept for the next call. Symbol: `_cached_continuous_batching_manager`."""
+    return getattr(model, "_cached_continuous_batching_manager", None)
+
+
+def packed_processors(model: Any, config: GenerationConfig, batching: Any) -> list[Any]:
+    """The logits processors that continuous batching applies to packed steps. Symbol: `_get_logits_processor`."""
+    processors = cb_logits_processors.ContinuousBatchingLogitsProcessorList(
+        model._get_logits_processor(config),
+        per_request_processors=batching.per_request_processors,
+        drop_unsupported_processors=batching.drop_unsupported_processors,
+    )
+    return list(processors.logits_processor)
+
+
+def is_per_request(processor: Any) -> bool:
+    """Whether continuous batching applies a logits processor to each row of scores with its request's settings."""
+    return isinstance(processor, cb_logits_processors.ContinuousBatchingLogitsProcessor)

@@ -117,6 +117,7 @@ class Statistics(Rates):
         lengths: generated tokens of each row in the output, including a first token from a prefill without a draft.
         seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (choosing draft depths), `total`.
         passes: the forward passes of each step of the batch, in order.
+        strategy: what drafted, as a Python expression.
 
     Example:
         >>> stats = Statistics(rows=[[RowStep(3, 3, 3, 4), RowStep(3, 3, 1, 2), RowStep(2, 2, 0, 1)]], lengths=[8])
@@ -130,6 +131,7 @@ class Statistics(Rates):
     lengths: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     passes: list[StepPasses] = field(default_factory=list)
+    strategy: str = ""
 
     def record(self, tree: DraftTree, result: VerificationResult, is_prefill: bool = False) -> list[RowStep | None]:
         """Count one verification; returns the outcome of each row, None for a row that took no part."""
@@ -165,11 +167,11 @@ class Statistics(Rates):
         names = {**self.seconds, **other.seconds}
         seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
         passes = self.passes + other.passes
-        return Statistics(self.rows + other.rows, self.lengths + other.lengths, seconds, passes)
+        return Statistics(self.rows + other.rows, self.lengths + other.lengths, seconds, passes, self.strategy)
 
     def row(self, index: int) -> Statistics:
         """The statistics of one row alone; times and forward passes are those of the whole batch."""
-        return Statistics([self.rows[index]], [self.lengths[index]], self.seconds, self.passes)
+        return Statistics([self.rows[index]], [self.lengths[index]], self.seconds, self.passes, self.strategy)
 
     @property
     def _steps(self) -> list[RowStep]:
@@ -241,7 +243,7 @@ class Statistics(Rates):
         """The main counters in a few lines of text."""
         times = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in self.seconds.items())
         positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
-        return (
+        return (f"{self.strategy}\n" if self.strategy else "") + (
             f"{self.emitted} tokens, {self.steps} verification steps: {self.tokens_per_step:.2f} tokens per step\n"
             f"drafted {self.drafted}, accepted {self.accepted} ({self.acceptance_rate:.0%}); "
             f"mean acceptance length {self.mean_acceptance_length:.2f} over {self.drafts} drafts\n"

@@ -104,7 +104,7 @@ class _Loop:
     ):
         self.timer = StepTimer()
         self.call, self.state, self.outputs = call, call.state, outputs
-        self.statistics = Statistics([[] for _ in range(call.state.batch)])
+        self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
         self._candidates, self._verifier, self._policy, self._monitor = candidates, verifier, policy, monitor
         self._stack = stack  # ends the sessions when it closes, also after an exception
         self._tokens_from_prefill = [1] * call.state.batch

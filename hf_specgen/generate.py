@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call, Compile, EncoderInput
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.combined import default_candidates
+from hf_specgen.candidates.presets import Preset, PresetCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import speculative_decode
@@ -105,13 +106,14 @@ class Speculation:
         check_model(model)
         _check_call(model, input_ids, generation_config, model_kwargs)
         settings, config = self.settings, generation_config
+        candidates = settings.candidates.for_model(model)
         mask, pad_token = model_kwargs.get(mask_name(model)), compat.pad_token(config)
         state = GenerationState.of_call(input_ids, mask, stopping_criteria, pad_token)
         call = Call(
             model,
             state,
             config,
-            settings.candidates.settings(),
+            candidates.settings(),
             logits_processor,
             keeps_scores=bool(config.return_dict_in_generate and config.output_scores),
             keeps_logits=bool(config.return_dict_in_generate and config.output_logits),
@@ -129,7 +131,7 @@ class Speculation:
             call,
             input_ids,
             model_kwargs,
-            candidates=settings.candidates,
+            candidates=candidates,
             verifier=settings.verifier,
             policy=settings.policy,
             monitor=settings.monitor,
@@ -140,7 +142,7 @@ class Speculation:
 
 
 def speculate(
-    candidate_generator: CandidateGenerator | Literal["auto"],
+    candidate_generator: CandidateGenerator | Preset,
     *,
     verification: str | Verifier = "exact",
     streamer: BaseStreamer | None = None,
@@ -153,8 +155,8 @@ def speculate(
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
     Args:
-        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; "auto" for `CombinedCandidates()`, the
-            best strategy that needs neither a model nor training.
+        candidate_generator: proposes draft tokens, e.g. `NgramCandidates()`; or a preset, "auto", "latency",
+            "throughput" or "memory", which needs neither a draft model nor training: see `PresetCandidates`.
         verification: "exact" (the tokens of plain `generate`, also when sampling with a seed), "rejection" (the same
             distribution, but not the same seed), "typical" (LOSSY: accepts what the target finds plausible), or a
             `Verifier`.
@@ -216,10 +218,10 @@ def generate_speculatively(
 
 def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method: Speculation) -> Any:
     """Call `generate` with our decoding method, handling the arguments that it does not pass on to that."""
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("synced_gpus", "tokenizer")} | (
-        _with_tokenizer(model, kwargs)
-    )
-    kwargs["custom_generate"] = method
+    _warn_of_assistant_settings(kwargs)
+    kwargs = {**kwargs, **_with_tokenizer(model, kwargs), "custom_generate": method}
+    for name in ("synced_gpus", "tokenizer", "assistant_tokenizer"):
+        kwargs.pop(name, None)
     if not method.settings.pack_weights:
         return original(model, **kwargs)
     from hf_specgen.prepacked_weights import prepacked
@@ -245,10 +247,20 @@ def unsupported_argument(arguments: dict[str, Any]) -> str | None:
     config = arguments.get("generation_config")
     if "paged" in (arguments.get("cache_implementation"), getattr(config, "cache_implementation", None)):
         return "candidate_generator= does not work with continuous batching (cache_implementation='paged')"
-    for name, remedy in ASSISTANT_SETTINGS.items():
-        if arguments.get(name) is not None:
-            return f"{name}= belongs to assistant_model= and has no effect with candidate_generator=; {remedy}"
     return None
+
+
+def _warn_of_assistant_settings(arguments: dict[str, Any]) -> None:
+    """Name in one warning the settings of Transformers' own assistants that this call has and that have no effect."""
+    config = arguments.get("generation_config")  # that of the checkpoint may hold them for other callers
+    places = [arguments, {} if config is None else vars(config)]
+    given = [name for name in ASSISTANT_SETTINGS if any(place.get(name) is not None for place in places)]
+    if given:
+        remedies = "; ".join(f"{name}: {ASSISTANT_SETTINGS[name]}" for name in given)
+        warnings.warn(
+            f"settings of assistant_model= have no effect with candidate_generator= ({remedies})",
+            stacklevel=compat.stacklevel_of_user(),
+        )
 
 
 def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -274,14 +286,14 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_candidates(generator: Any) -> Candidates:
-    """The strategy that a user gave: one of ours, a generator of Transformers, or "auto"."""
-    if isinstance(generator, str) and generator == "auto":
-        return default_candidates()
+    """The strategy that a user gave: one of ours, a generator of Transformers, or the name of a preset."""
+    if isinstance(generator, str):
+        return PresetCandidates(generator)
     if isinstance(generator, Candidates):
         return generator
     if isinstance(generator, CandidateGenerator):
         return TransformersCandidates(generator)
-    expected = '"auto" or a CandidateGenerator such as NgramCandidates(k=5)'
+    expected = 'a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
     if isinstance(generator, nn.Module):
         expected += "; for a draft model give DraftModelCandidates(model)"
         raise TypeError(f"candidate_generator must be {expected}; got a model of type {type(generator).__name__}")

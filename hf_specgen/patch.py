@@ -80,25 +80,33 @@ def _with_keyword(original: Callable[..., Any]) -> Any:
     return generate
 
 
-def _without_speculation(original: Callable[..., Any]) -> Any:
-    """`generate_batch` (continuous batching), which does not speculate and reports that."""
+def _of_continuous_batching(function: str) -> Callable[[Callable[..., Any]], Any]:
+    """The wrapper of a method of continuous batching: a function of `hf_specgen.continuous_batching`.
 
-    @functools.wraps(original)
-    def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if generate_batch._hf_specgen_enabled:  # type: ignore[attr-defined]
-            if kwargs.get("candidate_generator") is not None:
-                raise ValueError(
-                    "generate_batch (continuous batching) does not speculate; use generate(candidate_generator=…)"
-                )
-            attachment = getattr(self, ATTACHMENT, None)
-            if attachment is not None:
-                attachment.report_generate_batch(self)
-        return original(self, *args, **kwargs)
+    Without an attached strategy and keywords of ours nothing is imported, and the method does what it did before.
+    """
 
-    return generate_batch
+    def wrap(original: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            attachment, module = getattr(self, ATTACHMENT, None), sys.modules.get("hf_specgen.continuous_batching")
+            is_ours = attachment is not None or "candidate_generator" in kwargs or module is not None
+            if not method._hf_specgen_enabled or not is_ours:  # type: ignore[attr-defined]
+                return original(self, *args, **kwargs)
+            from hf_specgen import continuous_batching
+
+            return getattr(continuous_batching, function)(original, self, args, kwargs, attachment)
+
+        return method
+
+    return wrap
 
 
-WRAPPERS = {"generate": _with_keyword, "generate_batch": _without_speculation}
+WRAPPERS = {
+    "generate": _with_keyword,
+    "generate_batch": _of_continuous_batching("generate_batch"),
+    "init_continuous_batching": _of_continuous_batching("init_manager"),
+}
 """The methods of `GenerationMixin` that are patched, and what makes their wrappers."""
 
 

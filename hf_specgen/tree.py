@@ -157,7 +157,10 @@ class DraftTree:
         nodes = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=self.tokens.device)
         rows = torch.arange(self.batch, device=nodes.device)[:, None]
         q = None if self.q is None else self.q[rows, nodes]
-        return DraftTree(self.tokens[rows, nodes], tuple(chain_parents(len(path)) for path in paths), q)
+        probability = self.probability and tuple(
+            tuple(row[node] for node in path) for row, path in zip(self.probability, paths, strict=True)
+        )
+        return DraftTree(self.tokens[rows, nodes], tuple(chain_parents(len(path)) for path in paths), q, probability)
 
     @classmethod
     def empty(cls, batch: int) -> DraftTree:

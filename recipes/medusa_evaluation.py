@@ -16,9 +16,9 @@ from corpus import Batch, chat_prompt, collate, encode_row, rows_by_domain
 from distillation import DistillationSettings, target_states
 from draft_loss import later_pairs
 from hf_specgen import FixedDepth, MedusaCandidates
-from hf_specgen.evaluation.calibration import measure_acceptance, save_acceptance
 from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.heads.medusa import MedusaHeads, MedusaRunner
+from medusa_acceptance import measure_acceptance, save_acceptance
 from medusa_loss import following_tokens
 
 SHOWN_RANKS = 5

@@ -11,7 +11,8 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ from benchmarks.harness.plan import Plan
 from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.prompts import of_length
 from hf_specgen.evaluation import WorkloadSettings
-from hf_specgen.evaluation.measure import Variant, peak_memory, reset_peak_memory, wait
+from hf_specgen.evaluation.measure import Variant, wait
 from hf_specgen.evaluation.workloads import EMBEDDED_MODEL, domain_prompts, load
 
 Rows = list[dict[str, Any]]
@@ -34,6 +35,31 @@ NEW_TOKENS = 256
 WARM_UP_TOKENS = 8
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MMAP_BYTES = -1, -3, 65536
 """Parameters of glibc's `mallopt`, and the size from which an allocation has pages of its own."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak memory in bytes of the process, and of torch on the accelerator; None where it is not reported."""
+
+    host: int | None = None
+    device: int | None = None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement of the peaks."""
+    with suppress(OSError):  # Linux only: sets the peak of resident memory to its current value
+        Path("/proc/self/clear_refs").write_text("5")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> Peak:
+    """The peaks since `reset_peak_memory`."""
+    host = None
+    with suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        host = next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
+    return Peak(host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None)
 
 
 def measure_memory(plan: Plan) -> Rows:

@@ -138,7 +138,7 @@ class Bench:
         sample, plain = samples[variant.name], samples[PLAIN.name]
         found: Record = {"section": unit.section, "cell": unit.cell, "number": unit.number, "repeat": unit.repeat}
         found |= {"variant": variant.name, "rows": len(sample.ids), "tokens": sample.tokens, "seconds": sample.seconds}
-        found |= {"first_token": sample.first_token, "peak": asdict(sample.peak) if sample.peak else {}}
+        found["first_token"] = sample.first_token
         found["sampled"] = bool(unit.generation.get("do_sample"))
         found["identical"] = torch.equal(plain.ids, sample.ids)
         if sample.speculation is not None and not variant.name.startswith(PLAIN.name):

@@ -148,7 +148,7 @@ def latency(found: Sequence[Cell]) -> Rows:
         row |= {"p95 s": float(p95), "p99 s": float(p99)}
         row["first token ms"] = 1000 * mean(r["first_token"] for r in cell.records)
         for place in ("host", "device"):
-            peaks = [r["peak"][place] for r in cell.records if r["peak"].get(place)]
+            peaks = [r["peak"][place] for r in cell.records if r.get("peak", {}).get(place)]
             if peaks:
                 row[f"{place} MB"] = max(peaks) / 1e6
         rows.append(row)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_specgen.candidates import draft_heads
@@ -21,8 +20,6 @@ from hf_specgen.heads.head_formats import FORMATS, head_format
 from hf_specgen.heads.medusa_formats import holds_medusa
 
 Build = Callable[..., Candidates]
-DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja")
-"""Files of a repository that are downloaded: configs, tensors and tokenizers; no code."""
 
 
 class AutoCandidates:
@@ -50,7 +47,7 @@ class AutoCandidates:
         Args:
             name_or_path: a folder, or a repository of the Hub.
             revision, token, subfolder, cache_dir: as for `from_pretrained` of Transformers.
-            settings: of the strategy, such as `k=4` or `tree=16`.
+            settings: of the strategy, such as `k=4` or `tree=16`; `trust_remote_code=True` for draft models with code.
 
         Returns:
             `EagleCandidates`, `PEagleCandidates`, `DFlashCandidates`, `MTPCandidates` (for a target's own checkpoint),
@@ -67,7 +64,7 @@ class AutoCandidates:
         """
         source = Source(str(name_or_path), revision, token, subfolder, None if cache_dir is None else str(cache_dir))
         build = _strategy(source)
-        return build(_local_name(source), **settings)
+        return build(source.local_name(with_code=bool(settings.get("trust_remote_code"))), **settings)
 
 
 def _strategy(source: Source) -> Build:
@@ -98,19 +95,3 @@ def _is_causal_model(checkpoint: Checkpoint) -> bool:
 
 def _exit_adapter(name: str, **settings: Any) -> LayerSkipCandidates:
     return LayerSkipCandidates(exit_layer_of(name), adapter=name, **settings)
-
-
-def _local_name(source: Source) -> str:
-    """The folder or Hub id of the checkpoint; with further options, the folder that it is downloaded to."""
-    name, subfolder = source.path_or_id, source.subfolder or ""
-    if not Path(name).is_dir():
-        if source == Source(name):
-            return name
-        name = snapshot_download(
-            name,
-            revision=source.revision,
-            token=source.token,
-            cache_dir=source.cache_dir,
-            allow_patterns=[f"{subfolder}/{kind}" if subfolder else kind for kind in DOWNLOAD_PATTERNS],
-        )
-    return str(Path(name) / subfolder) if subfolder else name

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import FINE_CENTERS, FINE_EDGES, RANKS, CalibratedSession, confidence_by_rank
 from hf_specgen.candidates.base import DraftCall
-from hf_specgen.candidates.tree_search import MAX_CHILDREN, Growth, tree_size
+from hf_specgen.candidates.tree_search import MAX_CHILDREN, Growth, TreeSize, tree_size
 from hf_specgen.tree import DraftTree, GrownTree
 from hf_specgen.verification import VerificationResult
 
@@ -54,6 +54,14 @@ class AutoregressiveSession(CalibratedSession):
     def max_draft_tokens(self, row: int) -> int:
         """How deep a row's draft can be at most."""
         return self._k
+
+    def tree_size(self, tree: str | int | None, depths: Sequence[int], children: int) -> TreeSize:
+        """How large the trees of the next step become."""
+        return tree_size(tree, self.call, depths, children)
+
+    def confidences(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """`[batch, nodes, children]` confidences from those of the tokens of a pass, most preferred first."""
+        return probabilities
 
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
@@ -98,7 +106,7 @@ class AutoregressiveSession(CalibratedSession):
         active = sum(depth > 0 for depth in depths)
         if not active:
             return self.not_drafted(len(depths))
-        size = tree_size(tree, self.call, depths, children)
+        size = self.tree_size(tree, depths, children)
         growth = Growth(depths, min(size.children, self._vocab))
         self._add(growth, self.first_scores()[:, None], None)
         while width := size.width(growth):
@@ -142,7 +150,7 @@ class AutoregressiveSession(CalibratedSession):
         edges, ranks = _bins(logits.device, best.shape[-1])
         if expanded is None:
             self._table = torch.from_numpy(self.calibrations[0].log_table()).to(logits.device)
-        features = torch.bucketize(confidence, edges) + ranks
+        features = torch.bucketize(self.confidences(confidence), edges) + ranks
         growth.add(tokens, self._table[features], features, expandable)
 
     def _depths_of(self, expanded: GrownTree | None, logits: torch.Tensor) -> torch.Tensor | None:

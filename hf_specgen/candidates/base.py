@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import Any, Literal, Self, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -18,6 +19,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from hf_specgen.call import Call, DraftingSettings
 from hf_specgen.counters import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy, PolicySession
+from hf_specgen.heads.checkpoint import Source
 from hf_specgen.state import GenerationState
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.target import Target
@@ -186,6 +188,10 @@ class Candidates(CandidateGenerator, ABC):
     def start(self, call: DraftCall) -> DraftSession:
         """Begin a call. `call.model` is None inside Transformers' own assisted decoding."""
 
+    def for_model(self, model: PreTrainedModel) -> Candidates:
+        """The strategy to use with this target: the object itself; a preset chooses one."""
+        return self
+
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         """What the strategy reads from the target besides its tokens: hidden states, an early exit; by default nothing.
 
@@ -247,6 +253,32 @@ class Candidates(CandidateGenerator, ABC):
         call = DraftCall(None, state, GenerationConfig(), self.settings())
         self._own_call = call, self.start(call)
         return self._own_call
+
+
+class PretrainedCandidates(Candidates):
+    """A strategy whose first argument is a checkpoint."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        subfolder: str | None = None,
+        cache_dir: str | Path | None = None,
+        **settings: Any,
+    ) -> Self:
+        """The strategy with a checkpoint of the Hub or of a folder, named as in Transformers.
+
+        Args:
+            name_or_path: a folder, or a repository of the Hub.
+            revision, token, subfolder, cache_dir: as for `from_pretrained` of Transformers.
+            settings: of the strategy, such as `k=4`.
+        """
+        source = Source(str(name_or_path), revision, token, subfolder, cache_dir)
+        strategy: Any = cls
+        return strategy(source.local_name(with_code=bool(settings.get("trust_remote_code"))), **settings)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -16,22 +16,25 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
+from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.head_sessions import AssistantSession, EagleSession, ParallelSession
+from hf_specgen.candidates.path_heads import PathSession
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantHead
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.mtp import MTPHead, load_mtp
+from hf_specgen.heads.layered_mtp import LayeredRunner
+from hf_specgen.heads.mtp import MTPConfig, MTPHead, load_mtp
+from hf_specgen.heads.path_head import PathHead
 from hf_specgen.heads.runner import BlockRunner, PEagleRunner
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
@@ -84,7 +87,7 @@ class BoundModules(Generic[T]):
         return BoundModules, ()
 
 
-class HeadCandidates(Candidates):
+class HeadCandidates(PretrainedCandidates):
     """Base class of strategies with a draft head; a subclass sets the class attributes, and overrides `begin`.
 
     Args:
@@ -234,11 +237,11 @@ class PEagleCandidates(HeadCandidates):
 
 
 class DFlashCandidates(HeadCandidates):
-    """Drafts with a block head (DFlash, JetSpec): a whole block of tokens in one small pass.
+    """Drafts with a block head (DFlash, JetSpec, DSpark, DFlash2, Domino): a whole block of tokens in one small pass.
 
     Args:
-        head_or_path: a loaded head, or a folder or Hub id of one: DFlash of z-lab and JetSpec, and the `dflash` format
-            of speculators.
+        head_or_path: a loaded head, or a folder or Hub id of one: DFlash and DFlash2 of z-lab, JetSpec, DSpark of
+            DeepSpec and SpecForge, Domino, and the formats `dflash`, `dflash2` and `dspark` of speculators.
         k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`; a draft is never longer than the block.
 
     Example:
@@ -248,17 +251,20 @@ class DFlashCandidates(HeadCandidates):
 
     max_depth = 16
     """Published heads have blocks of 8 to 16 tokens."""
-    head_classes, expected = (BlockHead,), "a DFlash or JetSpec head"
+    head_classes, expected = (BlockHead,), "a block head (DFlash, JetSpec, DSpark, DFlash2, Domino)"
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+        if isinstance(bound.head, PathHead):
+            return PathSession(call, target, bound, self.k, self.tree)
         runner = BlockRunner(bound, call.state.batch)
         return ParallelSession(call, target, bound, runner, min(self.k, runner.depth), self.tree)
 
 
 class MTPCandidates(HeadCandidates):
-    """Drafts with the multi-token prediction layer in the target's own checkpoint, which Transformers ignores.
+    """Drafts with the multi-token prediction layers in the target's own checkpoint, which Transformers ignores.
 
-    The layer is applied to its own output again for each further token, like an EAGLE head.
+    A single layer is applied to its own output again for each further token, like an EAGLE head; of several layers,
+    each drafts one token.
 
     Args:
         checkpoint: folder or Hub id of the target's checkpoint; left out, it is where the target was loaded from.
@@ -271,6 +277,7 @@ class MTPCandidates(HeadCandidates):
 
     max_depth = 4
     """The layer was trained to predict one token; further ones are less accurate."""
+    head_classes, expected = (MTPHead,), "MTP layers"
 
     def __init__(
         self,
@@ -288,13 +295,12 @@ class MTPCandidates(HeadCandidates):
         """The layer, from the checkpoint."""
         return load_mtp(model, self._name or None)
 
-    def check(self, head: DraftHead) -> None:
-        assert isinstance(head, MTPHead)
-        if head.config.num_layers > 1:
-            raise ValueError(
-                f"the checkpoint has {head.config.num_layers} MTP layers, each for one further token; MTPCandidates "
-                "drafts with checkpoints that have one layer"
-            )
+    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+        layers = cast(MTPConfig, bound.head.config).num_layers
+        if layers == 1:
+            return super().begin(call, target, bound)
+        runner = LayeredRunner(bound, call.state.batch)
+        return EagleSession(call, target, bound, min(self.k, layers), self.tree, runner)
 
     def __repr__(self) -> str:
         return super().__repr__().replace("('', ", "(")

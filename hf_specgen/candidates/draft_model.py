@@ -30,10 +30,10 @@ from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import (
-    Candidates,
     Depth,
     DraftCall,
     DraftSession,
+    PretrainedCandidates,
     Tree,
     vocabulary_size,
 )
@@ -52,7 +52,7 @@ from hf_specgen.tree import DraftTree
 logger = logging.getLogger("hf_specgen")
 
 
-class DraftModelCandidates(Candidates):
+class DraftModelCandidates(PretrainedCandidates):
     """Drafts with a small model.
 
     A draft with another tokenizer proposes tokens that both vocabularies have. Fewer of its tokens are accepted than
@@ -68,6 +68,7 @@ class DraftModelCandidates(Candidates):
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
             checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
             `Int8WeightOnlyConfig()`.
+        trust_remote_code: run the model's own code from its repository, as in Transformers.
         share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
             returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
             the encoder is shared if both have the same weights.
@@ -94,6 +95,7 @@ class DraftModelCandidates(Candidates):
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         quantization_config: Any = None,
+        trust_remote_code: bool = False,
         share_encoder: bool | None = None,
         compile: Compile = "auto",
         policy: Policy | None = None,
@@ -114,6 +116,8 @@ class DraftModelCandidates(Candidates):
         self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
         self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
+        if trust_remote_code:
+            self._loading["trust_remote_code"] = True
 
     def start(self, call: DraftCall) -> DraftSession:
         draft = self._load(call.model)

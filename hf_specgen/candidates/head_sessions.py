@@ -23,6 +23,7 @@ from hf_specgen.candidates.tree_search import Floats, Ints, TreeSize, draft_of, 
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantRunner
+from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.medusa import RANKS
 from hf_specgen.heads.runner import EagleRunner, ParallelRunner
 from hf_specgen.targets.graphs import GRAPH_DEVICES
@@ -104,14 +105,22 @@ class EagleSession(AutoregressiveSession):
         runner: the head's cache, and its passes.
     """
 
-    def __init__(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead, k: int, tree: str | int | None):
+    def __init__(
+        self,
+        call: DraftCall,
+        target: HiddenStateTarget,
+        bound: BoundHead,
+        k: int,
+        tree: str | int | None,
+        runner: LayeredRunner | None = None,
+    ):
         assert call.model is not None
         super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
         head = bound.head
         device = next(head.parameters()).device.type
         captures = call.compiled and isinstance(head, Eagle1Head | Eagle3Head) and device in GRAPH_DEVICES
         captures = captures and not torch.is_autocast_enabled(device)
-        self.runner = EagleRunner(bound, call.state.batch, call.compiled if captures else False)
+        self.runner = runner or EagleRunner(bound, call.state.batch, call.compiled if captures else False)
         self._queue = FeatureQueue(call, target, bound)
         self._has_prefilled = False
 
@@ -137,11 +146,10 @@ class EagleSession(AutoregressiveSession):
         if self._has_prefilled:
             self.passes.append(sum(map(len, tokens)))
         self._has_prefilled = True
-        output = self.runner.extend(features, tokens, self._queue.active_rows()).output
-        return self.runner.bound.target_logits(output)[:, 0]
+        return self.runner.first_logits(features, tokens, self._queue.active_rows())
 
     def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        return self.runner.bound.target_logits(self.runner.expand(tree, new).output)
+        return self.runner.next_logits(tree, new)
 
 
 class AssistantSession(AutoregressiveSession):

@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
-from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession
+from hf_specgen.candidates.base import DraftCall, DraftSession, PretrainedCandidates
 from hf_specgen.candidates.draft_heads import BoundModules, check_head, number_of
 from hf_specgen.candidates.head_sessions import DEFAULT_NODES, IndependentHeadsSession, with_q
 from hf_specgen.candidates.tree_search import Floats
@@ -46,7 +46,7 @@ from hf_specgen.tree import DraftTree, Parents, children, merge_paths
 Paths = Sequence[Sequence[int]]
 
 
-class MedusaCandidates(Candidates):
+class MedusaCandidates(PretrainedCandidates):
     """Drafts with Medusa heads.
 
     Args:
@@ -86,11 +86,6 @@ class MedusaCandidates(Candidates):
         super().__init__("auto" if tree == "auto" else depth, policy, max_k=depth)
         self._lora = lora
         self._bound: BoundModules[MedusaRunner] = BoundModules()
-
-    @classmethod
-    def from_pretrained(cls, heads: str, tree: str | int | Paths = "auto") -> MedusaCandidates:
-        """`MedusaCandidates(heads, tree)`, named as in Transformers; the heads are loaded at the first call."""
-        return cls(heads, tree)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         check_decoder_only(model, "MedusaCandidates")

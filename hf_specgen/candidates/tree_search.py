@@ -403,11 +403,13 @@ def tree_size(
     depths: Sequence[int],
     children: int = MAX_CHILDREN,
     is_prefill: bool = False,
+    only_pass: int = 0,
 ) -> TreeSize:
     """How large the next trees of a call become.
 
     Args:
         depths: `[rows]` maximum depths.
+        only_pass: tokens per row of the one pass of a drafter that needs no further pass for deeper levels.
     """
     if isinstance(size, int):
         return TreeSize(size, children)
@@ -416,7 +418,10 @@ def tree_size(
         return TreeSize(None, children=1)
     rows = max(1, sum(depth > 0 for depth in depths))
     minimum, levels = 0.3 if is_prefill else 0.0, 1 if call.state.device.type == "cpu" else LEVELS_PER_READ
-    return TreeSize(None, children, latency.at(rows, call.context_length), rows, minimum, levels)
+    step = latency.at(rows, call.context_length)
+    if only_pass:
+        step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
+    return TreeSize(None, children, step, rows, minimum, levels)
 
 
 def draft_rows(

@@ -36,6 +36,7 @@ command(app, "chat", options.ChatSettings)
 command(app, "generate", options.GenerateSettings)
 command(app, "tune", options.TuneSettings)
 command(app, "doctor", options.DoctorSettings)
+command(app, "find", options.FindSettings)
 
 
 @app.command()

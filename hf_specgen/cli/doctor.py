@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import psutil  # accelerate depends on it
 import torch
@@ -17,16 +17,17 @@ from accelerate import init_empty_weights
 from rich.box import SIMPLE
 from rich.table import Table
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates.combined import default_candidates
+from hf_specgen.candidates import NgramCandidates
+from hf_specgen.candidates.presets import Preset, PresetCandidates
 from hf_specgen.cli.settings import DoctorSettings, terminal
 from hf_specgen.compat import attention_implementation
-from hf_specgen.depth import CostCurve
+from hf_specgen.depth import CostCurve, FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Speed, Total, Variant, measure_round
-from hf_specgen.evaluation.workloads import DEFAULT, PLAIN, Strategy, strategies
+from hf_specgen.evaluation.workloads import PLAIN, Strategy, strategies
 from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.medusa import check_heads
@@ -59,12 +60,14 @@ class Finding:
 
 @dataclass
 class Report:
-    """All findings, a recommended line of code with its reason, and the numbers of each measured variant by name."""
+    """All findings, a recommended line of code with its reason, and by name the numbers and the code of each
+    measured variant."""
 
     findings: list[Finding] = field(default_factory=list)
     recommendation: str = ""
     reason: str = ""
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
+    codes: dict[str, str] = field(default_factory=dict)
 
     @property
     def bad(self) -> list[Finding]:
@@ -86,10 +89,25 @@ def show(settings: DoctorSettings) -> bool:
             text = finding.found + (f"\n[dim]{finding.meaning}[/]" if finding.meaning else "")
             view.add_row(SIGNS[finding.result], finding.subject, text)
         console.print(view)
+        console.print(_ranking(report))
         if report.recommendation:
             console.print(f"[bold]{report.recommendation}[/]", highlight=False)
         console.print(report.reason)
     return not report.bad
+
+
+def _ranking(report: Report) -> Table | str:
+    """The measured variants, fastest first, with the code of each."""
+    if not report.measured:
+        return ""
+    view = Table(box=SIMPLE, pad_edge=False)
+    for title in ("fastest first", "tokens/s", "over plain", "tokens per step", "candidate_generator="):
+        view.add_column(title, justify="left" if title[0] in "fc" else "right", overflow="fold")
+    for name, numbers in sorted(report.measured.items(), key=lambda item: -item[1]["tokens_per_second"]):
+        steps = numbers.get("tokens_per_step", 1.0)
+        speed = f"{numbers['tokens_per_second']:.1f}", f"{numbers['speedup']:.2f}", f"{steps:.2f}"
+        view.add_row(name, *speed, report.codes.get(name, ""))
+    return view
 
 
 def examine(settings: DoctorSettings) -> Report:
@@ -101,14 +119,14 @@ def examine(settings: DoctorSettings) -> Report:
     workloads.check_device(settings.device)
     report = Report()
     target = blueprint(settings.model, settings.dtype)
-    draft = blueprint(settings.draft, settings.dtype) if settings.draft else None
+    drafts = [blueprint(draft, settings.dtype) for draft in settings.draft]
     report.findings.append(support(target, "target"))
-    if draft is not None:
-        report.findings += [support(draft, "draft"), *tokenizers(target, draft), size_ratio(target, draft)]
-    if settings.heads:
-        report.findings += heads(settings.heads, target)
-    models = [target] if draft is None else [target, draft]
-    report.findings.append(memory(models, settings.batch_size, settings.length, settings.device))
+    for draft in drafts:
+        found = [support(draft, "draft"), *tokenizers(target, draft), size_ratio(target, draft)]
+        report.findings += _labelled(found, draft.name if len(drafts) > 1 else "")
+    for name in settings.heads:
+        report.findings += _labelled(heads(name, target), name if len(settings.heads) > 1 else "")
+    report.findings.append(memory([target, *drafts], settings.batch_size, settings.length, settings.device))
     if report.bad:
         report.reason = "solve what is marked with ✗ first"
     elif settings.run:
@@ -118,6 +136,12 @@ def examine(settings: DoctorSettings) -> Report:
         report.recommendation = LINE.format(most.code)
         report.reason = "the static checks found no problem; the speed was not measured"
     return report
+
+
+def _labelled(findings: Sequence[Finding], name: str) -> list[Finding]:
+    """The findings about one of several drafts or heads, each with its name."""
+    label = f"{name}: " if name else ""
+    return [replace(finding, found=label + finding.found) for finding in findings]
 
 
 @dataclass
@@ -135,9 +159,14 @@ class Blueprint:
         return self.model.config.get_text_config()
 
     @property
+    def parameters(self) -> int:
+        """The number of parameters; tied ones count once."""
+        return _parameters(self.model)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters; tied ones count once."""
-        return _parameters(self.model) * self.dtype.itemsize
+        return self.parameters * self.dtype.itemsize
 
     def cache_bytes(self, batch: int, length: int) -> int:
         """Bytes of keys and values for `batch` rows of `length` tokens; sliding windows do not reduce them here."""
@@ -153,7 +182,7 @@ def blueprint(name: str, dtype: str) -> Blueprint:
         config = AutoConfig.from_pretrained(name)
         chosen = workloads.torch_dtype(dtype) if dtype != "auto" else config.dtype or torch.float32
         with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(config)
+            model = workloads.generating_class(config).from_config(config).eval()
         model.tie_weights()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -182,12 +211,13 @@ def tokenizers(target: Blueprint, draft: Blueprint) -> list[Finding]:
         found = f"no tokenizer could be loaded for {missing!r}; {sizes}"
         meaning = "the tokenizers cannot be compared; give folders that hold them"
         return [Finding("tokenizers", WARNING if same else BAD, found, meaning)]
-    different = set(a.get_vocab().items()) ^ set(b.get_vocab().items())
-    if different:
-        shared = len(set(a.get_vocab()) & set(b.get_vocab()))
-        found = f"another tokenizer: {len(different)} entries differ, {shared} tokens are in both; {sizes}"
-        meaning = "supported, but fewer draft tokens are accepted; a draft model of the same family is faster"
-        return [Finding("tokenizers", WARNING, found, meaning)]
+    if a.get_vocab() != b.get_vocab():
+        shared = a.get_vocab().keys() & b.get_vocab().keys()
+        tokens = a.convert_ids_to_tokens([token for text in PROMPTS for token in a(text)["input_ids"]])
+        fraction = sum(token in shared for token in tokens) / len(tokens)
+        found = f"another tokenizer: {len(shared)} tokens are in both, {fraction:.0%} of those of sample texts; {sizes}"
+        meaning = "supported: draft tokens come from those in both; a draft model of the same family is faster"
+        return [Finding("tokenizers", WARNING if fraction > 0.5 else BAD, found, meaning)]
     findings = [Finding("tokenizers", GOOD, f"all {len(a.get_vocab())} entries are the same; {sizes}")]
     ends = [(name, getattr(a, name), getattr(b, name)) for name in ("bos_token_id", "eos_token_id")]
     unlike = ", ".join(f"{name} {ours} and {theirs}" for name, ours, theirs in ends if ours != theirs)
@@ -272,6 +302,9 @@ def memory(models: list[Blueprint], batch: int, length: int, device: str, availa
 
 def free_bytes(device: str) -> int | None:
     """Free memory of a device; None if unknown."""
+    if device == "auto":
+        gpus = [torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())]
+        return int(sum(gpus) + psutil.virtual_memory().available)
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(torch.device(device))[0]) if torch.cuda.is_available() else None
     return int(psutil.virtual_memory().available) if torch.device(device).type == "cpu" else None
@@ -290,13 +323,14 @@ def _measure(settings: DoctorSettings, target: Blueprint, report: Report) -> Non
     """Time T(q), and every strategy against plain `generate`; add findings and a recommendation to the report."""
     model, tokenizer = workloads.load_model(settings.model, target.dtype, settings.device)
     limit = getattr(target.config, "max_position_embeddings", None) or 2**31
-    sizes, context = (1, 2, 4, 8, 16), min(128, limit // 2)
-    curve = measure_cost_curve(model, sizes, context=context, batch=settings.batch_size, repeats=5)
-    report.findings.append(verification_cost(curve))
+    if not model.config.is_encoder_decoder:
+        sizes, context = (1, 2, 4, 8, 16), min(128, limit // 2)
+        curve = measure_cost_curve(model, sizes, context=context, batch=settings.batch_size, repeats=5)
+        report.findings.append(verification_cost(curve))
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     named = strategies(settings.draft, settings.heads, settings.adapter, dtype=target.dtype)
     prompts = list(settings.prompt or PROMPTS)
-    codes, variants = _variants([Strategy(DEFAULT, '"auto"', default_candidates()), *named], settings.device)
+    codes, variants = _variants([*_presets(model), *named], settings.device)
     texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
     batches = list(workloads.encode(tokenizer, texts, settings.batch_size))
     measure_round(model, batches[0], variants, generation, 0)  # not counted: it loads models and prepares kernels
@@ -312,16 +346,28 @@ def _measure(settings: DoctorSettings, target: Blueprint, report: Report) -> Non
     for name, measured in speeds.items():
         report.measured[name] = measured.to_dict()
         report.findings.append(speed(name, measured))
+    report.codes = codes
     report.recommendation, report.reason = recommend(speeds, codes)
 
 
+def _presets(model: PreTrainedModel) -> list[Strategy]:
+    """The presets that choose different strategies for this target."""
+    chosen: dict[Any, str] = {}
+    for name in get_args(Preset):
+        chosen.setdefault(PresetCandidates(name).for_model(model), name)
+    return [Strategy(name, f'"{name}"', candidates) for candidates, name in chosen.items()]
+
+
 def _variants(found: Sequence[Strategy], device: str) -> tuple[dict[str, str], list[Variant]]:
-    """Plain `generate` and every strategy, on CUDA with graphs too; and the code of each strategy by name."""
+    """Plain `generate` and every strategy, on CUDA also without graphs, and graphs without drafts; the code of each."""
+    if device.startswith("cuda"):
+        no_drafts = NgramCandidates(policy=FixedDepth(0))
+        found = [*found, Strategy("graphs, no drafts", "NgramCandidates(policy=FixedDepth(0))", no_drafts)]
     codes = {one.name: one.code for one in found}
     variants = [Variant(PLAIN, dict), *(one.variant() for one in found)]
-    if torch.device(device).type == "cuda":
-        codes |= {f"{one.name}, graphs": f'{one.code}, compile="graphs"' for one in found}
-        variants += [replace(one.variant(compile="graphs"), name=f"{one.name}, graphs") for one in found]
+    if device.startswith("cuda"):
+        codes |= {f"{one.name}, eager": f"{one.code}, compile=False" for one in found[:-1]}
+        variants += [replace(one.variant(compile=False), name=f"{one.name}, eager") for one in found[:-1]]
     return codes, variants
 
 
@@ -377,10 +423,10 @@ def same_tokens(totals: Mapping[str, Total], exact: bool) -> Finding:
 
 
 def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[str, str]:
-    """The line of code for the fastest strategy, and the reason; `codes` builds each strategy, the default first."""
-    faster = [name for name, measured in speeds.items() if measured.faster]
-    if faster:
-        best = max(faster, key=lambda name: speeds[name].interval.value)
-        return LINE.format(codes[best]), f"the fastest in the quick benchmark: {speeds[best]}"
-    reason = "no strategy was clearly faster on these prompts; the default then drafts almost nothing, and more where "
-    return LINE.format(next(iter(codes.values()))), f"{reason}text repeats itself"
+    """The line of code for the fastest variant, plain `generate` included, and the reason."""
+    possible = {name: measured.interval.value for name, measured in speeds.items() if measured.plausible}
+    best = max(possible, key=possible.__getitem__, default=PLAIN)
+    if possible.get(best, 0.0) <= 1:
+        return "model.generate(**inputs)", "no strategy was faster than plain generate on these prompts"
+    doubt = "" if speeds[best].faster else "; the difference is small, more --rounds make it certain"
+    return LINE.format(codes[best]), f"the fastest in the quick benchmark: {speeds[best]}{doubt}"

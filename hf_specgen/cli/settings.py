@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hf_specgen.evaluation import DTYPES, WorkloadSettings, setting
+from hf_specgen.evaluation import DTYPES, setting
 
-DEVICE = "cpu, cuda, cuda:1, mps …; a GPU if there is one, if left out."
+DEVICE = "cpu, cuda:1, mps …; auto for several; the accelerator if left out."
 
 
 def argument(help: str) -> Any:
@@ -26,35 +26,37 @@ def argument(help: str) -> Any:
     return field(metadata={"help": help, "argument": True})
 
 
-@dataclass(frozen=True)
-class DemoSettings(WorkloadSettings):
-    """Compare plain generate and the fastest strategies on two targets, live, in about a minute.
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """A target, and what strategies need."""
+
+    draft: tuple[str, ...] = setting((), "Hub id or folder of a draft model; may be given several times.")
+    heads: tuple[str, ...] = setting((), "The same of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
+    adapter: str = setting("", "Hub id or folder of an exit adapter.")
+    dtype: str = setting("auto", "Data type of the models; auto for that of the checkpoint.", choices=("auto", *DTYPES))
+    device: str = setting("", DEVICE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings(ModelSettings):
+    """Compare plain generate and the strategies on two targets, live, in little more than a minute.
 
     Exit code 1 if a token differs in float32.
     """
 
+    model: str = setting("", "Hub id or folder of the target; the embedded model if left out.")
+    prompt: tuple[str, ...] = setting((), "A prompt of your own; may be given several times.")
+    prompts: Path | None = setting(None, "JSONL file of rows {prompt, domain}, or a text file with a prompt a line.")
+    dtype: str = setting("float32", "Data type of the target.", choices=DTYPES)
     max_new_tokens: int = setting(64, "Tokens per answer; fewer where not enough prompts fit into the time.", min=1)
     every: bool = setting(False, "Measure the embedded Medusa heads, DFlash head and layer skip too.", flags=("--all",))
     wide: int = setting(300, "Size of the second target, in million parameters; 0 for none.", min=0)
-    seconds: float = setting(80.0, "Seconds to measure, over both targets; at least one prompt on each.", min=0)
-    json_file: Path | None = setting(None, "Write the results to this file.", flags=("--json",))
-    device: str = setting("", DEVICE)
+    seconds: float = setting(75.0, "Time for everything; at least one prompt on each target.", min=0)
 
     @property
     def widened(self) -> bool:
         """Whether there is a second target: the embedded model, made wider."""
         return self.wide > 0 and not self.model
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """A target, and what strategies need."""
-
-    draft: str = setting("", "Hub id or folder of a draft model.")
-    heads: str = setting("", "Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")
-    adapter: str = setting("", "Hub id or folder of an exit adapter.")
-    dtype: str = setting("auto", "Data type of the models; auto for that of the checkpoint.", choices=("auto", *DTYPES))
-    device: str = setting("", DEVICE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +79,25 @@ class DoctorSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneSettings(ModelSettings):
-    """Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths.
+class FindSettings:
+    """List draft models and heads for a target: of the Hub by its base_model relation, or of the local cache.
 
-    For Medusa heads with --output, also measure their acceptance on a dataset and save it with them.
+    Exit code 1 if nothing is found.
     """
+
+    model: str = argument("Hub id of the target; a folder too, for the local cache.")
+    offline: bool = setting(False, "Look in the local cache, whose checkpoints are checked against the target.")
+    limit: int = setting(10, "Checkpoints to list.", min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings(ModelSettings):
+    """Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths."""
 
     model: str = argument("Hub id or folder of the target.")
     latency: Path = setting(Path("latency.json"), "File to write, for AdaptiveDepth(latency=...).")
     batch_size: tuple[int, ...] = setting((1,), "Rows to measure latencies for; may be given several times.", min=1)
     context: int = setting(256, "Cached tokens per row to measure latencies at.", min=1)
-    output: Path | None = setting(None, "Measure the heads' acceptance too, and write them to this folder.")
-    prompts: Path | None = setting(None, "JSONL rows {prompt, domain} for acceptance; the embedded ones if left out.")
-    prompts_per_domain: int = setting(10, "Prompts from each domain.", min=1)
-    max_new_tokens: int = setting(128, "Tokens per answer.", min=1)
 
 
 @dataclass(frozen=True, kw_only=True)

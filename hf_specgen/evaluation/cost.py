@@ -102,7 +102,7 @@ def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
 def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """A model with about `parameters` parameters that computes the same function as `model`.
 
-    Every MLP gets additional neurons whose output columns are zero: acceptance is that of the small model, latency that
+    Every MLP gets additional neurons whose weights are zero: acceptance is that of the small model, latency that
     of a larger one. `model`, which stays as it is, has the layers `gate_proj`, `up_proj` and `down_proj` of Llama.
     """
     config = model.config
@@ -121,38 +121,20 @@ def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = N
         if hasattr(module, "gate_proj"):
             mlp = cast(Any, module)
             mlp.intermediate_size = neurons
-            mlp.gate_proj = _with_outputs(mlp.gate_proj, neurons)
-            mlp.up_proj = _with_outputs(mlp.up_proj, neurons)
-            mlp.down_proj = _with_inputs(mlp.down_proj, neurons)
+            mlp.gate_proj = _padded(mlp.gate_proj, config.hidden_size, neurons)
+            mlp.up_proj = _padded(mlp.up_proj, config.hidden_size, neurons)
+            mlp.down_proj = _padded(mlp.down_proj, neurons, config.hidden_size)
     return wide.eval()
 
 
 @torch.no_grad()
-def _with_outputs(layer: nn.Linear, outputs: int) -> nn.Linear:
-    """The layer with further outputs, which repeat its own."""
-    source = torch.arange(outputs, device=layer.weight.device) % layer.out_features
-    wide = _empty(layer, layer.in_features, outputs)
-    wide.weight.copy_(layer.weight[source])
-    if layer.bias is not None:
-        wide.bias.copy_(layer.bias[source])
+def _padded(layer: nn.Linear, inputs: int, outputs: int) -> nn.Linear:
+    """The layer with further inputs and outputs, whose weights are zero."""
+    kind: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    wide = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=layer.bias is not None, **kind)
+    for new, old in zip(wide.parameters(), layer.parameters(), strict=True):
+        new.zero_()[tuple(map(slice, old.shape))] = old
     return wide
-
-
-@torch.no_grad()
-def _with_inputs(layer: nn.Linear, inputs: int) -> nn.Linear:
-    """The layer with further inputs, which it multiplies by zero."""
-    wide = _empty(layer, inputs, layer.out_features)
-    wide.weight[:, : layer.in_features] = layer.weight
-    wide.weight[:, layer.in_features :] = 0
-    if layer.bias is not None:
-        wide.bias.copy_(layer.bias)
-    return wide
-
-
-def _empty(like: nn.Linear, inputs: int, outputs: int) -> nn.Linear:
-    """A layer whose memory is not initialised, which takes longer than everything else here."""
-    kind = {"device": like.weight.device, "dtype": like.weight.dtype}
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=like.bias is not None, **kind)
 
 
 def widen_in_fast_dtype(model: PreTrainedModel, parameters: int) -> tuple[PreTrainedModel, str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from math import nan
@@ -13,8 +14,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_specgen import compat
 from hf_specgen.candidates import (
@@ -40,6 +51,13 @@ def _assets() -> Path:
     return clone if installed is None or installed.origin is None else Path(installed.origin).parent
 
 
+GENERATING = {
+    "MODEL_FOR_CAUSAL_LM_MAPPING": AutoModelForCausalLM,
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING": AutoModelForImageTextToText,
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING": AutoModelForSeq2SeqLM,
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING": AutoModelForSpeechSeq2Seq,
+}
+"""The Auto classes of models that generate, by the mapping of Transformers that lists their configurations."""
 ASSETS = _assets()
 EMBEDDED_MODEL = ASSETS / "reference-lm"
 EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
@@ -101,16 +119,28 @@ def check_installed(settings: WorkloadSettings) -> None:
 
 
 def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model in evaluation mode, and its tokenizer for left-padded batches."""
+    """A model that generates, in evaluation mode, and its tokenizer for left-padded batches.
+
+    Args:
+        device: a device; "auto" to spread the model over all devices, as `device_map="auto"` does.
+    """
     device = device or default_device()
     check_device(device)
     dtype = torch_dtype(dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     with source_errors(name):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model_class = generating_class(AutoConfig.from_pretrained(name))
+        model = model_class.from_pretrained(name, dtype=dtype, device_map="auto" if device == "auto" else None)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return cast(Any, model).to(device).eval(), tokenizer
+    return (model if device == "auto" else model.to(device)).eval(), tokenizer
+
+
+def generating_class(config: Any) -> Any:
+    """The Auto class whose models generate for this configuration: that of the class it names, if there are several."""
+    models = {auto: getattr(transformers, name).get(type(config), None) for name, auto in GENERATING.items()}
+    named = [auto for auto, model in models.items() if getattr(model, "__name__", "") in (config.architectures or ())]
+    return next(iter([*named, *(auto for auto, model in models.items() if model), AutoModelForCausalLM]))
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -121,17 +151,18 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def default_device() -> str:
-    """The device of a command without `--device`: a CUDA GPU if there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """The device of a command without `--device`: the accelerator if there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def check_device(name: str) -> None:
     """Raise a `ValueError` unless PyTorch can use this device."""
     try:
-        torch.empty(0, device=name)
+        torch.empty(0, device="cpu" if name == "auto" else name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).split("\n", 1)[0]
-        raise ValueError(f"device {name!r} cannot be used here ({reason}); try cpu or cuda") from None
+        raise ValueError(f"device {name!r} cannot be used here ({reason}); try cpu, cuda or auto") from None
 
 
 def domain_prompts(settings: WorkloadSettings) -> dict[str, list[str]]:
@@ -248,22 +279,29 @@ class Strategy:
         return Variant(self.name, partial(dict, candidate_generator=self.candidates, **settings))
 
 
-def strategies(draft: str = "", heads: str = "", adapter: str = "", *, dtype: Any = "auto") -> list[Strategy]:
+def strategies(
+    drafts: Sequence[str] = (), heads: Sequence[str] = (), adapter: str = "", *, dtype: Any = "auto"
+) -> list[Strategy]:
     """Every strategy that can be built, in order of draft cost: n-grams always, the others if their files are named."""
-    for source in filter(None, (draft, heads, adapter)):
+    for source in filter(None, (*drafts, *heads, adapter)):
         check_source(source)
-    found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates())]
-    if heads:
-        found.append(head_strategy(heads))
+    found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates()), *map(head_strategy, heads)]
     if adapter:
         layer = exit_layer_of(adapter)
         code = f"LayerSkipCandidates({layer}, adapter={adapter!r})"
         found.append(Strategy(SKIP, code, LayerSkipCandidates(layer, adapter=adapter)))
-    if draft:
+    for draft in drafts:
         model = Strategy(DRAFT, f"DraftModelCandidates({draft!r})", DraftModelCandidates(draft, dtype=dtype))
         combined = CombinedCandidates([NgramCandidates(), model.candidates])
         found += [model, Strategy(COMBINED, f"CombinedCandidates([NgramCandidates(), {model.code}])", combined)]
-    return found
+    names = Counter(one.name for one in found)
+    labels = {one.code: f"{one.name} {_last_name(one.code)}" for one in found if names[one.name] > 1}
+    return [replace(one, name=labels.get(one.code, one.name)) for one in found]
+
+
+def _last_name(code: str) -> str:
+    """The last part of the name in an expression: "draft-1B" of `DraftModelCandidates('org/draft-1B')`."""
+    return code.split("'")[1].rstrip("/").rpartition("/")[2]
 
 
 def head_strategy(heads: str, **settings: Any) -> Strategy:

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 SINGLE, PICKLED = "model.safetensors", "pytorch_model.bin"
+DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja")
+"""Files of a repository that are downloaded: configs, tensors and tokenizers; no code."""
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """Form of a repository id: "name" or "owner/name"."""
 DTYPES: Mapping[str, torch.dtype] = {
@@ -104,6 +106,22 @@ class Source:
             raise FileNotFoundError(f"{self.path_or_id} is neither a folder nor a repository of the Hub") from None
         except EntryNotFoundError:
             return None
+
+    def local_name(self, with_code: bool = False) -> str:
+        """The folder or Hub id of the checkpoint; with further options, the folder that it is downloaded to."""
+        name, subfolder = self.path_or_id, self.subfolder or ""
+        if not Path(name).is_dir():
+            if self == Source(name):
+                return name
+            patterns = [*DOWNLOAD_PATTERNS, *(["*.py"] if with_code else [])]
+            name = snapshot_download(
+                name,
+                revision=self.revision,
+                token=self.token,
+                cache_dir=self.cache_dir,
+                allow_patterns=[f"{subfolder}/{kind}" if subfolder else kind for kind in patterns],
+            )
+        return str(Path(name) / subfolder) if subfolder else name
 
     def required_file(self, name: str, remedy: str) -> Path:
         """As `file`, but raises `FileNotFoundError` with a remedy if there is no such file."""

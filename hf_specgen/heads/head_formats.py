@@ -8,7 +8,7 @@
 | speculators `eagle3`, `peagle` | nested, with `transformer_layer_config` | `fc`, `layers.*` |
 | DFlash of z-lab, JetSpec | a Qwen3 config with `dflash_config` | `fc`, `hidden_norm`, `layers.*` |
 | speculators `dflash` | nested, with `transformer_layer_config` | the same |
-| DSpark, DFlash2, Domino | as one of the two, with the fields of the correction | the same and its own |
+| DSpark, DFlash2, Domino | as one of the two, with further fields | the same and those of the correction |
 | Gemma 4 assistant | `text_config` | `model.layers.*` without keys and values |
 | MTP layers, Medusa heads | of the target; any | see `hf_specgen.heads.mtp` and `medusa_formats` |
 

@@ -156,6 +156,8 @@ class MedusaConfig(PreTrainedConfig):
         reads_token: whether the embedding of the next token, which the target has chosen, is an input (as in Hydra).
         reads_path: whether head h also reads the embeddings of the h draft tokens after that one, and so drafts what
             follows a given path (Hydra); requires `reads_token`.
+        draft_vocab_size: how many tokens, those of `token_map`, own output matrices score; 0: the whole vocabulary.
+        logit_scale: factor on the heads' logits.
         lora_rank: rank of a PEFT adapter in the folder `lora`, on each head's copy of the output matrix; 0: none.
         base: the target that the heads were trained for, see `fingerprint`.
         acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `Acceptance`.
@@ -170,13 +172,15 @@ class MedusaConfig(PreTrainedConfig):
     own_outputs: bool = False
     reads_token: bool = False
     reads_path: bool = False
+    draft_vocab_size: int = 0
+    logit_scale: float = 1.0
     lora_rank: int = 0
     base: dict[str, Any] | None = None
     acceptance: list[list[list[float]]] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        for name in ("hidden_size", "vocab_size", "lora_rank", "num_heads", "num_layers"):
+        for name in ("hidden_size", "vocab_size", "draft_vocab_size", "lora_rank", "num_heads", "num_layers"):
             value, least = getattr(self, name), 1 if name in ("num_heads", "num_layers") else 0
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r:.80}")
@@ -189,6 +193,8 @@ class MedusaConfig(PreTrainedConfig):
             raise ValueError(
                 "heads that read the path read its first token, too: reads_path=True needs reads_token=True"
             )
+        if self.draft_vocab_size and not self.own_outputs:
+            raise ValueError(f"draft_vocab_size={self.draft_vocab_size} needs output matrices of the heads' own")
         if self.own_outputs and self.lora_rank:
             raise ValueError(f"heads with their own output matrices take no LoRA, got lora_rank={self.lora_rank}")
         if self.acceptance is not None and Acceptance.from_lists(self.acceptance).heads != self.num_heads:
@@ -227,7 +233,10 @@ class MedusaHeads(PreTrainedModel):
             read = [config.tokens_read(head) for head in count]
             self.token_maps = nn.ModuleList(nn.Linear(tokens * size, size, bias=False) for tokens in read)
         if config.own_outputs:
-            self.lm_heads = nn.ModuleList(nn.Linear(size, config.vocab_size, bias=False) for _ in count)
+            rows = config.draft_vocab_size or config.vocab_size
+            self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=False) for _ in count)
+        if config.draft_vocab_size:
+            self.register_buffer("token_map", torch.arange(config.draft_vocab_size))
         self.post_init()
 
     @torch.no_grad()
@@ -309,8 +318,13 @@ class MedusaRunner:
     def _outputs(self, states: torch.Tensor, heads: slice = slice(None)) -> torch.Tensor:
         """`[rows, heads, hidden]` states of some heads to `[rows, heads, vocab]`; one product for a shared matrix."""
         if self.heads.config.own_outputs:
-            matrices = self.heads.lm_heads[heads]
-            return torch.stack([matrix(states[:, place]) for place, matrix in enumerate(matrices)], dim=1)
+            matrices, config = self.heads.lm_heads[heads], self.heads.config
+            logits = torch.stack([matrix(states[:, place]) for place, matrix in enumerate(matrices)], dim=1)
+            logits = logits * config.logit_scale
+            if not config.draft_vocab_size:
+                return logits
+            whole = logits.new_full((*logits.shape[:-1], config.vocab_size), -torch.inf)
+            return whole.index_copy_(-1, cast(torch.Tensor, self.heads.token_map), logits)
         shared: torch.Tensor = output_matrix(self._target)(states)
         if self._deltas is None:
             return shared

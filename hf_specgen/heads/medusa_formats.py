@@ -5,7 +5,7 @@
 | our own | model.safetensors | as in `MedusaHeads` |
 | Medusa v1, TGI | medusa_lm_head.pt, .safetensors | `{head}.{layer}.linear.weight`, `.bias`; `{head}.{layers}.weight` |
 | Medusa v2, TGI | medusa_lm_head.safetensors | `{head}.{layer}.linear.weight`, `.bias` |
-| vLLM | model.safetensors | `blocks.{head}.layers.{layer}.weight`, `.bias`; `lm_heads.{head}.weight` |
+| vLLM | model.safetensors | `blocks.{head}.layers.{layer}.weight`, `.bias`; `lm_heads.{head}.weight`; `token_map` |
 
 In all but our own format heads and layers are counted in the tensors, which are checked before a module is built.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +25,7 @@ from hf_specgen.heads.checkpoint import (
     INDEX,
     SINGLE,
     Checkpoint,
+    Fields,
     Names,
     Source,
     TensorInfo,
@@ -48,8 +49,8 @@ PROGRAMS = ("medusa", "tgi", "vllm")
 """Other programs whose formats can be written."""
 LAYER = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
 OUTPUT = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight$")
-VLLM_LAYER = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
-VLLM_OUTPUT = re.compile(r"^lm_heads\.(\d+)\.weight$")
+VLLM_LAYER = re.compile(r"^(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
+VLLM_OUTPUT = re.compile(r"^(?:medusa_heads\.)?lm_heads\.(\d+)\.weight$")
 
 
 def is_medusa(checkpoint: Checkpoint) -> bool:
@@ -87,12 +88,20 @@ def load_medusa(path_or_id: str | Path, target: PreTrainedModel | None = None) -
         check_heads(config, target, f"the set of heads {checkpoint.source!r}")
     tensors = checkpoint.read(names.values())
     state = {ours: tensors[name] for ours, name in names.items()}
+    tokens = state.pop("token_map", torch.zeros(0)).long()
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
+        raise ValueError(f"{checkpoint.source}: token_map has tokens outside of the vocabulary of {config.vocab_size}")
+    for name, tensor in state.items():
+        if name.startswith("lm_heads.") and len(tokens) and len(tensor) != len(tokens):
+            state[name] = tensor[tokens]
     dtypes = {tensor.dtype for tensor in state.values()}
     if not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         raise ValueError(
             f"{checkpoint.source}: its tensors do not make a whole set of heads: they have the dtypes "
             f"{', '.join(sorted(map(str, dtypes)))}, of which not all are supported"
         )
+    if len(tokens):
+        state["token_map"] = tokens
     with torch.device("meta"):
         heads = MedusaHeads(config)
     for name, tensor in heads.state_dict().items():
@@ -109,8 +118,6 @@ def inspect_medusa(path_or_id: str | Path) -> MedusaCheckpoint:
     fields = {} if path is None else read_json(path)
     own = fields.get("model_type") == MedusaConfig.model_type
     infos = _medusa_tensors(source)
-    if "token_map" in infos:
-        raise ValueError(f"{source}: heads with a truncated vocabulary (token_map) are not supported; use whole ones")
     names = {name: name for name in infos} if own else native_names(infos)
     if not any(name.startswith("blocks.") for name in names):
         raise ValueError(f"{source}: no Medusa layers among its tensors {sorted(infos)[:3]}; use another checkpoint")
@@ -146,6 +153,11 @@ def native_names(names: Iterable[str]) -> Names:
             native[f"blocks.{int(match[1])}.layers.{int(match[2])}.{match[3]}"] = name
         elif match := OUTPUT.match(name) or VLLM_OUTPUT.match(name):
             native[f"lm_heads.{int(match[1])}.weight"] = name
+        elif name == "token_map":
+            native[name] = name
+    outputs = [name for name in native if name.startswith("lm_heads.")]
+    if outputs == ["lm_heads.0.weight"] and "token_map" in native:  # vLLM's `original_lm_head`: one for all heads
+        return native | {f"lm_heads.{head}.weight": native[outputs[0]] for head in range(_count(native, 1))}
     if [name for name in native if name.startswith("lm_heads.")] == ["lm_heads.0.weight"] and _count(native, 1) > 1:
         del native["lm_heads.0.weight"]  # vLLM's `original_lm_head`: the one matrix is the target's
     return native
@@ -163,10 +175,15 @@ def _counted_config(fields: dict[str, Any], state: dict[str, Shape]) -> MedusaCo
     output = state.get("lm_heads.0.weight", ()) if own else (int(fields.get("vocab_size") or 0), 0)
     if len(hidden) != 2 or len(output) != 2:
         raise ValueError("head 0 has no weight matrix")
-    base = fields.get("base_model_name_or_path")
+    base, kept = fields.get("base_model_name_or_path"), state.get("token_map", ())
+    vocab, truncated = (fields.get(name) or output[0] for name in ("vocab_size", "truncated_vocab_size"))
+    if truncated != (kept[0] if kept else vocab) and "truncated_vocab_size" in fields:
+        raise ValueError(f"truncated_vocab_size is {truncated}, but token_map has {kept} and vocab_size is {vocab}")
     return MedusaConfig(
         hidden_size=hidden[1],
-        vocab_size=output[0],
+        vocab_size=vocab if kept else output[0],
+        draft_vocab_size=kept[0] if kept else 0,
+        logit_scale=Fields(fields, {"logit_scale": 1.0}).number("logit_scale"),
         num_heads=_count(state, 1),
         num_layers=_count(state, 3),
         own_outputs=own,
@@ -187,7 +204,10 @@ def _check_shapes(config: MedusaConfig, shapes: dict[str, Shape], biases_require
     has_biases = biases_required or any(name.endswith(".bias") for name in shapes)
     for name in sorted({*expected, *shapes}):
         optional = name.endswith(".bias") and not has_biases and name not in shapes
-        if not optional and expected.get(name) != shapes.get(name):
+        # vLLM takes the rows of `token_map` from matrices for the whole vocabulary.
+        is_whole = config.draft_vocab_size > 0 and shapes.get(name) == (config.vocab_size, config.hidden_size)
+        sliced = name.startswith("lm_heads.") and is_whole
+        if not optional and not sliced and expected.get(name) != shapes.get(name):
             raise ValueError(
                 f"tensor {name[:120]!r} should be {expected.get(name, 'absent')}, but is {shapes.get(name, 'absent')}"
             )
@@ -211,6 +231,8 @@ def export_medusa(heads: MedusaHeads, folder: str | Path, to: str, target: PreTr
         raise ValueError(f"unknown format {to!r}; use one of {', '.join(PROGRAMS)}")
     if heads.config.reads_token:
         raise ValueError(f"{to} cannot represent heads that read the next token (reads_token=True); train others")
+    if heads.config.draft_vocab_size and to != "vllm":
+        raise ValueError(f"{to} cannot represent heads with a truncated vocabulary; export them to vllm")
     folder = Path(folder)
     if (folder / "config.json").exists():
         raise ValueError(f"{folder} holds a config.json already; export to another folder")
@@ -281,6 +303,8 @@ def _vllm(
     tensors = _layers(heads, "blocks.{}.layers.{}.{}")
     if outputs:
         tensors |= {f"lm_heads.{head}.weight": matrix for head, matrix in enumerate(outputs)}
+        if config.draft_vocab_size:
+            tensors["token_map"] = cast(torch.Tensor, heads.token_map)
     elif target is not None:
         tensors["lm_head.weight"] = _without_bias(target, "vllm").weight
     return (
@@ -289,7 +313,8 @@ def _vllm(
             "model_type": "medusa",
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
-            "truncated_vocab_size": config.vocab_size,
+            "truncated_vocab_size": config.draft_vocab_size or config.vocab_size,
+            "logit_scale": config.logit_scale,
             "num_heads": config.num_heads,
             "num_hidden_layers": config.num_layers,
             "medusa_fc_bias": True,

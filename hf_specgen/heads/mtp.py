@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP) layers, which lie in a target's own checkpoint, where Transformers ignores them.
+"""Multi-token prediction (MTP) layers, mostly in a target's own checkpoint, where Transformers ignores them.
 
 An MTP layer is one more decoder layer of the target's own kind, with inputs as those of an EAGLE-1 head. Layer k drafts
 the token k + 2 places ahead from the output of layer k - 1; a single layer is applied to its own output again.
@@ -7,6 +7,7 @@ the token k + 2 places ahead from the output of layer k - 1; a single layer is a
 |---|---|---|
 | DeepSeek-V3, GLM-4.x | `model.layers.{L + k}.…` with `enorm`, `hnorm`, `eh_proj`, `shared_head.norm` | |
 | Qwen3-Next, Qwen3.5 | `mtp.layers.{k}.…` | `mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc,norm}` |
+| speculators `mtp`, a checkpoint of its own | `mtp_layers.0.…` with `{token,hidden,final}_layernorm`, `input_proj` | |
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2.
 """
@@ -17,6 +18,7 @@ import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -26,21 +28,26 @@ from transformers.cache_utils import Cache
 
 from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
-from hf_specgen.heads.head_file import Format
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, open_checkpoint
+from hf_specgen.heads.head_file import Format, speculators_format
 from hf_specgen.heads.layers import causal_default
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 """Norms of embedding and state, projection of both and final norm, by their names in DeepSeek-V3."""
-EXTRA_LAYER = re.compile(r"^(?P<prefix>(?:.+\.)?layers)\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
-MTP_LAYER = re.compile(r"^(?:.+\.)?mtp\.(?P<part>.+)$")
-MTP_BLOCK = re.compile(r"^layers\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
-SHARED_LINKS = {
+RENAMED = {
     "pre_fc_norm_embedding": "enorm",
     "pre_fc_norm_hidden": "hnorm",
     "fc": "eh_proj",
     "norm": "shared_head.norm",
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj",
+    "final_layernorm": "shared_head.norm",
 }
+"""The same in the layouts of Qwen and of speculators."""
+FURTHER_LAYER = re.compile(r"^(?P<prefix>(?:.+\.)?layers)\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
+NAMED_LAYER = re.compile(r"^(?:mtp_|(?:.+\.)?mtp\.)(?:layers\.(?P<layer>\d{1,6})\.)?(?P<part>.+)$")
+"""Tensors of layers after those of the target, and of layers that are named MTP; without a number for all of them."""
 TARGET_COPIES = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and output matrix, which are not loaded: the target's own are used."""
 
@@ -131,63 +138,55 @@ def has_mtp_layers(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is that of a target with MTP layers: it has a projection of embedding and state."""
     if "speculators_model_type" in checkpoint.config:
         return False
-    extra = (EXTRA_LAYER.match(name) for name in checkpoint.tensors)
-    of_extra_layer = any(match is not None and match["part"] == "eh_proj.weight" for match in extra)
-    return of_extra_layer or any(
-        match is not None and match["part"] == "fc.weight" for match in map(MTP_LAYER.match, checkpoint.tensors)
+    return _further_layers(checkpoint) is not None or any(
+        (match := NAMED_LAYER.match(name)) and match["part"] == "fc.weight" for name in checkpoint.tensors
     )
 
 
+def _further_layers(checkpoint: Checkpoint) -> str | None:
+    """The beginning of the names of layers with a projection of embedding and state, such as "model.layers"."""
+    matches = map(FURTHER_LAYER.match, checkpoint.tensors)
+    return next((match["prefix"] for match in matches if match and match["part"] == "eh_proj.weight"), None)
+
+
 def _is_mtp_name(name: str, first: int) -> bool:
-    extra = EXTRA_LAYER.match(name)
-    return MTP_LAYER.match(name) is not None or (extra is not None and int(extra["layer"]) >= first)
+    further = FURTHER_LAYER.match(name)
+    return NAMED_LAYER.match(name) is not None or (further is not None and int(further["layer"]) >= first)
 
 
 def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
     """For each MTP layer the names of its tensors in the file, by their names within a layer of the first layout."""
     layers: dict[int, dict[str, str]] = {}
-    heads = [
-        match for name in checkpoint.tensors if (match := EXTRA_LAYER.match(name)) and match["part"] == "eh_proj.weight"
-    ]
-    if heads:
-        prefix = heads[0]["prefix"]
-        for name in checkpoint.tensors:
-            if (match := EXTRA_LAYER.match(name)) and match["prefix"] == prefix:
-                layers.setdefault(int(match["layer"]) - first, {})[match["part"]] = name
-    else:
-        shared = {}
-        for name in checkpoint.tensors:
-            match = MTP_LAYER.match(name)
-            part = match["part"] if match else ""
-            if block := MTP_BLOCK.match(part):
-                layers.setdefault(int(block["layer"]), {})[block["part"]] = name
-            elif part.rpartition(".")[0] in SHARED_LINKS:
-                link, _, kind = part.rpartition(".")
-                shared[f"{SHARED_LINKS[link]}.{kind}"] = name
-        layers = {index: parts | shared for index, parts in layers.items()}
+    shared: dict[str, str] = {}
+    prefix = _further_layers(checkpoint)
+    for name in checkpoint.tensors:
+        match = NAMED_LAYER.match(name) if prefix is None else FURTHER_LAYER.match(name)
+        if match is None or match.groupdict().get("prefix") != prefix:
+            continue
+        link, _, kind = match["part"].rpartition(".")
+        part = f"{RENAMED.get(link, link)}.{kind}"
+        if match["layer"] is not None:
+            layers.setdefault(int(match["layer"]) - (0 if prefix is None else first), {})[part] = name
+        elif link in RENAMED:
+            shared[part] = name
     if not layers or sorted(layers) != list(range(len(layers))):
         raise ValueError(
             "no MTP layers: neither model.layers.{number of layers}.eh_proj.weight nor mtp.fc.weight with mtp.layers.0 "
             f"is among its tensors (found {sorted(checkpoint.tensors)[:3]})"
         )
-    return [layers[index] for index in range(len(layers))]
+    return [layers[index] | shared for index in range(len(layers))]
 
 
 def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
     layers = _parts(checkpoint, first)
     blocks = _blocks(decoder, checkpoint, layers)
-    made: dict[tuple[str, str], nn.Module] = {}
+    link_of = cache(partial(_link, decoder, checkpoint))  # layers may share them
     mtp_layers = []
     for parts, block in zip(layers, blocks.layers, strict=True):
-        links = {}
-        for link in LINKS:
-            name = parts.get(f"{link}.weight")
-            if name is None:
-                raise ValueError(f"the MTP layer has no {link}.weight")
-            if (link, name) not in made:
-                made[link, name] = _link(decoder, checkpoint, link, name)
-            links[link] = made[link, name]
-        mtp_layers.append(MTPLayer(links, block))
+        missing = [link for link in LINKS if f"{link}.weight" not in parts]
+        if missing:
+            raise ValueError(f"the MTP layer has no {missing[0]}.weight")
+        mtp_layers.append(MTPLayer({link: link_of(link, parts[f"{link}.weight"]) for link in LINKS}, block))
     config = decoder.config
     head_config = MTPConfig(
         hidden_size=config.hidden_size,
@@ -231,7 +230,11 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) 
     if wrong:
         raise ValueError(f"quantised MTP layers such as {wrong[0]} are not supported")
     tensors = checkpoint.read(names.values())
-    config = layer_config(decoder.config, len(layers), any(".experts." in name for name in names))
+    own = checkpoint.config.get("transformer_layer_config")
+    of_layers = decoder.config if own is None else _own_config(decoder.config, own)
+    config = layer_config(of_layers, len(layers), any(".experts." in name for name in names))
+    if own is not None:
+        _check_size(type(decoder), config, sum(tensor.numel() for tensor in tensors.values()))
     state = {name: tensors[names[name]] for name in names}
     state |= {"embed_tokens.weight": torch.zeros(1, config.hidden_size), "norm.weight": torch.zeros(config.hidden_size)}
     implementation = compat.attention_implementation(decoder.config)
@@ -250,6 +253,29 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) 
         if report[kind]:
             raise ValueError(f"its MTP layers do not fit this target ({kind}: {sorted(map(str, report[kind]))[:3]})")
     return blocks
+
+
+def _own_config(config: PretrainedConfig, own: Any) -> PretrainedConfig:
+    """The config of a layer in the format of speculators, which has to be of the target's kind and width."""
+    fields = Fields(own if isinstance(own, dict) else {})
+    for name in ("model_type", "hidden_size"):
+        if fields.get(name) != getattr(config, name):
+            raise ValueError(
+                f"the MTP layer was made for a target with {name} {str(fields.get(name))[:40]}, but this target has "
+                f"{getattr(config, name)}; load the head that belongs to it"
+            )
+    try:
+        return type(config)(**fields.values)
+    except Exception as error:  # whatever Transformers raises for values that it cannot work with
+        raise ValueError(f"transformer_layer_config cannot be used ({first_line(error)})") from None
+
+
+def _check_size(decoder_class: Any, config: Any, held: int) -> None:
+    """Raise if a config makes layers of more numbers than the file holds, before any memory is allocated."""
+    with torch.device("meta"):
+        needed = sum(parameter.numel() for parameter in decoder_class(config).layers.parameters())
+    if needed > held:
+        raise ValueError(f"config.json makes MTP layers of {needed:,} numbers, but the file holds {held:,}")
 
 
 def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> PretrainedConfig:
@@ -273,4 +299,8 @@ def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> Pre
     return cast(PretrainedConfig, result)
 
 
-FORMATS = (Format("MTP layers", "MTPCandidates", has_mtp_layers, None, "hf_specgen.heads.mtp.load_mtp"),)
+READER = "hf_specgen.heads.mtp.load_mtp"
+FORMATS = (
+    Format("MTP layers", "MTPCandidates", has_mtp_layers, None, READER),
+    speculators_format("mtp", "MTPCandidates", None)._replace(reader=READER),
+)

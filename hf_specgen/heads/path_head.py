@@ -1,4 +1,4 @@
-"""Block heads whose logits are corrected by the path: DSpark, DFlash2 and Domino.
+"""Block heads whose logits are corrected by the path, and their runner: DSpark, DFlash2 and Domino.
 
 A block head predicts every position of a block independently of the others. A correction adds what the tokens drafted
 before a position say about it, without a further pass of the layers:
@@ -14,14 +14,18 @@ state along the path, with a matrix `K` that has one row for each draft token. T
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockHead
+from hf_specgen.heads.runner import BlockRunner
+from hf_specgen.tree import DraftTree
 
+MAX_CANDIDATES = 2048
+"""Tokens of a position that are corrected where the vocabulary is large, as in SGLang's drafter for Domino."""
 Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -76,12 +80,14 @@ class PathHead(BlockHead):
             embed: from the target's token ids to embeddings.
         """
 
-    def first_state(self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed) -> torch.Tensor:
+    def first_state(self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int) -> torch.Tensor:
         """`[paths, state_size]` the state before the first proposing position.
 
         Args:
             hidden: `[paths, block, hidden]` outputs of the whole block.
             anchor: `[paths]` the last known tokens.
+            embed: as for `step`.
+            first: the first proposing position.
         """
         return hidden.new_zeros(len(hidden), self.state_size)
 
@@ -99,7 +105,7 @@ class PathHead(BlockHead):
                 before what the i-th proposing position predicts.
         """
         first, keys = self.config.first_proposing_position, self.keys()
-        state = self.first_state(hidden, tokens[:, 0], bound.embed)
+        state = self.first_state(hidden, tokens[:, 0], bound.embed, first)
         proposing = hidden[:, first : first + tokens.shape[1]]
         queries = []
         for depth in range(proposing.shape[1]):
@@ -113,3 +119,128 @@ class PathHead(BlockHead):
             logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
         confidence = self.confidence_logits(proposing, tokens[:, : proposing.shape[1]])
         return Corrected(base, logits, confidence)
+
+
+class LayoutVotes:
+    """Which position of a block proposes first, counted on texts where the checkpoint leaves it open.
+
+    Attributes:
+        first: the position that has proposed the right next token most often, 0 or 1.
+    """
+
+    def __init__(self, guess: int):
+        self.first, self._hits = guess, [0, 0]
+
+    @property
+    def are_clear(self) -> bool:
+        """Whether one layout has won: in the other one, a head is right about as rarely as a random one."""
+        return abs(self._hits[0] - self._hits[1]) >= 4
+
+    def count(self, proposed: Sequence[int], token: int) -> None:
+        """Count what position 0 and position 1 proposed for a token that is known by now."""
+        for first in (0, 1):
+            self._hits[first] += proposed[first] == token
+        if self._hits[0] != self._hits[1]:
+            self.first = self._hits.index(max(self._hits))
+
+    def copy(self) -> LayoutVotes:
+        """A copy for another call."""
+        copied = LayoutVotes(self.first)
+        copied._hits = list(self._hits)
+        return copied
+
+
+class PathRunner(BlockRunner):
+    """Runs a block head with a correction: one pass of the block, then logits after any path without another pass.
+
+    Args:
+        bound: the head on its target.
+        batch: rows of the call.
+        full_vocabulary: whether the correction is computed for all tokens; otherwise only for those of the highest
+            base logits at their position, where the vocabulary is large.
+        votes: for a head whose layout is measured.
+
+    Attributes:
+        max_candidates: how many tokens of a position can be drafted.
+        confidence: `[batch, nodes]` logits of the confidence head for what was computed last; None without one.
+    """
+
+    confidence: torch.Tensor | None = None
+
+    def __init__(self, bound: BoundHead, batch: int, full_vocabulary: bool = True, votes: LayoutVotes | None = None):
+        super().__init__(bound, batch)
+        self._head = cast(PathHead, bound.head)
+        self._first, self._votes = self._config.first_proposing_position, votes
+        limit, vocab = self._head.max_candidates, self._config.draft_vocab_size
+        if limit is None and not full_vocabulary and vocab > 4 * MAX_CANDIDATES:
+            limit = MAX_CANDIDATES
+        self.max_candidates = vocab if limit is None else min(limit, vocab)
+        self._proposed: dict[int, list[int]] = {}
+
+    def first_logits(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
+    ) -> torch.Tensor:
+        """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.extend`."""
+        self._drop(needed)
+        tokens, anchors = self._gather(next_tokens), self._anchors(self._gather(next_tokens))
+        states = [row.to(self._like) for row in self._gather(features)]
+        hidden = self._block(states, anchors, self._config.block_size)
+        if self._votes is not None and not self._votes.are_clear:
+            self._measure(self._votes, hidden, anchors, tokens)
+        self._begin(hidden, anchors)
+        logits = self._step(anchors[:, None], torch.zeros_like(anchors)[:, None], self._states)
+        return logits[:, 0]
+
+    def next_logits(self, tree: DraftTree, new: int) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
+        tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
+        device, first = self._like.device, tree.nodes - new
+        parents, depths, _ = tree.structure()
+        above = parents[:, first:, None].to(device).expand(-1, -1, self._states.shape[2])
+        tokens = tree.input_tokens(device)[:, first:]
+        return self._step(tokens, depths[:, 1 + first :].to(device), self._states.gather(1, above))
+
+    def _begin(self, hidden: torch.Tensor, anchors: torch.Tensor) -> None:
+        """Compute what all paths of a block share."""
+        self._states = self._head.first_state(hidden, anchors, self.bound.embed, self._first)[:, None]
+        self._hidden = hidden[:, self._first :]
+        self._base, self._keys = self.bound.logits(self._hidden), self._head.keys()
+        if self.max_candidates < self._base.shape[-1]:
+            self._base, self._tokens = self._base.topk(self.max_candidates, dim=-1)
+            self._keys = self._keys[self._tokens]  # [active, positions, candidates, rank]
+        self._begun = False
+
+    def _step(self, tokens: torch.Tensor, depths: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Logits after nodes of these tokens, depths and states of their parents, all `[active, nodes, …]`."""
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        places = depths.clamp(max=self._hidden.shape[1] - 1)  # a node that only fills up its row may be deeper
+        hidden = self._hidden[rows, places]
+        query, states = self._head.step(hidden, tokens, states, depths, self.bound.embed)
+        self._states = torch.cat([self._states, states], dim=1) if self._begun else states
+        self._begun = True
+        confidence = self._head.confidence_logits(hidden, tokens)
+        self.confidence = None if confidence is None else self._scatter(confidence)
+        logits = self._base[rows, places]
+        if self._keys.dim() == 2:
+            logits = logits + query @ self._keys.T
+        else:
+            corrected = logits + (self._keys[rows, places] @ query[..., None])[..., 0]
+            logits = logits.new_full((*logits.shape[:2], self._config.draft_vocab_size), -torch.inf)
+            logits.scatter_(2, self._tokens[rows, places], corrected)
+        return self._scatter(self.bound.to_target_vocabulary(logits))
+
+    def _measure(
+        self, votes: LayoutVotes, hidden: torch.Tensor, anchors: torch.Tensor, tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Compare what both layouts proposed after each row's last anchor with the token that followed it."""
+        for row, known in zip(self.rows, tokens, strict=True):
+            if known and row in self._proposed:
+                votes.count(self._proposed[row], known[0])
+        logits = []
+        for first in (0, 1):
+            state = self._head.first_state(hidden, anchors, self.bound.embed, first)
+            query = self._head.step(hidden[:, first], anchors, state, torch.zeros_like(anchors), self.bound.embed).query
+            logits.append(self.bound.logits(hidden[:, first]) + query @ self._head.keys().T)
+        best = self.bound.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
+        self._proposed = dict(zip(self.rows, best, strict=True))
+        self._first = votes.first

@@ -7,7 +7,7 @@ dropped before the next accepted tokens are processed with the features that the
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -20,8 +20,8 @@ from hf_specgen.heads.block import BlockConfig
 from hf_specgen.heads.eagle import EagleConfig
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets import masks
-from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.graphs import captured_functions, padded_width
+from hf_specgen.targets.cache import RaggedCache, padded_width
+from hf_specgen.targets.graphs import captured_functions
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.tree import DraftTree
 
@@ -60,6 +60,13 @@ class HeadRunner:
         """`[active, count]` the positions after those in the cache."""
         return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device)
 
+    def _chunks(self, new: Sequence[int]) -> Iterator[list[slice]]:
+        """Parts of each row's new positions for passes of at most `PREFILL_CHUNK`; all rows end in the last one."""
+        early = [max(0, count - PREFILL_CHUNK) for count in new]
+        for start in range(0, max(early), PREFILL_CHUNK):
+            yield [slice(min(start, end), min(start + PREFILL_CHUNK, end)) for end in early]
+        yield [slice(end, count) for end, count in zip(early, new, strict=True)]
+
     def _commit(self, new: Sequence[int]) -> None:
         """Keep the first `new[b]` entries that were appended to row b, and drop the others."""
         self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
@@ -76,6 +83,16 @@ class EagleRunner(HeadRunner):
         self._graphs = captured_functions(bound.head) if graphs else None
         self._mode, self._hidden = graphs, self._like.new_zeros(batch, 0, 0)
 
+    def first_logits(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
+    ) -> torch.Tensor:
+        """`[batch, vocab]` logits of the first draft token; arguments as for `extend`."""
+        return self.bound.target_logits(self.extend(features, next_tokens, needed).output)[:, 0]
+
+    def next_logits(self, tree: DraftTree, new: int) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `extend`."""
+        return self.bound.target_logits(self.expand(tree, new).output)
+
     def extend(
         self,
         features: Sequence[torch.Tensor],
@@ -91,18 +108,16 @@ class EagleRunner(HeadRunner):
             if hasattr(self, "last"):
                 self.last = HeadOutput(*(part[kept] for part in self.last))
         self.cache.set_lengths(self.lengths)
-        rows = self._gather(next_tokens)
-        new = [len(row) for row in rows]
-        states = pad_sequence([row.to(self._like) for row in self._gather(features)], batch_first=True)
-        tokens = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
+        rows, states = self._gather(next_tokens), [row.to(self._like) for row in self._gather(features)]
         head: Any = self.bound.head
-        for start in range(0, max(new), PREFILL_CHUNK):
-            chunk = tokens[:, start : start + PREFILL_CHUNK]
-            count = chunk.shape[1]
-            hidden = head.combine(states[:, start : start + PREFILL_CHUNK])
+        for parts in self._chunks([len(row) for row in rows]):
+            hidden = head.combine(padded(states, parts))
+            tokens = padded([torch.tensor(row, dtype=torch.long) for row in rows], parts)
+            count = tokens.shape[1]
             mask = causal_mask(self.lengths, count)
-            output = self._run(HeadInputs(self.bound.embed(chunk), hidden, self._positions(count), mask))
-            self._keep_last(output, [min(max(length - start, 0), count) for length in new])
+            output = self._run(HeadInputs(self.bound.embed(tokens), hidden, self._positions(count), mask))
+            self._commit([part.stop - part.start for part in parts])
+        self._keep_last(output, [part.stop - part.start for part in parts])
         self._hidden = self.last.hidden
         return HeadOutput(*map(self._scatter, self.last))
 
@@ -128,8 +143,7 @@ class EagleRunner(HeadRunner):
         return HeadOutput(*(part[:, :length] for part in output))
 
     def _keep_last(self, output: HeadOutput, new: Sequence[int]) -> None:
-        """Commit the first `new[b]` positions of row b of a pass."""
-        self._commit(new)
+        """Keep the output at the last of `new[b]` positions of row b of a pass; of a row without any, what was kept."""
         ends = torch.tensor(new, device=self._like.device) - 1
         rows = torch.arange(len(new), device=self._like.device)
         last = [part[rows, ends.clamp(min=0)][:, None] for part in output]
@@ -180,29 +194,29 @@ class PEagleRunner(ParallelRunner):
     """
 
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
-        early = [max(0, len(row) - PREFILL_CHUNK) for row in tokens]
-        for start in range(0, max(early), PREFILL_CHUNK):
-            parts = [slice(start, min(start + PREFILL_CHUNK, end)) for end in early]
-            rows = zip(features, tokens, parts, strict=True)
-            self._pass([(states[part], row[part]) for states, row, part in rows], masked=0)
-        rest = [(states[end:], row[end:]) for states, row, end in zip(features, tokens, early, strict=True)]
-        output = self._pass(rest, masked=depth - 1)
+        *early, rest = self._chunks([len(row) for row in tokens])
+        for parts in early:
+            self._pass(features, tokens, parts, masked=0)
+        output = self._pass(features, tokens, rest, masked=depth - 1)
         device = output.device
-        first = torch.tensor([len(row) for _, row in rest], device=device) - 1
+        first = torch.tensor([part.stop - part.start for part in rest], device=device) - 1
         indices = first[:, None] + torch.arange(depth, device=device)
         return output[torch.arange(len(rest), device=device)[:, None], indices.clamp(min=0)]
 
-    def _pass(self, rows: Sequence[tuple[torch.Tensor, list[int]]], masked: int) -> torch.Tensor:
-        """One pass over new positions of each row and `masked` positions after them: `[rows, new + masked, hidden]`."""
+    def _pass(
+        self, features: list[torch.Tensor], tokens: list[list[int]], parts: Sequence[slice], masked: int
+    ) -> torch.Tensor:
+        """A pass over a part of each row and `masked` positions after it: `[active, new + masked, hidden]`."""
         head: Any = self.bound.head
         unknown = head.mask_hidden[0].expand(masked, -1)
-        features = pad_sequence([torch.cat([states, unknown]) for states, _ in rows], batch_first=True)
         mask_tokens = [cast(EagleConfig, head.config).mask_token_id] * masked
-        tokens = pad_sequence([torch.tensor([*row, *mask_tokens], dtype=torch.long) for _, row in rows], True)
-        positions = self._positions(tokens.shape[1], self._like.device)
-        mask = causal_mask(self.lengths, tokens.shape[1], self._like.device)
-        output = head(self.bound.embed(tokens), head.combine(features), positions, mask, self.cache).output
-        self._commit([len(row) for _, row in rows])
+        rows = list(zip(features, tokens, parts, strict=True))
+        states = pad_sequence([torch.cat([states[part], unknown]) for states, _, part in rows], batch_first=True)
+        read = pad_sequence([torch.tensor([*row[part], *mask_tokens], dtype=torch.long) for _, row, part in rows], True)
+        positions = self._positions(read.shape[1], self._like.device)
+        mask = causal_mask(self.lengths, read.shape[1], self._like.device)
+        output = head(self.bound.embed(read), head.combine(states), positions, mask, self.cache).output
+        self._commit([part.stop - part.start for part in parts])
         return cast(torch.Tensor, output)
 
 
@@ -215,22 +229,36 @@ class BlockRunner(ParallelRunner):
     def __init__(self, bound: BoundHead, batch: int):
         super().__init__(bound, batch)
         self._config = cast(BlockConfig, bound.head.config)
-        self.depth = self._config.block_size - self._config.first_proposing_position
+        self.depth = self._config.depth
 
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
-        head: Any = self.bound.head
-        device, first = self._like.device, self._config.first_proposing_position
-        states = pad_sequence(features, batch_first=True)
-        head.extend(states, self._positions(states.shape[1], device), self.cache)
-        self._commit([len(row) for row in features])
+        first = self._config.first_proposing_position
         # Unless all attention inside the block is causal, the mask tokens attend to each other: a whole block.
         causal = all(attention.causal for attention in self._config.attention)
         size = min(first + depth, self._config.block_size) if causal else self._config.block_size
-        blocks = torch.full((len(tokens), size), self._config.mask_token_id, device=device)
-        blocks[:, 0] = torch.tensor([row[-1] if row else 0 for row in tokens])
-        output = head(self.bound.embed(blocks), self._positions(size, device), self.cache, self.lengths).output
+        return self._block(features, self._anchors(tokens), size)[:, first : first + depth]
+
+    def _anchors(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """`[active]` the last known token of each row."""
+        return torch.tensor([row[-1] if row else 0 for row in tokens], device=self._like.device)
+
+    def _block(self, features: list[torch.Tensor], anchors: torch.Tensor, size: int) -> torch.Tensor:
+        """`[active, size, hidden]` outputs at the positions of a block after the new accepted ones."""
+        head: Any = self.bound.head
+        device = self._like.device
+        states = pad_sequence(features, batch_first=True)
+        head.extend(states, self._positions(states.shape[1], device), self.cache)
+        self._commit([len(row) for row in features])
+        blocks = torch.full((len(features), size), self._config.mask_token_id, device=device)
+        blocks[:, 0] = anchors
+        output: HeadOutput = head(self.bound.embed(blocks), self._positions(size, device), self.cache, self.lengths)
         self.cache.set_lengths(self.lengths)
-        return cast(torch.Tensor, output[:, first : first + depth])
+        return output.output
+
+
+def padded(rows: Sequence[torch.Tensor], parts: Sequence[slice]) -> torch.Tensor:
+    """`[rows, longest, …]` a part of each row, with zeros on the right."""
+    return pad_sequence([row[part] for row, part in zip(rows, parts, strict=True)], batch_first=True)
 
 
 class HeadInputs(NamedTuple):

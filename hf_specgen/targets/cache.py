@@ -6,7 +6,7 @@ one overwrites those that were rejected. Sliding-window layers drop the slots th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -126,8 +126,7 @@ class RaggedLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         if self.first:
             source, destination = source - self.first, destination - self.first
-        self.keys[rows, :, destination] = self.keys[rows, :, source]
-        self.values[rows, :, destination] = self.values[rows, :, source]
+        move_slots(self, rows, source, destination)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length - self.first, self.first
@@ -141,7 +140,7 @@ class RaggedLayer(CacheLayerMixin):
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
         self.lengths, self.committed = tuple(lengths), min(lengths, default=0)
-        if not any(lengths):
+        if self.first and not any(lengths):
             self.first = 0
 
     def reset(self) -> None:
@@ -240,19 +239,27 @@ class RaggedCache(Cache):
         for part, (keys, values) in zip(self._filled, buffers, strict=True):
             part.keys, part.values = keys, values
 
-    def keep_accepted(self, starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> None:
+    def keep_accepted(
+        self,
+        starts: Sequence[int],
+        paths: Sequence[Sequence[int] | None],
+        move: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
         """Of the step that began at slots `starts`, keep the pending token and the accepted path of each row.
 
-        Node ``i`` of row b lies in slot ``starts[b] + 1 + i``. A row whose path is None keeps nothing.
+        Node ``i`` of row b lies in slot ``starts[b] + 1 + i``. A row whose path is None keeps nothing. `move` replaces
+        the method of that name.
         """
-        scattered = [row for row, path in enumerate(paths) if path and path[-1] != len(path) - 1]
-        if scattered:
-            moves = _moves(scattered, starts, [paths[row] or () for row in scattered])
-            on_device = {device: moves.to(device).unbind() for device in {part.device for part in self._filled}}
-            for part in self._filled:
-                part.move(*on_device[part.device])
+        if any(path and path[-1] != len(path) - 1 for path in paths):
+            (move or self.move)(path_moves(starts, paths))
         kept = [0 if path is None else 1 + len(path) for path in paths]
         self.set_lengths([start + count for start, count in zip(starts, kept, strict=True)])
+
+    def move(self, moves: torch.Tensor) -> None:
+        """Copy slots within rows, in all layers; see `path_moves`."""
+        on_device = {device: moves.to(device).unbind() for device in {part.device for part in self._filled}}
+        for part in self._filled:
+            part.move(*on_device[part.device])
 
     @classmethod
     def from_dynamic(cls, cache: DynamicCache, max_slots: int | None = None) -> RaggedCache:
@@ -291,15 +298,31 @@ class RaggedCache(Cache):
             layer.keys, layer.values = source.keys[:, :, held].clone(), source.values[:, :, held].clone()
 
 
-def _moves(rows: list[int], starts: Sequence[int], paths: Sequence[Sequence[int]]) -> torch.Tensor:
-    """`[3, moved, longest path]`: rows, source and destination slots; one tensor, since each transfer is waited for."""
-    longest = max(map(len, paths))
+def move_slots(layer: Any, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Copy keys and values of a layer within rows; the indices are `[rows, slots]`."""
+    layer.keys[rows, :, destination] = layer.keys[rows, :, source]
+    layer.values[rows, :, destination] = layer.values[rows, :, source]
+
+
+def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> torch.Tensor:
+    """`[3, rows, nodes]`: rows, source and destination slots by which accepted paths get into place.
+
+    One tensor, since each transfer is waited for; as many nodes as a power of two, so that there are few shapes. The
+    pending token is copied onto itself in place of further ones.
+    """
+    nodes = padded_width(max(len(path or ()) for path in paths))
     sources, destinations = [], []
-    for row, path in zip(rows, paths, strict=True):
-        first = starts[row] + 1
-        sources.append([first + node for node in (*path, *range(len(path), longest))])
-        destinations.append([first + place for place in range(longest)])
-    return torch.tensor([[[row] * longest for row in rows], sources, destinations])
+    for start, path in zip(starts, paths, strict=True):
+        kept = path or ()
+        padding = [start] * (nodes - len(kept))
+        sources.append([start + 1 + node for node in kept] + padding)
+        destinations.append([*range(start + 1, start + 1 + len(kept)), *padding])
+    return torch.tensor([[[row] * nodes for row in range(len(paths))], sources, destinations])
+
+
+def padded_width(tokens: int) -> int:
+    """The number of tokens that a captured pass over so many tokens is padded to: 1, 4, 8, 16, …"""
+    return 1 if tokens == 1 else max(4, 1 << (tokens - 1).bit_length())
 
 
 def _resized(buffer: torch.Tensor, dropped: int, capacity: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_specgen.call import Compile
-from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.cache import RaggedCache, move_slots
 from hf_specgen.targets.model_parts import fingerprint
 
 logger = logging.getLogger("hf_specgen")
@@ -41,11 +41,6 @@ MAX_IDLE_BUFFERS = 2
 
 Buffers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each layer."""
-
-
-def padded_width(tokens: int) -> int:
-    """The number of tokens that a captured pass over so many tokens is padded to: 1, 4, 8, 16, …"""
-    return 1 if tokens == 1 else max(4, 1 << (tokens - 1).bit_length())
 
 
 class StepLayer(CacheLayerMixin):
@@ -75,6 +70,10 @@ class StepLayer(CacheLayerMixin):
         self.keys[rows, :, self._slots] = key_states.transpose(1, 2)
         self.values[rows, :, self._slots] = value_states.transpose(1, 2)
         return self.keys, self.values
+
+    def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy slots within rows, as `RaggedLayer.move`."""
+        move_slots(self, rows, source, destination)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         assert self.keys is not None
@@ -344,6 +343,7 @@ class CapturedFunctions:
         eagerly: Callable[[], Any],
         agree: Callable[[Any, Any], bool] = lambda eager, captured: True,
         at_once: bool = False,
+        rehearsal: Any = None,
     ) -> Any:
         """The outputs of a function that appends so many columns to a cache.
 
@@ -354,6 +354,8 @@ class CapturedFunctions:
             eagerly: runs the same function on the cache of the call.
             agree: whether the outputs of both differ by rounding alone; checked once for each graph.
             at_once: whether "auto" does not wait either.
+            rehearsal: inputs with which the function changes nothing, to capture it with; only functions that can run
+                several times in a row, such as passes, need none.
 
         Raises:
             ValueError: with "graphs", if the function cannot be captured, or a graph computes something else.
@@ -369,16 +371,19 @@ class CapturedFunctions:
                 return outputs
             self._passes[key[1:]] += 1
             is_due = at_once or mode == "graphs" or self._passes[key[1:]] > EAGER_PASSES
-            outputs = eagerly()
             if self.failure is not None or not is_due:
-                return outputs
-            cache.set_lengths(lengths)
+                return eagerly()
             try:
-                graph = self._capture(function, module, (inputs, starts), columns, buffers)
-                if not agree(outputs, graph.replay([*leaves, starts])):
+                eager = eagerly() if rehearsal is None else None
+                cache.set_lengths(lengths)
+                first = inputs if rehearsal is None else rehearsal
+                graph = self._capture(function, module, (first, starts), columns, buffers)
+                outputs = graph.replay([*leaves, starts])
+                if rehearsal is None and not agree(eager, outputs):
                     raise ValueError("its results differ from those of an ordinary pass")
                 self._graphs[key], self._fingerprint = graph, fingerprint(module)  # the first pass may install hooks
             except Exception as error:
+                cache.set_lengths(lengths)
                 self._give_up(module, error, mode)
                 return eagerly()  # a graph may have written something else to the cache
         cache.set_lengths([length + columns for length in lengths])
@@ -430,3 +435,9 @@ def is_captured(module: nn.Module) -> bool:
     """Whether a function of a module has been captured."""
     functions = _functions.get(module)
     return functions is not None and functions.is_captured
+
+
+def move_captured(module: nn.Module, moves: torch.Tensor, cache: Any) -> None:
+    """Copy slots of all layers, see `path_moves`: the function that commits accepted paths."""
+    for layer in cache.layers:
+        layer.move(*moves.unbind())

@@ -45,7 +45,12 @@ def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def step_tokens(tree: DraftTree, pending: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """`[batch, 1 + nodes]` input tokens of a step: the last token of each row, then its draft."""
-    return torch.cat([torch.as_tensor(pending).to(device)[:, None], tree.input_tokens(device)], dim=1)
+    if isinstance(pending, torch.Tensor) or isinstance(tree, GrownTree) or not tree.tokens.is_cpu:
+        first = torch.as_tensor(pending, device=device)
+        return torch.cat([first[:, None], tree.input_tokens(device)], dim=1)
+    # One transfer: the host reads these tokens anyway.
+    rows = zip(pending, tree.token_lists(), strict=True)
+    return torch.tensor([[token, *draft] for token, draft in rows], device=device)
 
 
 class Prompt:
@@ -148,13 +153,14 @@ class RowLayout:
     ) -> torch.Tensor:
         """`[rows, tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them."""
         bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
-        if tree.is_chain:
-            depths = torch.arange(cached, 1 + tree.nodes, device=tree.tokens.device).expand(len(bases), -1)
-        else:
-            depths = tree.structure().depths[:, cached:]
-        first = bases[0] if len(set(bases)) == 1 else torch.tensor(bases, device=depths.device)[:, None]
-        last = self._last_position
-        if max(bases) + tree.nodes <= last:
+        last, device = self._last_position, tree.tokens.device
+        is_within = max(bases) + tree.nodes <= last
+        if tree.is_chain and len(bases) == 1 and is_within:
+            return torch.arange(bases[0] + cached, bases[0] + 1 + tree.nodes, device=device)[None]
+        depths = torch.arange(1 + tree.nodes, device=device)[None] if tree.is_chain else tree.structure().depths
+        depths = depths[:, cached:]
+        first = bases[0] if len(bases) == 1 else torch.tensor(bases, device=depths.device)[:, None]
+        if is_within:
             return depths + first
         # An ended row and its nodes may exceed the model's position table, where a model would raise. So may padding
         # nodes. The results of all these are ignored. The other rows exceed it as in plain decoding.

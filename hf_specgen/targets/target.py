@@ -12,8 +12,8 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
-from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
-from hf_specgen.targets.graphs import CapturedFunctions, captured_functions, padded_width
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache, padded_width
+from hf_specgen.targets.graphs import CapturedFunctions, captured_functions, move_captured
 from hf_specgen.targets.inputs import EncoderStepInputs, Prompt, RowLayout, StepInputs, step_tokens, takes_positions
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import has_special_layers, keeps_state, layer_windows, mask_name, text_config
@@ -109,6 +109,11 @@ class Target:
         """Whether a draft can be verified together with the prompt."""
         plain = not self._inputs.accompanies_text and self._queue is None
         return plain and self.prompt.takes_drafts(max(self.cache.lengths, default=0))
+
+    @property
+    def _active_graphs(self) -> CapturedFunctions | None:
+        """The captured functions of the model, unless there are none or capturing has failed."""
+        return self._graphs if self._graphs is not None and self._graphs.failure is None else None
 
     @property
     def has_recurrent_state(self) -> bool:
@@ -219,7 +224,7 @@ class Target:
         """One pass of a module over a tree but its first `cached` tokens, for the rows that are present."""
         tree, inputs = self._layout.select(tree, inputs)
         new = 1 + tree.nodes - cached
-        graphs = self._graphs if self._graphs is not None and self._graphs.failure is None else None
+        graphs = self._active_graphs
         if graphs is not None:
             more = padded_width(new) - new
             tree = tree.padded(tree.nodes + more)
@@ -274,7 +279,23 @@ class Target:
             self._queue.commit([None if path is None else self._has_pending + len(path) for path in paths])
             self._set_lengths(self._queue.cached)
         else:
-            self.cache.keep_accepted(self._starts, self._layout.gather(paths))
+            move = None if self._active_graphs is None else self._move_captured
+            self.cache.keep_accepted(self._starts, self._layout.gather(paths), move)
+
+    def _move_captured(self, moves: torch.Tensor) -> None:
+        """Copy the keys and values of accepted paths into place, as a graph once it was captured."""
+        assert self._graphs is not None
+        self._graphs.run(
+            move_captured,
+            self.model,
+            moves,
+            self.cache,
+            0,
+            mode=self._mode,
+            eagerly=lambda: self.cache.move(moves),
+            at_once=self._captures_at_once,
+            rehearsal=moves[[0, 2, 2]],  # onto themselves
+        )
 
     def rewind(self, kept: Sequence[int]) -> None:
         """Cut the cache of each row to the prompt and the first `kept` generated tokens."""

@@ -43,7 +43,7 @@ class _CoupledSession(VerificationSession):
             self._noise.rewind(0)  # drawn by drafting at the prefill, for a draft vocabulary of another size
             self._noise = None
         if self._noise is None:
-            self._noise = NoiseBuffer(scores.shape[0], scores.shape[2], scores.device)
+            self._noise = NoiseBuffer(scores.shape[0], scores.shape[2], scores.device, self.call.seed)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
 
     def chosen_tokens(
@@ -63,7 +63,7 @@ class _CoupledSession(VerificationSession):
         if not self.call.do_sample:
             return super().draft_weights(scores, steps, depths)
         if self._noise is None:
-            self._noise = NoiseBuffer(scores.shape[0], scores.shape[-1], self.call.state.device)
+            self._noise = NoiseBuffer(scores.shape[0], scores.shape[-1], self.call.state.device, self.call.seed)
         buffered = [[max(step, self._confirmed) for step in row] for row in steps]
         noise = self._noise.at(buffered).to(scores.device)  # [batch, positions, vocab]
         if depths is not None:

@@ -20,14 +20,18 @@ MIN_BUFFERED_STEPS = 16
 
 
 class NoiseBuffer:
-    """Exponential noise for each decoding step, drawn ahead as needed; `rewind` restores the generator at the end."""
+    """Exponential noise for each decoding step, drawn ahead as needed; `rewind` restores the generator at the end.
 
-    def __init__(self, batch: int, vocab: int, device: torch.device):
+    With a `seed` it is drawn by a generator of its own: what `torch.manual_seed(seed)` would draw next.
+    """
+
+    def __init__(self, batch: int, vocab: int, device: torch.device, seed: int | None = None):
         check_multinomial(device)
         self.capacity = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
         """How many steps the fastest row may be ahead of the slowest, within `MAX_NOISE_BYTES`."""
         self.vocab = vocab
         self._shape, self._device = (batch, vocab), device
+        self._generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         self._drawn = 0
         self._noise: dict[int, torch.Tensor] = {}
         self._states: dict[int, torch.Tensor] = {}
@@ -35,8 +39,10 @@ class NoiseBuffer:
     def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
         """`[batch, steps, vocab]` the noise of each row at its own steps; drawn as needed."""
         while self._drawn <= max(map(max, steps)):
-            self._states[self._drawn] = _rng_state(self._device)
-            self._noise[self._drawn] = torch.empty(self._shape, device=self._device).exponential_()
+            if self._generator is None:
+                self._states[self._drawn] = _rng_state(self._device)
+            noise = torch.empty(self._shape, device=self._device)
+            self._noise[self._drawn] = noise.exponential_(generator=self._generator)
             self._drawn += 1
         slices = [self._noise[step][row] for row, row_steps in enumerate(steps) for step in row_steps]
         return torch.stack(slices).view(len(steps), -1, self._shape[1])
@@ -44,11 +50,12 @@ class NoiseBuffer:
     def release(self, step: int) -> None:
         """Drop the noise before `step`, which no row needs any more."""
         for past in [known for known in self._noise if known < step]:
-            del self._noise[past], self._states[past]
+            del self._noise[past]
+            self._states.pop(past, None)
 
     def rewind(self, step: int) -> None:
         """Set the random generator to the state in which plain `generate` leaves it after `step` tokens."""
-        if step < self._drawn:
+        if step < self._drawn and self._generator is None:
             _set_rng_state(self._device, self._states[step])
 
 

@@ -5,24 +5,36 @@ distribution norm(max(0, p - q)). Accepted or not, the emitted token then has di
 accepted with probability sum_v min(p_v, q_v), the maximum for a token with distribution q. Siblings are verified in
 order: each against the residual that its earlier siblings left, with their tokens removed from q.
 
+Where the scores of all nodes are known at once, whole paths are accepted jointly, which accepts more tokens of the same
+drafts: a token that is less likely in q than in p makes up for one before it that is more likely. The weight of a node
+is the probability that the text continues through it, w(child) = min(1, w p / q). From the leaves up, a node with
+everything below it rejected is accepted with the weight that its rejected children left it: with the excess
+e = max(0, w p - q) of its next token, w becomes sum(e) / (sum(e) + 1 - w), and p becomes norm(e). Summed over the
+children, what is accepted below a node and at it has probability w and continues with distribution p; at the row's last
+token w = 1. A chain of one token is the rule above.
+
 Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), section 2.3; Chen et al.,
 "Accelerating Large Language Model Decoding with Speculative Sampling" (2023); for siblings Miao et al., "SpecInfer"
-(2023), section 4.3, and Jeon et al., "Recursive Speculative Decoding" (2024), without replacement.
+(2023), section 4.3, and Jeon et al., "Recursive Speculative Decoding" (2024), without replacement; for whole paths Sun
+et al., "Block Verification Accelerates Speculative Decoding" (2024), algorithm 2, and on trees Weng et al., "Traversal
+Verification for Speculative Tree Decoding" (2025).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
 from hf_specgen.call import Call
-from hf_specgen.tree import DraftTree
+from hf_specgen.tree import DraftTree, Parents, children
 from hf_specgen.verification.base import VerificationSession, Verifier
 from hf_specgen.verification.sampling import (
     DraftSampler,
     argmax,
     child_table,
+    draft_tokens,
     exponential,
     exponential_race,
     tokens_of,
@@ -60,15 +72,90 @@ class _RejectionSession(VerificationSession):
     ) -> torch.Tensor:
         if not self.call.do_sample:
             return argmax(scores)
-        device, (batch, _, vocab) = scores.device, scores.shape
-        table = child_table(tree, nodes, device)
-        q = None if tree.q is None else _fit(tree.q, vocab).to(device, torch.float32)
-        uniforms = torch.rand(table.shape, device=device)
-        accepted, remaining = accept_or_reject(scores.softmax(dim=-1), q, table, tokens_of(tree, table), uniforms)
-        # One noise tensor for all slots of a row: only the last slot of its accepted path uses it, and which slot that
-        # is depends on the uniforms alone. (A slot's rejected tokens have probability 0 in `remaining`.)
-        bonus = exponential_race(remaining, exponential((batch, 1, vocab), device))
-        return torch.where(accepted >= 0, accepted, bonus)
+        q = None if tree.q is None else _fit(tree.q, scores.shape[2]).to(scores.device, torch.float32)
+        p = scores.softmax(dim=-1)
+        return _accept_path(p, q, tree) if len(nodes[0]) > 1 else _accept_child(p, q, tree, nodes)
+
+
+def _accept_child(
+    p: torch.Tensor, q: torch.Tensor | None, tree: DraftTree, nodes: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """`[batch, 1]` the child of one node of each row that is accepted, or the token that follows the node."""
+    table = child_table(tree, nodes, p.device)
+    uniforms = torch.rand(table.shape, device=p.device)
+    accepted, remaining = accept_or_reject(p, q, table, tokens_of(tree, table), uniforms)
+    bonus = exponential_race(remaining, exponential(p.shape, p.device))
+    return torch.where(accepted >= 0, accepted, bonus)
+
+
+def _accept_path(p: torch.Tensor, q: torch.Tensor | None, tree: DraftTree) -> torch.Tensor:
+    """`[batch, slots]` choices that follow the path accepted in each row, and then the bonus token."""
+    batch, slots, vocab = p.shape
+    rows, structure = torch.arange(batch, device=p.device), tree.structure()
+    tokens, parents = draft_tokens(tree).to(p.device), structure.parents.to(p.device)
+    lengths = torch.tensor([len(row) for row in tree.parents], device=p.device)
+    is_node = (torch.arange(slots - 1, device=p.device) < lengths[:, None]) & (tokens >= 0)
+    weights, remaining = path_weights(p, q, tokens.clamp(min=0), parents, is_node)
+    accepted = torch.rand(batch, slots, device=p.device) < weights
+    accepted[:, 0] = True
+    accepted[:, 1:] &= is_node
+    order = torch.tensor([(*post_order(row), *[slots] * (slots - 1 - len(row))) for row in tree.parents])
+    last = order.to(p.device).masked_fill(~accepted, slots).argmin(dim=1)
+    bonus = exponential_race(remaining[rows, last], exponential((batch, vocab), p.device))
+    on_path = structure.ancestors.to(p.device)[rows, last][:, 1:] & is_node
+    chosen = bonus[:, None].repeat(1, slots + 1)  # one slot more, for nodes off the path
+    return chosen.scatter_(1, torch.where(on_path, parents, slots), tokens)[:, :slots]
+
+
+def path_weights(
+    p: torch.Tensor, q: torch.Tensor | None, tokens: torch.Tensor, parents: torch.Tensor, is_node: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of all nodes after the rejection of everything below them, and the distribution of the next token then.
+
+    Args:
+        p: `[batch, slots, vocab]` probabilities of the target after each row's last token and after each node.
+        q: `[batch, nodes, vocab]` probabilities of the draft; None if the proposal is deterministic.
+        tokens, parents: `[batch, nodes]` token and parent of each node, 0 for the row's last token.
+        is_node: `[batch, nodes]` False for padding, which keeps the weight 0.
+
+    Returns:
+        `[batch, slots]`; `[batch, slots, vocab]`.
+    """
+    rows, remaining = torch.arange(len(p), device=p.device), p.clone()
+    is_left = torch.ones_like(p, dtype=torch.bool)  # tokens that no child of a slot has yet
+    weights = torch.zeros(p.shape[:2], device=p.device)
+    weights[:, 0] = 1
+    for node, (token, parent, is_real) in enumerate(zip(tokens.T, parents.T, is_node.T, strict=True)):
+        slot, token = torch.where(is_real, parent, node + 1), token[:, None]
+        drawn_from = draft_distribution(None if q is None else q[:, node], is_left[rows, slot], token)
+        is_left[rows, slot, token[:, 0]] = False
+        reached = weights[rows, slot, None] * remaining[rows, slot]
+        excess = residual(reached, drawn_from)
+        mass, rest = excess.sum(dim=-1), 1 - weights[rows, slot]
+        accepted = (reached.gather(-1, token) / drawn_from.gather(-1, token))[:, 0].clamp(max=1)
+        weights[:, node + 1] = torch.where(is_real, accepted, 0)
+        # No mass means w p = q, and then a rejection could only come from rounding.
+        has_mass = mass > 0
+        weights[rows, slot] = torch.where(has_mass, mass / (mass + rest), 0)
+        left = excess / mass[:, None]
+        remaining[rows, slot] = torch.where(has_mass[:, None], left, remaining[rows, slot])
+    return weights, remaining
+
+
+@lru_cache(maxsize=4096)
+def post_order(parents: Parents) -> tuple[int, ...]:
+    """When each slot of a tree is visited if all slots below it, earlier siblings first, are visited before it.
+
+    Example:
+        >>> post_order((-1, -1, 0))  # the first child's child, the first child, the second, the row's last token
+        (3, 1, 2, 0)
+    """
+    lists, order, open_slots = children(parents), list[int](), [0]
+    while open_slots:
+        order.append(open_slots.pop())
+        open_slots += [node + 1 for node in lists[order[-1]]]
+    times = {slot: time for time, slot in enumerate(reversed(order))}
+    return tuple(times[slot] for slot in range(len(order)))
 
 
 def accept_or_reject(
@@ -87,10 +174,13 @@ def accept_or_reject(
         `[batch, slots]` the accepted token, or -1; `[batch, slots, vocab]` the distribution to sample from then.
     """
     accepted = torch.full(table.shape[:2], -1, device=p.device)
+    rows, is_left = torch.arange(len(p), device=p.device)[:, None], torch.ones_like(p, dtype=torch.bool)
     for rank in range(table.shape[2]):
         node, token, uniform = table[..., rank], tokens[..., rank], uniforms[..., rank]
         index = token.clamp(min=0).unsqueeze(-1)
-        drawn_from = draft_distribution(q, node, index, tokens[..., :rank], p)
+        q_of_node = None if q is None else q[rows, node.clamp(min=0)]
+        drawn_from = draft_distribution(q_of_node, is_left, index)
+        is_left = is_left.scatter(-1, index, False)
         difference = residual(p, drawn_from)
         mass = difference.sum(dim=-1)
         p_token, q_token = p.gather(-1, index)[..., 0], drawn_from.gather(-1, index)[..., 0]
@@ -107,22 +197,21 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p - q).clamp_(min=0)
 
 
-def draft_distribution(
-    q: torch.Tensor | None, node: torch.Tensor, token: torch.Tensor, earlier: torch.Tensor, p: torch.Tensor
-) -> torch.Tensor:
-    """`[batch, slots, vocab]` the distribution of each slot's draft token: q without the tokens of earlier siblings.
+def draft_distribution(q: torch.Tensor | None, is_left: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """`[…, vocab]` the distribution of draft tokens: q without the tokens of their earlier siblings.
 
-    Where the token has probability 0 in it, it was proposed deterministically: a point mass. `token` is `[batch, slots,
-    1]`, 0 for none; `p` gives shape, dtype and device.
+    Where the token has probability 0 in it, it was proposed deterministically: a point mass.
+
+    Args:
+        q: `[…, vocab]` the distribution before any sibling was drawn; None if the proposal is deterministic.
+        is_left: `[…, vocab]` False for the tokens of earlier siblings.
+        token: `[…, 1]` the draft token, 0 for none.
     """
-    point_mass = torch.zeros_like(p).scatter_(-1, token, 1.0)
+    point_mass = torch.zeros_like(is_left, dtype=torch.float32).scatter_(-1, token, 1.0)
     if q is None:
         return point_mass
-    rows = torch.arange(len(q), device=q.device).unsqueeze(-1)
-    remaining = q[rows, node.clamp(min=0)]  # a copy
-    if earlier.shape[-1]:
-        remaining = remaining.scatter_(-1, earlier.clamp(min=0), 0.0)
-        remaining = remaining / remaining.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(remaining.dtype).tiny)
+    remaining = q * is_left
+    remaining = remaining / remaining.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(remaining.dtype).tiny)
     return torch.where(remaining.gather(-1, token) > 0, remaining, point_mass)
 
 

@@ -100,10 +100,14 @@ def child_table(tree: DraftTree, nodes: Sequence[Sequence[int]], device: torch.d
     return torch.tensor(filled, dtype=torch.long, device=device).view(len(nodes), len(nodes[0]), siblings)
 
 
+def draft_tokens(tree: DraftTree) -> torch.Tensor:
+    """`[batch, nodes]` the tokens of a draft; -1 for nodes that can never be accepted."""
+    return torch.tensor(tree.token_lists()) if isinstance(tree, GrownTree) and tree.keeps_all else tree.tokens
+
+
 def tokens_of(tree: DraftTree, table: torch.Tensor) -> torch.Tensor:
     """The token of each node in a `child_table`, in its shape; -1 where there is no node."""
     if not table.numel():
         return table
-    known = torch.tensor(tree.token_lists()) if isinstance(tree, GrownTree) and tree.keeps_all else tree.tokens
-    tokens = known.to(table.device).gather(1, table.clamp(min=0).flatten(1)).view(table.shape)
+    tokens = draft_tokens(tree).to(table.device).gather(1, table.clamp(min=0).flatten(1)).view(table.shape)
     return tokens.masked_fill(table < 0, -1)

@@ -165,10 +165,10 @@ def _noise_of_the_first_row(self: Any, steps: Any) -> torch.Tensor:
     return noise_at(self, [steps[0]] * len(steps))[:1].expand(len(steps), -1, -1)
 
 
-def _keep_rejected_tokens(self: Any, starts: Any, paths: Any) -> None:
+def _keep_rejected_tokens(self: Any, starts: Any, paths: Any, *move: Any) -> None:
     """One rejected node of each row stays in the cache."""
     filled = self.lengths
-    keep_accepted(self, starts, paths)
+    keep_accepted(self, starts, paths, *move)
     self.set_lengths([min(kept + 1, full) for kept, full in zip(self.lengths, filled, strict=True)])
 
 

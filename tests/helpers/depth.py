@@ -60,6 +60,9 @@ class Target:
         self.passes.append(1 + tree.nodes)
         self.clock.now += self.relative(1 + tree.nodes)
 
+    def capture_at_once(self) -> None:
+        """Nothing is captured."""
+
     def rewind(self, lengths: Sequence[int]) -> None:
         """Nothing was appended."""
 

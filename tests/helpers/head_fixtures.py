@@ -59,9 +59,9 @@ INPUTS = {
 }
 """Last part of the names of tensors that are inputs of the head, or record how these were produced."""
 
-NOT_DRAFTING = ("training_forward.step", "shared_kv.", ".tree.")
-"""What no drafter here computes: later steps of a training forward without a cache, states handed over by the target,
-and the original's trees, which are chosen by another rule."""
+NOT_DRAFTING = ("training_forward.step", "training_forward.loss", "shared_kv.", ".tree.")
+"""What no drafter here computes: losses, later steps of a training forward without a cache, states handed over by the
+target, and the original's trees, which are chosen by another rule."""
 
 
 @dataclass
@@ -96,6 +96,11 @@ class Fixture:
     @property
     def head_folder(self) -> Path:
         return self.folder / self.expected["head"]
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where the head is: in a folder of its own, or with its target."""
+        return self.head_folder if "head" in self.expected else self.target_folder
 
     @property
     def target_folder(self) -> Path:

@@ -16,7 +16,7 @@ from tests.helpers.head_sessions import Assistant, Autoregressive, LayeredMTP, R
 @torch.no_grad()
 def run_mtp_recursive(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
     """One MTP layer applied again and again, like an EAGLE head; fed with the state after or before the final norm."""
-    bound = load_mtp(fixture.target, str(fixture.target_folder)).bind(fixture.target)
+    bound = load_mtp(fixture.target, str(fixture.checkpoint_folder)).bind(fixture.target)
     for part in ("chain.", "chain_prenorm."):
         rounds, session = Rounds(fixture, prompts, bound, comparison), Autoregressive(bound, len(prompts))
         for number in (1, 2):

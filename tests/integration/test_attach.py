@@ -361,31 +361,6 @@ def test_token_healing_same_tokens(reference_model: Any, tokenizer: Any, how: st
     assert torch.equal(ids, plain)
 
 
-def test_generate_batch_of_an_attached_model_is_reported(model: Any) -> None:
-    """Would catch: a call that is plain without a warning. The call itself is rejected for its empty input."""
-    hf_specgen.attach(model, NgramCandidates())
-    for calls in (1, 2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run_batch(model)
-        about = [str(one.message) for one in caught if "generate_batch" in str(one.message)]
-        assert len(about) == (calls == 1), "one warning"
-        assert list(hf_specgen.statistics(model).plain_calls.values()) == [calls]
-
-
-def run_batch(model: Any) -> None:
-    try:
-        model.generate_batch(inputs=[])
-    except Exception:  # what Transformers raises without a GPU is not of interest
-        return
-
-
-def test_generate_batch_of_a_strictly_attached_model_raises(model: Any) -> None:
-    hf_specgen.attach(model, NgramCandidates(), strict=True)
-    with pytest.raises(ValueError, match=r"does not speculate; use generate\(\)"):
-        model.generate_batch(inputs=[])
-
-
 def test_fingerprint_of_a_function_over_an_attached_model_is_stable(model: Any) -> None:
     """Would catch: `datasets.map` that never finds its cache, since counters are part of the fingerprint."""
     hf_specgen.attach(model, NgramCandidates(k=4))

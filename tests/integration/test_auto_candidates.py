@@ -46,6 +46,25 @@ def test_auto_subfolder_and_settings_reach_the_strategy() -> None:
     assert repr(candidates) == f"EagleCandidates({str(FIXTURES / 'eagle3_original' / 'head')!r}, k=3, tree=8)"
 
 
+@pytest.mark.parametrize("kind", [DraftModelCandidates, EagleCandidates, MedusaCandidates])
+def test_hub_arguments_reach_the_download_of_any_checkpoint(
+    kind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Would catch: a revision or token that is taken and not used."""
+    calls: list[dict[str, Any]] = []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        calls.append({"name": name, **options})
+        return str(tmp_path)
+
+    monkeypatch.setattr("hf_specgen.heads.checkpoint.snapshot_download", snapshot_download)
+    given = {"revision": "v2", "token": "secret", "cache_dir": tmp_path}
+    assert repr(str(tmp_path / "sub")) in repr(kind.from_pretrained("org/draft", subfolder="sub", **given))
+    (call,) = calls
+    assert given.items() <= call.items() and call["name"] == "org/draft" and "sub/*.json" in call["allow_patterns"]
+    assert "'org/draft'" in repr(kind.from_pretrained("org/draft")) and len(calls) == 1
+
+
 @pytest.mark.parametrize("config", [{}, {"speculators_model_type": "hydra"}, {"architectures": ["LlamaForCausalLM"]}])
 def test_auto_unknown_format_raises_and_lists_the_known_ones(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

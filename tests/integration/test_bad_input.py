@@ -1,11 +1,12 @@
 """Bad input raises an error that names the argument, its value and the remedy, and leaves the model as it was."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import GenerationConfig, StaticCache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import (
@@ -20,6 +21,7 @@ from hf_specgen import (
     Schedule,
     SpeculationMonitor,
     attach,
+    attached,
     speculate,
 )
 from hf_specgen.verification import TypicalVerifier
@@ -28,7 +30,9 @@ from tests.helpers.medusa import random_heads
 from tests.helpers.paths import HEAD_FIXTURES
 from tests.helpers.stateful import CONFIGS, stateful_model
 
-NOT_A_STRATEGY = 'candidate_generator must be "auto" or a CandidateGenerator such as NgramCandidates(k=5)'
+NOT_A_STRATEGY = (
+    'candidate_generator must be a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
+)
 CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: NgramCandidates(k=0), ValueError, "k must be at least 1, got 0"),
     (lambda: NgramCandidates(k=-3), ValueError, "k must be at least 1, got -3"),
@@ -92,7 +96,7 @@ def test_constructor_of_bad_value_raises(make: Callable[[], Any], error: type[Ex
 
 SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"candidate_generator": 5}, TypeError, NOT_A_STRATEGY + ", got 5"),
-    ({"candidate_generator": "best"}, TypeError, NOT_A_STRATEGY + ", got 'best'"),
+    ({"candidate_generator": "best"}, ValueError, "no preset 'best'; choose 'auto', 'latency', 'throughput', 'memory'"),
     (
         {"candidate_generator": torch.nn.Linear(2, 2)},
         TypeError,
@@ -163,7 +167,6 @@ class ReadsOutputs(CandidateGenerator):
     requires_model_outputs = True
 
 
-WITHOUT_EFFECT = "belongs to assistant_model= and has no effect with candidate_generator=; "
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 2}, "not with beam_search; set num_beams=1 instead of 2"),
     ({"num_beams": 2, "do_sample": True}, "set num_beams=1 instead of 2"),
@@ -180,13 +183,6 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"synced_gpus": True}, "synced_gpus"),
     ({"custom_generate": len}, "custom_generate"),
     ({"candidate_generator": ReadsOutputs()}, "reads the target's outputs"),
-    ({"num_assistant_tokens": 4}, "num_assistant_tokens= " + WITHOUT_EFFECT + "give k= to the strategy, or policy="),
-    ({"num_assistant_tokens_schedule": "constant"}, WITHOUT_EFFECT + "give policy="),
-    ({"assistant_confidence_threshold": 0.4}, WITHOUT_EFFECT + "give confidence_threshold="),
-    ({"max_matching_ngram_size": 2}, "max_matching_ngram_size= " + WITHOUT_EFFECT),
-    ({"assistant_lookbehind": 5}, "assistant_lookbehind= " + WITHOUT_EFFECT),
-    ({"target_lookbehind": 5}, "target_lookbehind= " + WITHOUT_EFFECT),
-    ({"assistant_tokenizer": "any"}, "assistant_tokenizer= " + WITHOUT_EFFECT),
 ]
 
 
@@ -196,6 +192,26 @@ def test_generate_unsupported_argument_raises(arguments: dict[str, Any], words: 
     with pytest.raises(ValueError) as raised:
         tiny_model("llama").generate(**prompts(1), **arguments)
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("place", ["arguments", "generation_config"])
+@pytest.mark.parametrize("is_attached", [False, True], ids=["keyword", "attached"])
+def test_settings_of_assistants_are_named_in_one_warning(place: str, is_attached: bool) -> None:
+    """Would catch: a migrated script whose settings are ignored without a word, or that falls back to plain."""
+    settings = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
+    model, arguments = fresh_model("llama"), {**prompts(1), "max_new_tokens": 4}
+    plain = model.generate(**arguments)
+    if place == "arguments":
+        arguments |= {**settings, "assistant_tokenizer": None}
+    else:
+        arguments["generation_config"] = GenerationConfig(max_new_tokens=4, **settings)
+    with attached(model, NgramCandidates()) if is_attached else nullcontext(None) as totals:
+        how: dict[str, Any] = {} if is_attached else {"candidate_generator": NgramCandidates()}
+        with pytest.warns(UserWarning) as caught:
+            ids = model.generate(**arguments, **how)
+    (message,) = [str(one.message) for one in caught if "assistant" in str(one.message)]
+    assert "num_assistant_tokens: give k= to the strategy" in message and "schedule: give policy=" in message
+    assert torch.equal(ids, plain) and (totals is None or totals.calls == 1)
 
 
 INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [

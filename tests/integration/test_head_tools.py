@@ -40,6 +40,6 @@ def test_export_command_refuses_what_a_layout_cannot_express(tmp_path: Path) -> 
     ("name", "expected"), [("eagle1_original", "EAGLE"), ("jetspec_causal", "DFlash"), ("medusa_v1", "Medusa")]
 )
 def test_strategies_heads_of_every_format_are_named_by_kind(name: str, expected: str) -> None:
-    found = strategies(heads=str(FIXTURES[name].head_folder))
+    found = strategies(heads=[str(FIXTURES[name].head_folder)])
     assert [one.name for one in found] == ["n-grams", expected]
     assert found[1].code.startswith(type(found[1].candidates).__name__)

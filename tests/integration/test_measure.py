@@ -9,10 +9,11 @@ import torch
 
 from benchmarks.harness import provenance
 from benchmarks.harness.loading import build
+from benchmarks.harness.memory import peak_memory, reset_peak_memory
 from benchmarks.harness.variants import PLAIN, StrategyError
 from benchmarks.workloads.prompts import first_turns, followups
 from hf_specgen import LayerSkipCandidates, NgramCandidates
-from hf_specgen.evaluation.measure import Variant, measure_round, peak_memory, reset_peak_memory, speedup_interval, wait
+from hf_specgen.evaluation.measure import Variant, measure_round, speedup_interval, wait
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
 from hf_specgen.heads.exit_head import exit_layer_of
 from tests.helpers import tiny_model

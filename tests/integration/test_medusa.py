@@ -4,6 +4,7 @@ Every architecture is tried in `tests/slow/test_architectures.py`.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from transformers import TopKLogitsWarper
 
 from hf_specgen import Call, DraftSession, DraftTree, FixedDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.candidates.medusa import HydraSession, RankTree
-from hf_specgen.evaluation.calibration import measure_acceptance
-from hf_specgen.heads import MedusaHeads
-from hf_specgen.heads.medusa import MedusaConfig
+from hf_specgen.heads import MedusaHeads, load_medusa
+from hf_specgen.heads.medusa import CONFIDENCE_EDGES, MedusaConfig, confidence_bin
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.requirements import OUTPUT_STATE
+from medusa_acceptance import Counts, measure_acceptance, save_acceptance
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.goodness_of_fit import goodness_of_fit
 from tests.helpers.medusa import fitted_heads, hidden_states, random_heads
@@ -243,3 +244,29 @@ def test_acceptance_of_hydra_heads_is_not_measured_in_advance() -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="learn their acceptance while they draft"):
         measure_acceptance(model, random_heads(model, **HYDRA), [])
+
+
+def test_counts_stop_at_the_first_head_whose_tokens_are_all_wrong() -> None:
+    """Would catch: later heads counted where their tokens could not have been accepted."""
+    counts = Counts(heads=3)
+    counts.add([[5, 6], [7, 8], [9, 1]], [0.9, 0.3, 0.5], [6, 4, 9])
+    assert counts.seen.sum(dim=1).tolist() == [1, 1, 0]
+    assert counts.hits[0, confidence_bin(0.9), 1] == 1 and counts.hits[1].sum() == 0
+    table = counts.acceptance().table
+    assert len(table) == 3 and all(len(bins) == len(CONFIDENCE_EDGES) + 1 for bins in table)
+    assert all(list(ranks) == sorted(ranks, reverse=True) for bins in table for ranks in bins)
+
+
+def test_measured_acceptance_is_high_for_fitted_heads_and_read_by_the_next_call(tmp_path: Path) -> None:
+    model, inputs = tiny_model("llama"), prompts(1)
+    heads = fitted_heads(model, inputs)
+    counts = measure_acceptance(model, heads, [{**inputs, "max_new_tokens": 24}])
+    assert float(counts.hits[0, :, 0].sum() / counts.seen[0].sum()) > 0.9
+    random_counts = measure_acceptance(model, random_heads(model), [{**inputs, "max_new_tokens": 24}])
+    assert float(random_counts.by_rank()[0, 0]) < 0.5
+    assert random_counts.seen[0].sum() >= counts.seen[0].sum()  # the better the heads, the fewer the steps
+    save_acceptance(heads, counts)
+    heads.save_pretrained(tmp_path)
+    assert load_medusa(tmp_path, model).config.acceptance == heads.config.acceptance
+    ours = model.generate(**inputs, max_new_tokens=24, candidate_generator=MedusaCandidates(str(tmp_path), tree=8))
+    assert torch.equal(ours, model.generate(**inputs, max_new_tokens=24))

@@ -19,7 +19,7 @@ from hf_specgen.heads.lora import load_lora, stacked_deltas
 from hf_specgen.heads.medusa import Acceptance, MedusaRunner, fingerprint, other_chat_template
 from hf_specgen.heads.medusa_formats import export_medusa
 from medusa_lora import new_lora, output_of
-from tests.helpers import VOCAB, prompts, tiny_model
+from tests.helpers import VOCAB, assert_same_tokens, prompts, tiny_model
 from tests.helpers.medusa import random_heads
 
 HYDRA = {"reads_token": True, "reads_path": True}
@@ -72,6 +72,52 @@ def test_export_writes_the_names_that_other_programs_read(tmp_path: Path) -> Non
     config = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert config["original_lm_head"] and config["medusa_fc_bias"] and config["architectures"] == ["MedusaModel"]
     assert "architectures" not in json.loads((tmp_path / "v2" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "layout", ["rows of the map", "whole matrices", "one matrix", "prefix", "own format", "exported"]
+)
+def test_load_medusa_with_truncated_vocabulary_scores_the_tokens_of_its_map(layout: str, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    heads = random_heads(model, own_outputs=True)
+    export_medusa(heads, tmp_path / "vllm", "vllm")
+    tensors = load_file(tmp_path / "vllm" / "model.safetensors")
+    kept = torch.randperm(VOCAB)[:20]
+    matrices = [tensors[f"lm_heads.{head}.weight"] for head in range(3)]
+    if layout == "one matrix":
+        matrices = matrices[:1] * 3
+        tensors = {
+            name: tensor for name, tensor in tensors.items() if not name.startswith(("lm_heads.1", "lm_heads.2"))
+        }
+    if layout != "whole matrices":
+        tensors |= {name: tensor[kept].clone() for name, tensor in tensors.items() if name.startswith("lm_heads.")}
+    if layout == "prefix":
+        tensors = {f"medusa_heads.{name}": tensor for name, tensor in tensors.items()}
+    save_file(tensors | {"token_map": kept}, tmp_path / "vllm" / "model.safetensors")
+    path = tmp_path / "vllm" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncated_vocab_size": 20, "logit_scale": 0.5}))
+    loaded = load_medusa(tmp_path / "vllm", model)
+    if layout == "own format":
+        loaded.save_pretrained(tmp_path / "again")
+        loaded = load_medusa(tmp_path / "again", model)
+    if layout == "exported":
+        export_medusa(loaded, tmp_path / "again", "vllm")
+        loaded = load_medusa(tmp_path / "again", model)
+    hidden = torch.randn(2, loaded.config.hidden_size)
+    logits = MedusaRunner(loaded, model).logits(hidden, torch.zeros(2, 1, dtype=torch.long))
+    states = heads(hidden)
+    expected = torch.stack([states[:, head] @ matrix[kept].T for head, matrix in enumerate(matrices)], dim=1)
+    torch.testing.assert_close(logits[..., kept], 0.5 * expected)
+    assert (logits > -torch.inf).sum(dim=-1).eq(20).all()
+    assert_same_tokens(model, prompts(2), MedusaCandidates(loaded, tree=8), max_new_tokens=6)
+
+
+def test_load_medusa_with_truncated_vocabulary_without_its_map_raises(tmp_path: Path) -> None:
+    export_medusa(random_heads(tiny_model("llama"), own_outputs=True), tmp_path, "vllm")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncated_vocab_size": 20}))
+    with pytest.raises(ValueError, match="truncated_vocab_size is 20, but token_map has"):
+        load_medusa(tmp_path)
 
 
 def test_load_medusa_counts_heads_in_the_tensors(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ NATIVE = {fixture.folder.name: fixture for fixture in FIXTURES if fixture.family
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", [name for name in NATIVE if not name.endswith("layers")])
 def test_mtp_committed_cache_equals_reading_from_scratch(name: str) -> None:
     """Would catch: hidden states of other tokens than those that were accepted, also of targets with a state."""
     fixture = NATIVE[name]
@@ -27,7 +27,7 @@ def test_mtp_committed_cache_equals_reading_from_scratch(name: str) -> None:
             sessions.append(super().begin(*arguments))
             return sessions[-1]
 
-    candidates = Recording(str(fixture.target_folder), k=2)
+    candidates = Recording(fixture.checkpoint_folder, k=2)
     fixture.target.generate(**prompts(2), max_new_tokens=8, candidate_generator=candidates)
     runner = sessions[0].runner
     for place, (row, length) in enumerate(zip(runner.rows, runner.lengths, strict=True)):
@@ -45,7 +45,7 @@ def test_mtp_without_a_checkpoint_uses_where_the_target_was_loaded_from() -> Non
 
 @pytest.mark.parametrize("fixture", [f for f in FIXTURES if f.family.startswith("mtp")], ids=lambda f: f.folder.name)
 def test_auto_target_with_mtp_layers_is_no_draft_model(fixture: Any) -> None:
-    assert type(AutoCandidates.from_pretrained(fixture.target_folder)) is MTPCandidates
+    assert type(AutoCandidates.from_pretrained(fixture.checkpoint_folder)) is MTPCandidates
 
 
 def test_mtp_checkpoint_without_layers_raises(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ LEARN_FROM_CALLS = ("n-grams, history", "recycling", "recycling, tree", "combine
 HEADS: dict[str, Any] = {
     "autoregressive": EagleCandidates,
     "block": DFlashCandidates,
+    "path": DFlashCandidates,
     "parallel": PEagleCandidates,
     "mtp": MTPCandidates,
     "mtp_recursive": MTPCandidates,
@@ -138,8 +139,7 @@ def test_strategy_other_verification_repeats_under_a_seed(strategy: str, verific
 def test_head_of_every_format_same_tokens(name: str, tree: int | None) -> None:
     """Would catch: an option of a format that the loop does not know. Random heads, whose drafts are rejected."""
     fixture = FIXTURES[name]
-    source = str(fixture.target_folder) if fixture.family.startswith("mtp") else fixture.head_folder
-    candidates = HEADS[fixture.family](source, k=2, tree=tree)
+    candidates = HEADS[fixture.family](fixture.checkpoint_folder, k=2, tree=tree)
     assert assert_same_tokens(fixture.target, prompts(2), candidates, max_new_tokens=6).drafted > 0
 
 

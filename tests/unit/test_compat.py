@@ -11,6 +11,11 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.scheduler import Scheduler
 
 import hf_specgen
 from hf_specgen import compat
@@ -31,6 +36,16 @@ PARAMETERS = {
     ),
     "GenerationMixin._supports_logits_to_keep": (GenerationMixin, "_supports_logits_to_keep", ["self"]),
     "GenerationMixin._optimize_model_for_decode": (GenerationMixin, "_optimize_model_for_decode", ["self"]),
+    "GenerationMixin._get_logits_processor": (GenerationMixin, "_get_logits_processor", ["self", "generation_config"]),
+    "ContinuousBatchingManager._create_batch_processor": (
+        ContinuousBatchingManager,
+        "_create_batch_processor",
+        ["self"],
+    ),
+    "Scheduler.schedule_batch": (Scheduler, "schedule_batch", ["self", "token_budget", "cache_budget"]),
+    "ContinuousBatchingIOs.get_model_kwargs": (ContinuousBatchingIOs, "get_model_kwargs", ["self"]),
+    "ContinuousBatchingIOs.prepare_batch_update": (ContinuousBatchingIOs, "prepare_batch_update", ["self"]),
+    "ModelRunner._sample": (ModelRunner, "_sample", ["self", "scores", "output_ids"]),
 }
 SET_BY_GENERATE = {
     "GenerationConfig._mask_length": lambda seen: seen["generation_config"]._mask_length == 12,
@@ -39,6 +54,11 @@ SET_BY_GENERATE = {
 }
 PRIVATE = {
     "_attn_implementation",
+    "_bulk_input_tensor",
+    "_cached_continuous_batching_manager",
+    "_create_batch_processor",
+    "_eos_token_ids",
+    "_get_logits_processor",
     "_get_torch_distributed_world_size",
     "_is_stateful",
     "_is_user_defined",
@@ -46,7 +66,9 @@ PRIVATE = {
     "_optimize_model_for_decode",
     "_pad_token_tensor",
     "_prefill",
+    "_sample",
     "_supports_logits_to_keep",
+    "_true_initial_tokens",
     "_update_model_kwargs_for_generation",
 }
 """Of Transformers."""
@@ -140,6 +162,15 @@ def test_compat_uses_only_symbols_that_are_checked_here() -> None:
 def test_symbols_that_tell_sharded_models_exist(name: str) -> None:
     assert hasattr(generation_utils, name), missing(f"transformers.generation.utils.{name}")
     assert not compat.is_sharded(tiny_model("llama"))
+
+
+def test_requests_of_continuous_batching_have_their_private_attributes() -> None:
+    state = RequestState("req_7", [1, 2, 3], eos_token_id=[5])
+    assert (compat.prompt_of_request(state), compat.request_number(state)) == (3, 7), missing("RequestState")
+    assert compat.end_tokens(state) == {5}, missing("RequestState._eos_token_ids")
+    evicted = state.create_equivalent_initial_request()
+    evicted.initial_tokens.append(4)
+    assert compat.prompt_of_request(evicted) == 3, missing("RequestState._true_initial_tokens")
 
 
 def test_without_compilation_finds_every_way_to_compile() -> None:

@@ -115,7 +115,7 @@ def test_goodness_of_fit_noise_shared_by_draft_and_residual_is_detected(monkeypa
         return (q / noise).argmax(dim=-1), q
 
     assert min(p_values(emitted_by_choose(RejectionVerifier(), draw, (-1,), TRIALS)[:, :1])) > PLAUSIBLE
-    monkeypatch.setattr(rejection, "exponential", lambda *_: noise)
+    monkeypatch.setattr(rejection, "exponential", lambda *_: noise[:, 0])
     assert min(p_values(emitted_by_choose(RejectionVerifier(), draw, (-1,), TRIALS)[:, :1])) < REFUTED
 
 
@@ -135,13 +135,43 @@ def test_goodness_of_fit_q_with_earlier_siblings_is_detected(monkeypatch: pytest
     """The test has power: siblings sampled without replacement, verified as if sampled with replacement."""
     correct = rejection.draft_distribution
 
-    def with_replacement(
-        q: torch.Tensor, node: torch.Tensor, token: torch.Tensor, earlier: torch.Tensor, p: torch.Tensor
-    ) -> torch.Tensor:
-        return correct(q, node, token, earlier[..., :0], p)
+    def with_replacement(q: torch.Tensor, is_left: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return correct(q, torch.ones_like(is_left), token)
 
     monkeypatch.setattr(rejection, "draft_distribution", with_replacement)
     assert min(p_values(emitted_by_choose(RejectionVerifier(), sampled, SIBLINGS, TRIALS))) < REFUTED
+
+
+@pytest.mark.parametrize(
+    ("draw", "parents"), [(sampled, CHAIN), (sampled, TREE), (deterministic, TREE), (mixed, SIBLINGS)]
+)
+def test_path_weights_agree_with_the_reference(draw: Draw, parents: Parents) -> None:
+    """Rows of different lengths, and a target that differs from node to node. 1e-4: float32 against double."""
+    trials, random = 60, torch.Generator().manual_seed(5)
+    tokens, q = draw(trials, parents)
+    p = warped(target_logits())[torch.randint(VOCAB, (trials, 1 + len(parents)), generator=random)]
+    lengths = torch.randint(len(parents) + 1, (trials, 1), generator=random)
+    padded = (torch.tensor(parents) + 1).expand(trials, -1)
+    weights, rest = rejection.path_weights(p, q, tokens, padded, torch.arange(len(parents)) < lengths)
+    for row, length in enumerate(lengths[:, 0].tolist()):
+        given = [None if q is None or not q[row, node].any() else q[row, node].tolist() for node in range(length)]
+        expected, left = reference_rejection.path_weights(
+            p[row].tolist(), given, tokens[row, :length].tolist(), parents[:length]
+        )
+        assert weights[row].tolist() == pytest.approx([*expected, *[0] * (len(parents) - length)], abs=1e-4)
+        for slot in range(1 + length):
+            assert rest[row, slot].tolist() == pytest.approx(left[slot], abs=1e-4)
+
+
+@pytest.mark.parametrize(("parents", "least"), [(CHAIN, 1.01), (TREE, 1.005)])
+def test_rejection_paths_accept_more_than_tokens_one_by_one(parents: Parents, least: float) -> None:
+    """The same drafts, and a column walk that verifies token by token. Draft and target are far apart here."""
+    tokens = []
+    for processors in ([], [RowWiseIdentity()]):
+        both = LogitsProcessorList([*warpers(), *processors])
+        texts = emitted_by_verify(RejectionVerifier(), sampled, parents, 10_000, both)
+        tokens.append(float((texts >= 0).sum()))
+    assert tokens[0] > least * tokens[1]
 
 
 def test_accept_or_reject_agrees_with_the_reference() -> None:

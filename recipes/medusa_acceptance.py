@@ -87,7 +87,7 @@ def measure_acceptance(
 ) -> Counts:
     """Generate, and count how often the target generates the tokens of Medusa heads."""
     if heads.config.reads_path:
-        raise ValueError("heads that read the path learn their acceptance while they draft; leave out --output")
+        raise ValueError("heads that read the path learn their acceptance while they draft")
     counts = Counts(heads.config.num_heads)
     recording = _Recording(heads, counts, lora)
     for number, arguments in enumerate(calls):

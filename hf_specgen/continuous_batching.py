@@ -1,0 +1,166 @@
+"""`generate_batch(candidate_generator=…)`, and continuous batching of models with an attached strategy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig
+
+from hf_specgen import compat
+from hf_specgen.counters import Statistics
+from hf_specgen.generate import CALL_SETTINGS, Settings, by_name
+from hf_specgen.packed_steps import PackedSteps
+from hf_specgen.targets.support import check_length
+from hf_specgen.verification import CoupledVerifier
+from hf_specgen.verification.processors import SCORE_ONLY
+
+
+class PackedRun:
+    """What the managers made in a `generate_batch` call, or for an attached strategy, speculate with.
+
+    Args:
+        settings: None to run plainly.
+        add: receives the counters of every request that has ended.
+        report_plain: receives the reason why a manager runs plainly; None to raise it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None,
+        add: Callable[[Statistics], None] = lambda _: None,
+        report_plain: Callable[[str], None] | None = None,
+    ):
+        self.settings, self.add, self._report_plain = settings, add, report_plain
+        self._steps: list[PackedSteps] = []
+
+    def plain(self, reason: str) -> None:
+        """The call cannot speculate."""
+        if self._report_plain is None:
+            raise ValueError(reason)
+        self._report_plain(reason)
+        self.settings = None
+
+    def prepare(self, processor: Any, model: Any, config: Any) -> None:
+        """Hook a batch processor."""
+        if self.settings is not None:
+            seed = torch.initial_seed()  # the processor has just set it, to that of the config if there is one
+            steps = PackedSteps(processor, model, config, self.settings, seed, self.add)
+            self._steps.append(steps)
+            compat.hook_packed_steps(processor, steps)
+
+    def close(self) -> None:
+        """End the sessions of requests that were not finished."""
+        for steps in self._steps:
+            steps.close()
+
+
+_run: ContextVar[PackedRun | None] = ContextVar("hf_specgen_packed_run", default=None)
+"""Of the `generate_batch` call that runs in this thread."""
+
+
+def generate_batch(
+    original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attachment: Any
+) -> Any:
+    """`model.generate_batch(*args, **kwargs)` with the keywords of this package, or an attached strategy."""
+    begin, attachment = perf_counter(), attachment and attachment.of_thread(model)
+    with _running(_run_of(kwargs, attachment)) as run:
+        settings, requests = run.settings, list[Statistics]()
+        if settings is None:
+            return original(model, *args, **kwargs)
+        count, run.add = run.add, requests.append
+        results = original(model, *args, **kwargs)
+        if run.settings is not None:
+            statistics = sum(requests, Statistics([]))
+            statistics.seconds = {"total": perf_counter() - begin}
+            settings.candidates.speculation = statistics
+            count(statistics)
+        return results
+
+
+def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
+    """What a call speculates with, by its keywords, which are removed, and the attached strategy."""
+    if "candidate_generator" in kwargs:
+        given = {name: kwargs.pop(name) for name in ("candidate_generator", *CALL_SETTINGS) if name in kwargs}
+        return PackedRun(None if given["candidate_generator"] is None else Settings.of(**given))
+    if attachment is None:
+        return PackedRun(None)
+    return PackedRun(attachment.settings_of_call(kwargs), attachment.add, attachment.report_plain)
+
+
+@contextmanager
+def _running(run: PackedRun) -> Iterator[PackedRun]:
+    token = _run.set(run)
+    try:
+        yield run
+    finally:
+        _run.reset(token)
+        run.close()
+
+
+def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
+    """`model.init_continuous_batching(*args, **kwargs)`: a manager that speculates if the call or the model does."""
+    run, arguments = _run.get() or _run_of({}, attachment), by_name(original, args, kwargs)
+    if run.settings is not None:
+        config = copy.copy(arguments.get("continuous_batching_config") or ContinuousBatchingConfig())
+        config.use_async_batching = config.use_async_batching or False
+        config.use_cuda_graph = config.use_cuda_graph or False
+        generation_config = arguments.get("generation_config") or model.generation_config
+        cached = compat.cached_manager(model)
+        in_use = config if cached is None else cached.continuous_batching_config
+        reason = _unsupported_settings(run.settings, model) or _unsupported_config(in_use)
+        if reason := reason or _unsupported_processors(compat.packed_processors(model, generation_config, in_use)):
+            run.plain(reason)
+        else:
+            arguments["continuous_batching_config"] = config
+    manager = original(model, **arguments)
+
+    def prepare(processor: Any) -> None:
+        run.prepare(processor, model, manager.generation_config)
+
+    compat.on_batch_processor(manager, None if run.settings is None else prepare)
+    return manager
+
+
+def _unsupported_settings(settings: Settings, model: Any) -> str | None:
+    """Why continuous batching cannot speculate with these settings and this model."""
+    if not isinstance(settings.verifier, CoupledVerifier):
+        return "continuous batching verifies exactly; leave verification= out"
+    if settings.monitor is not None or settings.compile == "graphs" or settings.pack_weights:
+        return 'monitor=, compile="graphs" and pack_weights= are not available in continuous batching; leave them out'
+    requirements = settings.candidates.target_requirements(model)
+    if requirements.aux_hidden_state_layers or requirements.exit_layer is not None:
+        return (
+            f"{type(settings.candidates).__name__} reads the target's hidden states, which the packed steps of "
+            "continuous batching do not return; use NgramCandidates, RecyclingCandidates or DraftModelCandidates"
+        )
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        return "continuous batching does not speculate with tensor parallel models, whose ranks must draft alike"
+    try:
+        check_length(model, [0], inf)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _unsupported_config(config: Any) -> str | None:
+    """Why a manager with this `ContinuousBatchingConfig` cannot speculate."""
+    if config.use_async_batching:
+        return "asynchronous batching schedules a step before the tokens of the last one are known; set it to False"
+    compiled = config.default_compile_level or config.varlen_compile_config or config.decode_compile_config
+    if compiled or any(config.cuda_graph_booleans):
+        return "drafts change the shape of every step, so that CUDA graphs and compilation do not work; leave them out"
+    return None
+
+
+def _unsupported_processors(processors: Any) -> str:
+    """Why draft tokens cannot be verified with these logits processors."""
+    kinds = [type(one) for one in processors if not compat.is_per_request(one)]
+    others = ", ".join(kind.__name__ for kind in kinds if kind not in SCORE_ONLY)
+    return others and f"continuous batching does not pass the text to {others}; leave this logits processor out"

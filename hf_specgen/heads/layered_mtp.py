@@ -1,0 +1,125 @@
+"""Runs several MTP layers, each for one further draft token, over the accepted text and over draft trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.nn.functional import pad
+
+from hf_specgen.heads.base import BoundHead
+from hf_specgen.heads.layers import causal_mask
+from hf_specgen.heads.mtp import MTPConfig
+from hf_specgen.heads.runner import HeadRunner, padded
+from hf_specgen.tree import DraftTree
+
+
+class LayeredRunner(HeadRunner):
+    """Runs several MTP layers, each for one further draft token, over accepted positions and then over draft nodes.
+
+    Layer k reads at position p the token of p + 1 + k and the output of layer k - 1. For the last k of n known
+    positions that token is a draft token, so a node of depth k is computed by layer k at these k positions:
+
+        position           n-2       n-1
+        layer 0            x(n-1)    x(n)           all known; predicts d1
+        layer 1            x(n)      d1             predicts d2
+        layer 2            d1        d2             predicts d3
+
+    The last positions are computed again with the next accepted tokens.
+    """
+
+    def __init__(self, bound: BoundHead, batch: int):
+        super().__init__(bound, batch)
+        self.layers = cast(MTPConfig, bound.head.config).num_layers
+        self._features = [self._like.new_zeros(0, bound.head.config.hidden_size)] * batch  # to compute again
+        self._tokens: list[list[int]] = [[] for _ in range(batch)]
+
+    def first_logits(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
+    ) -> torch.Tensor:
+        """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.extend`."""
+        kept = self._drop(needed)
+        states = [
+            torch.cat([self._features[place], new.to(self._like)])
+            for place, new in zip(kept, self._gather(features), strict=True)
+        ]
+        tokens = [[*self._tokens[place], *new] for place, new in zip(kept, self._gather(next_tokens), strict=True)]
+        self.cache.set_lengths(self.lengths)
+        *early, rest = self._chunks([len(row) for row in tokens])
+        for parts in early:
+            self._read(states, tokens, parts)
+            self._commit([part.stop - part.start for part in parts])
+        outputs, counts = self._read(states, tokens, rest), [part.stop - part.start for part in rest]
+        rows, device = torch.arange(len(counts), device=self._like.device), self._like.device
+        self._last = [  # by layer, the output at the last position whose tokens are all known
+            hidden[rows, torch.tensor([max(0, count - 1 - layer) for count in counts], device=device)]
+            for layer, hidden in enumerate(outputs)
+        ]
+        self._ends = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        again = [min(self.layers - 1, count) for count in counts]
+        self._features = [row[len(row) - count :] for row, count in zip(states, again, strict=True)]
+        self._tokens = [row[len(row) - count :] for row, count in zip(tokens, again, strict=True)]
+        self._commit([count - back for count, back in zip(counts, again, strict=True)])
+        hidden = outputs[0]
+        # Of each node the outputs and tokens at the last `layers` positions.
+        self._hidden = hidden.new_zeros(len(rows), 1, self.layers, hidden.shape[-1])
+        self._paths = torch.zeros(len(rows), 1, self.layers, dtype=torch.long, device=device)
+        return self._scatter(self.bound.target_logits(self._last[0]))
+
+    def next_logits(self, tree: DraftTree, new: int) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
+        tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
+        device, first = self._like.device, tree.nodes - new
+        parents, depths, _ = (part.to(device) for part in tree.structure())
+        rows, above = torch.arange(len(self.rows), device=device)[:, None], parents[:, first:]
+        own = tree.input_tokens(device)[:, first:, None]
+        paths = torch.cat([self._paths[rows, above][:, :, 1:], own], dim=2)
+        before, hidden = self._hidden[rows, above], self._hidden.new_zeros(len(rows), new, *self._hidden.shape[2:])
+        depths = depths[:, 1 + first :]
+        for depth in range(1, self.layers):  # a node that only fills up its row may be deeper
+            if bool((depths == depth).any()):
+                computed = self._layer(depth, paths, before)
+                hidden = torch.where((depths == depth)[..., None, None], computed, hidden)
+        self._hidden, self._paths = torch.cat([self._hidden, hidden], dim=1), torch.cat([self._paths, paths], dim=1)
+        return self._scatter(self.bound.target_logits(hidden[:, :, -1]))
+
+    def _read(
+        self, states: Sequence[torch.Tensor], tokens: Sequence[list[int]], parts: Sequence[slice]
+    ) -> list[torch.Tensor]:
+        """Run all layers over a part of each row's new positions; the outputs of each layer `[active, new, hidden]`."""
+        head: Any = self.bound.head
+        hidden = padded(states, parts)
+        device, count = self._like.device, hidden.shape[1]
+        positions, mask = self._positions(count, device), causal_mask(self.lengths, count, device)
+        outputs = []
+        for layer in range(self.layers):
+            ahead = [row[part.start + layer : part.stop + layer] for row, part in zip(tokens, parts, strict=True)]
+            read = torch.tensor([[*row, *[0] * (count - len(row))] for row in ahead])
+            hidden = head(self.bound.embed(read), hidden, positions, mask, self.cache, step=layer).hidden
+            outputs.append(hidden)
+        return outputs
+
+    def _layer(self, depth: int, paths: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """The outputs of a layer for nodes of its depth, `[active, nodes, layers, hidden]`; other positions are 0."""
+        head: Any = self.bound.head
+        (rows, nodes), device = paths.shape[:2], paths.device
+        tokens, states = paths[:, :, -depth:], before[:, :, -depth:].clone()
+        states[:, :, 0] = self._last[depth - 1][:, None]
+        starts = (torch.tensor(self._ends, device=device)[:, None] - depth).clamp(min=0)
+        steps = torch.arange(depth, device=device).repeat(nodes)
+        owners = torch.arange(nodes, device=device).repeat_interleave(depth)
+        slots = torch.arange(max(0, max(self._ends) - depth) + nodes * depth, device=device)
+        place = (slots - starts)[:, None]  # counted from the first slot of the nodes
+        itself = (place.div(depth, rounding_mode="floor") == owners[:, None]) & (place % depth <= steps[:, None])
+        self.cache.set_lengths([max(0, end - depth) for end in self._ends])
+        output = head(
+            self.bound.embed(tokens.flatten(1)),
+            states.flatten(1, 2),
+            starts + steps,
+            ((place < 0) | itself)[:, None],
+            self.cache,
+            step=depth,
+        )
+        self.cache.set_lengths(self.lengths)
+        return pad(output.hidden.view(rows, nodes, depth, -1), (0, 0, self.layers - depth, 0))

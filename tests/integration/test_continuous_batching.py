@@ -1,0 +1,287 @@
+"""`generate_batch` with draft tokens: the tokens of plain `generate_batch` and of plain `generate`."""
+
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, RepetitionPenaltyLogitsProcessor
+
+import hf_specgen
+from hf_specgen import (
+    AdaptiveDepth,
+    CombinedCandidates,
+    DraftModelCandidates,
+    MedusaCandidates,
+    MovingWindow,
+    NgramCandidates,
+    RecyclingCandidates,
+    Schedule,
+    SpeculationMonitor,
+)
+from hf_specgen.evaluation.workloads import read_prompts
+from tests.helpers import fresh_model, shared_draft, tiny_model
+from tests.helpers.paths import BENCHMARK_ASSETS
+
+NEW = 16
+STRATEGIES = {
+    "ngram": lambda model: NgramCandidates(k=5),
+    "ngram, adaptive": lambda model: NgramCandidates(),
+    "recycling": lambda model: RecyclingCandidates(k=3),
+    "auto": lambda model: CombinedCandidates(),
+    "draft model": lambda model: DraftModelCandidates(shared_draft(model), k=3),
+    "window": lambda model: NgramCandidates(k=4, policy=MovingWindow()),
+}
+SMALL = {"page_size": 16, "num_blocks": 160, "max_batch_tokens": 256}
+GREEDY = {"do_sample": False, "eos_token_id": [11, 60]}
+
+
+def requests(count: int, shortest: int = 3) -> list[list[int]]:
+    """Random prompts of mixed lengths that repeat themselves."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.randint(shortest, 3 * shortest + 10, (count,), generator=generator).tolist()
+    return [2 * torch.randint(1, 60, (size,), generator=generator).tolist() for size in sizes]
+
+
+def config(**settings: Any) -> GenerationConfig:
+    return GenerationConfig(**{"max_new_tokens": NEW, "pad_token_id": 0, **GREEDY, **settings})
+
+
+def run(model: Any, prompts: list[list[int]], batching: Any = None, settings: Any = None, **arguments: Any) -> Any:
+    """The tokens of each request by `generate_batch`."""
+    small = {**SMALL, **(batching or {})}
+    results = model.generate_batch(
+        prompts,
+        generation_config=settings or config(),
+        continuous_batching_config=ContinuousBatchingConfig(**small),
+        **arguments,
+    )
+    assert not any(result.error for result in results.values())
+    return [result.generated_tokens for result in results.values()]
+
+
+def started(model: Any) -> Any:
+    """A manager for requests of any callers."""
+    batching = ContinuousBatchingConfig(**SMALL)
+    manager = model.init_continuous_batching(generation_config=config(), continuous_batching_config=batching)
+    manager.start()
+    return manager
+
+
+def alone(model: Any, prompt: list[int], settings: Any, seed: int = 0) -> list[int]:
+    """The tokens of plain `generate` for one prompt."""
+    torch.manual_seed(seed)
+    return model.generate(torch.tensor([prompt]), generation_config=settings)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_greedy_requests_same_tokens(attention: str) -> None:
+    """Would catch: a logit of another position, a rejected token that stays in the cache, a text beyond EOS."""
+    model, prompts = fresh_model("llama"), requests(40)
+    model.set_attn_implementation(attention)
+    plain = run(model, prompts)
+    assert plain == [alone(model, prompt, config()) for prompt in prompts]
+    assert len({len(tokens) for tokens in plain}) > 3, "some requests end early"
+    for name, strategy in STRATEGIES.items():
+        candidates = strategy(model)
+        assert run(model, prompts, candidate_generator=candidates) == plain, name
+        statistics = candidates.speculation
+        assert statistics.emitted == sum(map(len, plain)) and statistics.accepted > 0, name
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("per_request", [False, True])
+@pytest.mark.parametrize("strategy", ["ngram", "draft model", "recycling"])
+def test_sampled_requests_same_tokens_as_alone_with_their_seed(strategy: str, per_request: bool) -> None:
+    """Would catch: noise that depends on other requests, or temperatures given to the rows of another request."""
+    model, prompts = tiny_model("llama"), requests(8)
+    settings = config(do_sample=True, temperature=0.6, top_k=12, top_p=0.95)
+    expected = [alone(model, prompt, settings, 50 + number) for number, prompt in enumerate(prompts)]
+    batching = {"seed": 50, "per_request_processors": per_request, "return_logprobs": True}
+    candidates = STRATEGIES[strategy](model)
+    assert run(model, prompts, batching, settings, candidate_generator=candidates) == expected
+    assert candidates.speculation.accepted > 0
+    only = run(model, prompts[3:4], {**batching, "seed": 53}, settings, candidate_generator=candidates)
+    assert only == expected[3:4]
+
+
+def test_logprobs_are_those_of_plain_decoding() -> None:
+    model, prompts = tiny_model("llama"), requests(6)
+    batching = ContinuousBatchingConfig(**SMALL, return_logprobs=True)
+    arguments = {"generation_config": config(), "continuous_batching_config": batching, "record_timestamps": True}
+    plain = model.generate_batch(prompts, **arguments)
+    ours = model.generate_batch(prompts, **arguments, candidate_generator=NgramCandidates(k=5))
+    for one, other in zip(plain.values(), ours.values(), strict=True):
+        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+        assert len(other.timestamps) == len(other.generated_tokens) == len(other.logprobs)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3_text"])
+def test_sliding_windows_are_drafted_until_they_are_full(architecture: str) -> None:
+    """Would catch: a rejected token that overwrites the oldest slot of a window."""
+    model, prompts = tiny_model(architecture, sliding_window=32), requests(12)
+    candidates = NgramCandidates(k=5)
+    assert run(model, prompts, candidate_generator=candidates) == run(model, prompts)
+    assert candidates.speculation.drafted > 0 and max(map(len, prompts)) + NEW > 40
+
+
+@pytest.mark.parametrize(
+    "batching",
+    [
+        {"num_blocks": 8, "page_size": 8},
+        {"num_blocks": 20, "page_size": 8, "scheduler_type": "prefill_first", "max_batch_tokens": 48},
+        {"num_blocks": 300, "page_size": 4},
+        {"max_requests_per_batch": 2},
+        {"max_batch_tokens": 12},
+    ],
+    ids=["evicted requests", "split prompts", "shared blocks", "two at a time", "few tokens in a step"],
+)
+def test_scarce_resources_same_tokens(batching: dict[str, Any]) -> None:
+    """Would catch: blocks shared with rejected tokens in them, drafts that push out prompts, a lost request."""
+    model, prompts = tiny_model("llama"), requests(16)
+    prompts += prompts[:8]
+    expected = run(model, prompts)
+    candidates = NgramCandidates(k=6)
+    assert run(model, prompts, batching, candidate_generator=candidates) == expected
+    assert candidates.speculation.emitted == sum(map(len, expected))
+
+
+def test_cancelled_requests_leave_nothing_and_others_unchanged() -> None:
+    model, prompts = fresh_model("llama"), requests(30)
+    expected = run(model, prompts)
+    hf_specgen.attach(model, NgramCandidates(k=5), strict=True)
+    manager = started(model)
+    names = [manager.add_request(prompt, max_new_tokens=NEW) for prompt in prompts]
+    cancelled = set(names[::3])
+    results: dict[str, list[int]] = {}
+    while not results.keys() >= set(names) - cancelled:
+        result = manager.get_result(timeout=30)
+        assert result is not None
+        if result.is_finished():
+            results[result.request_id] = result.generated_tokens
+            for name in cancelled:  # in the middle of the others
+                manager.cancel_request(name)
+    cache = manager.batch_processor.cache
+    manager.stop()
+    assert {name: expected[names.index(name)] for name in results} == results
+    cache.evict_cached_blocks()
+    cache.pool.try_to_free_sectors()
+    assert cache.compute_free_capacity() == 1.0
+    totals = hf_specgen.statistics(model)
+    assert len(names) - len(cancelled) <= totals.calls <= len(names) and totals.accepted > 0
+
+
+def test_streamed_requests_receive_every_token() -> None:
+    model, prompts = fresh_model("llama"), requests(3)
+    expected = run(model, prompts)
+    hf_specgen.attach(model, NgramCandidates(k=5))
+    manager = started(model)
+    name = manager.add_request(prompts[0], max_new_tokens=NEW, streaming=True)
+    streamed = [result.generated_tokens for result in manager.request_id_iter(name)]
+    manager.stop()
+    assert streamed[-1] == expected[0]
+    assert all(longer[: len(one)] == one for one, longer in pairwise(streamed))
+
+
+class Failing(NgramCandidates):
+    """Raises in the second step of a request."""
+
+    def start(self, call: Any) -> Any:
+        session = super().start(call)
+        draft = session.draft
+
+        def fail(depths: Any) -> Any:
+            if len(call.state.generated[0]) > 4:
+                raise RuntimeError("a failing strategy")
+            return draft(depths)
+
+        session.draft = fail
+        return session
+
+
+def test_failing_strategy_fails_the_requests_and_leaves_the_model_usable() -> None:
+    model, prompts = fresh_model("llama"), requests(5)
+    plain = run(model, prompts)
+    batching = ContinuousBatchingConfig(**SMALL)
+    arguments = {"generation_config": config(), "continuous_batching_config": batching}
+    results = model.generate_batch(prompts, **arguments, candidate_generator=Failing(k=3))
+    assert results and all("a failing strategy" in str(result.error) for result in results.values())
+    assert run(model, prompts, candidate_generator=NgramCandidates(k=5)) == plain
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_persistent_manager_speculates_only_where_the_call_does() -> None:
+    model, prompts = fresh_model("llama"), requests(6)
+    plain, steps = run(model, prompts), list[int]()
+    for candidates in (NgramCandidates(k=5), None, NgramCandidates(k=5)):
+        passes: list[int] = []
+        handle = model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
+        arguments = {} if candidates is None else {"candidate_generator": candidates}
+        assert run(model, prompts, persistent_manager=True, **arguments) == plain
+        handle.remove()
+        steps.append(len(passes))
+    model.destroy_cached_continuous_batching_manager()
+    assert steps[0] == steps[2] < steps[1]
+
+
+def test_forward_passes_of_edits_and_json(reference_model: Any, tokenizer: Any) -> None:
+    """Four requests at a time, with the budget of a memory-bound accelerator."""
+    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 6)
+    prompts = [tokenizer(text)["input_ids"] for domain in ("edit", "json") for text in texts[domain]]
+    policy = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
+    passes: list[int] = []
+    handle = reference_model.register_forward_hook(lambda *_: passes.append(1))
+    settings, batching = config(max_new_tokens=40, eos_token_id=2), {"num_blocks": 400, "max_requests_per_batch": 4}
+    plain, before = run(reference_model, prompts, batching, settings), len(passes)
+    assert run(reference_model, prompts, batching, settings, candidate_generator="auto", policy=policy) == plain
+    handle.remove()
+    assert (len(passes) - before) / before < 0.5
+
+
+REFUSED = {
+    "rejection": ({"verification": "rejection"}, {}, {}, "verifies exactly"),
+    "monitor": ({"monitor": SpeculationMonitor()}, {}, {}, "monitor=, compile="),
+    "asynchronous": ({}, {"use_async_batching": True}, {}, "asynchronous batching"),
+    "graphs": ({}, {"use_cuda_graph": True}, {}, "CUDA graphs"),
+    "compiled": ({}, {"default_compile_level": 1}, {}, "CUDA graphs and compilation"),
+    "text": (
+        {},
+        {"drop_unsupported_processors": False},
+        {"repetition_penalty": 1.2},
+        RepetitionPenaltyLogitsProcessor.__name__,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_that_cannot_be_exact_are_refused(name: str) -> None:
+    arguments, batching, settings, words = REFUSED[name]
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=words):
+        run(model, requests(1), batching, config(**settings), **{"candidate_generator": NgramCandidates(), **arguments})
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_head_that_reads_hidden_states_is_refused(reference_model: Any) -> None:
+    heads = MedusaCandidates(str(BENCHMARK_ASSETS / "medusa-heads"))
+    with pytest.raises(ValueError, match="MedusaCandidates reads the target's hidden states"):
+        run(reference_model, requests(1), candidate_generator=heads)
+
+
+def test_attached_strategy_falls_back_with_one_warning_or_raises_if_strict() -> None:
+    model, prompts = fresh_model("llama"), requests(3)
+    plain = run(model, prompts)
+    hf_specgen.attach(model, NgramCandidates(), verification="rejection")
+    for calls in (1, 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert run(model, prompts) == plain
+        about = [str(one.message) for one in caught if "verifies exactly" in str(one.message)]
+        assert len(about) == (calls == 1) and hf_specgen.statistics(model).plain_calls.popitem()[1] == calls
+    hf_specgen.attach(model, NgramCandidates(), verification="rejection", strict=True)
+    with pytest.raises(ValueError, match="verifies exactly"):
+        run(model, prompts)
+    hf_specgen.attach(model, NgramCandidates(k=4, policy=Schedule({1: 2})), strict=True)
+    assert run(model, prompts) == plain and run(model, prompts, candidate_generator=None) == plain
+    assert hf_specgen.statistics(model).calls == 1 and hf_specgen.statistics(model).drafted_per_position[2:] == []
