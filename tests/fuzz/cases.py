@@ -10,7 +10,7 @@ SCRIPTED = ("oracle", "oracle_tree", "random", "random_tree")
 WITHOUT_TRAINING = ("ngram", "ngram_tree", "history", "recycling", "combined_default", "auto", "native")
 DRAFT_MODELS = ("draft", "draft_other", "draft_reencoded", "skip", "skip_adapter")
 MEDUSA = ("medusa", "medusa_auto")
-HEADS = ("eagle1", "eagle3", "dflash", "peagle")
+HEADS = ("eagle1", "eagle3", "dflash", "dspark", "dflash2", "domino", "peagle")
 """Heads that are built for any target."""
 OWN_TARGETS = {
     "mtp": ("mtp_deepseek_v3", "mtp_glm4_moe", "mtp_qwen3_5", "mtp_qwen3_next"),
@@ -30,6 +30,7 @@ COMBINED = (
     *("draft", "draft_reencoded", "skip", *MEDUSA, *HEADS),
 )
 """What a combined strategy may have as members."""
+CALL_SETTINGS = ("no_memory", "monitor", "pack_weights", "not_compiled")
 ENTRIES = ("keyword", "custom", "custom_streamer", "attach")
 PROCESSORS = ("prefix", "row_wise", "stateful")
 BROKEN_LOGITS = ("nan", "inf", "minus_inf")
@@ -91,6 +92,8 @@ class Case:
     draft_tree: int | str | None = None
     """Size of the trees that networks draft; "auto", or None for chains."""
     verification: str = "exact"
+    settings: tuple[str, ...] = ()
+    """Names of `CALL_SETTINGS`: further arguments of the call."""
     entry: str = "keyword"
     """How speculation is asked for: "keyword", "custom" (`custom_generate=`), "custom_streamer" or "attach"."""
 

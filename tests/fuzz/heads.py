@@ -18,7 +18,13 @@ from tests.fuzz.internals import (
     BlockAttention,
     BlockConfig,
     BlockHead,
+    DFlash2Config,
+    DFlash2Head,
+    DominoConfig,
+    DominoHead,
     DraftHead,
+    DSparkConfig,
+    DSparkHead,
     Eagle1Head,
     Eagle3Head,
     EagleConfig,
@@ -30,11 +36,18 @@ from tests.fuzz.models import ASSISTANT, FIXTURES
 CLASSES: dict[str, Any] = {
     "eagle1": EagleCandidates,
     "eagle3": EagleCandidates,
-    "dflash": DFlashCandidates,
+    **dict.fromkeys(("dflash", "dspark", "dflash2", "domino"), DFlashCandidates),
     "peagle": PEagleCandidates,
     "mtp": MTPCandidates,
     "assistant": GemmaAssistantCandidates,
 }
+BLOCK_HEADS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "dflash": (BlockHead, BlockConfig, {}),
+    "dspark": (DSparkHead, DSparkConfig, {"markov_rank": 8}),
+    "dflash2": (DFlash2Head, DFlash2Config, {"selector_rank": 8, "selector_top_k": 6}),
+    "domino": (DominoHead, DominoConfig, {"emb_dim": 8, "gru_hidden_dim": 8}),
+}
+"""The head, its configuration, and the sizes of its correction."""
 BLOCK_SIZE = 5
 MASK_TOKEN = 3
 
@@ -76,7 +89,7 @@ def _random_head(name: str, model: Any, random: Random) -> DraftHead:
         head_dim=16,
         qk_norm=random.random() < 0.5,
     )
-    aux_layers = {"eagle1": (layers,), "dflash": (1, layers)}.get(name, (0, 1, layers))
+    aux_layers = (layers,) if name == "eagle1" else (1, layers) if name in BLOCK_HEADS else (0, 1, layers)
     reduced = random.random() < 0.3  # not all of the target's tokens can be proposed
     sizes: dict[str, Any] = {
         "hidden_size": width,
@@ -88,20 +101,22 @@ def _random_head(name: str, model: Any, random: Random) -> DraftHead:
         "own_embeddings": embedding.shape[1] != width or random.random() < 0.3,
         "own_lm_head": True,
     }
-    if name == "dflash":
+    if name in BLOCK_HEADS:
+        head_class, config_class, correction = BLOCK_HEADS[name]
         attention = [
             BlockAttention(),
             BlockAttention(causal=True),
             BlockAttention(window=4),
             BlockAttention(causal=True, window=6, window_from_anchor=True),
         ]
-        return BlockHead(
-            BlockConfig(
+        return head_class(
+            config_class(
                 layer=layer,
                 attention=tuple(random.choices(attention, k=2)),
                 block_size=BLOCK_SIZE,
                 mask_token_id=MASK_TOKEN,
                 first_proposing_position=random.choice((0, 1)),
+                **correction,
                 **sizes,
             )
         )

@@ -375,9 +375,9 @@ def test_fingerprint_of_a_function_over_an_attached_model_is_stable(model: Any) 
 
 def test_inner_calls_of_an_early_exit_are_plain_and_counted_once(model: Any) -> None:
     hf_specgen.attach(model, NgramCandidates())
-    expected = generate(model, candidate_generator=None)
+    expected = generate(model, 1, candidate_generator=None)
     with pytest.warns(UserWarning, match="without speculation"):
-        assert torch.equal(generate(model, assistant_early_exit=1), expected)
+        assert torch.equal(generate(model, 1, assistant_early_exit=1), expected)
     totals = hf_specgen.statistics(model)
     assert totals.calls == 0 and list(totals.plain_calls.values()) == [1]
 
